@@ -1,0 +1,34 @@
+"""keepk: say how many weights to keep; get exactly that many.
+
+>>> import keepk, torch
+>>> model = torch.nn.Linear(100, 10)
+>>> keepk.Pruner(model, [keepk.weights("*", keep=50, schedule=keepk.OneShot())]).step()
+>>> sum(int(parameter.count_nonzero()) for parameter in model.parameters())
+50
+"""
+
+from keepk import errors as errors
+from keepk import metrics as metrics
+from keepk.plan.phases import Phase as Phase
+from keepk.plan.schedules import Annealing as Annealing
+from keepk.plan.schedules import Cubic as Cubic
+from keepk.plan.schedules import OneShot as OneShot
+from keepk.plan.spaces import weights as weights
+from keepk.run.checkpoint import load_checkpoint as load_checkpoint
+from keepk.run.checkpoint import save_checkpoint as save_checkpoint
+from keepk.run.pruner import Pruner as Pruner
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Annealing",
+    "Cubic",
+    "OneShot",
+    "Phase",
+    "Pruner",
+    "errors",
+    "load_checkpoint",
+    "metrics",
+    "save_checkpoint",
+    "weights",
+]

@@ -1,0 +1,1 @@
+"""Doing it: masks held, optimizer state carried along, parameters frozen."""

@@ -1,0 +1,77 @@
+"""Optimizer state follows the masks: what belongs to a pruned weight is zero.
+
+State of the parameter's own shape (momentum, Adam's moments) is zeroed entry by entry. Counters are left alone.
+Anything else cannot be told apart by weight: LBFGS keeps one flat history, which is known and started anew; other
+state is refused by name, before anything is pruned.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepk.errors import OptimizerError
+
+COUNTER = "step"  # torch's own name; a 0-dim parameter's counter has the parameter's shape
+
+
+def zero_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, dead: Tensor) -> None:
+    """Zero the optimizer's state of the dead entries of one parameter."""
+    state = optimizer.state.get(parameter)
+    if not state or isinstance(optimizer, torch.optim.LBFGS):
+        return
+    for key, value in state.items():
+        if key != COUNTER and isinstance(value, Tensor) and value.shape == parameter.shape:
+            value.masked_fill_(dead, 0)
+
+
+def restart_flat_history(optimizer: torch.optim.Optimizer) -> None:
+    """LBFGS mixes all weights in one history: after an event it starts anew."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer.state.clear()
+
+
+def refuse_foreign_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    """Refuse state that belongs to weights of a space but is not laid out weight by weight."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return
+    for parameter, name in names.items():
+        for key, value in (optimizer.state.get(parameter) or {}).items():
+            if not _follows(key, value, parameter):
+                raise OptimizerError(
+                    f"optimizer {type(optimizer).__name__}: its state {key!r} of {name!r} is {_described(value)}, but "
+                    f"the parameter has shape {tuple(parameter.shape)}, so the state of a pruned weight cannot be zeroed. "
+                    f"Use an optimizer with state per weight, such as SGD, Adam or AdamW."
+                )
+
+
+def refuse_factored(optimizer: torch.optim.Optimizer) -> None:
+    """Adafactor's factored state appears only at its first step: refuse it before."""
+    if "Adafactor" in {base.__name__ for base in type(optimizer).__mro__}:
+        raise OptimizerError(
+            f"optimizer {type(optimizer).__name__}: keeps its second moments per row and column, so the state of a "
+            f"pruned weight cannot be zeroed. Use an optimizer with state per weight, such as SGD, Adam or AdamW."
+        )
+
+
+def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse what is no optimizer, or one that trains nothing of the spaces (built from another model)."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise OptimizerError(f"optimizer: got {type(optimizer).__name__}. Give a torch.optim.Optimizer, or several.")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in parameters):
+        raise OptimizerError(
+            f"optimizer {type(optimizer).__name__}: holds no parameter of the model. "
+            f"Build it from this very model's parameters, after any copy or move."
+        )
+
+
+def _follows(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    if isinstance(value, Tensor):
+        return key == COUNTER or value.numel() == 1 or value.shape == parameter.shape
+    return not isinstance(value, list | tuple | dict)
+
+
+def _described(value: object) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,54 @@
+"""What keepk raises.
+
+::
+
+    ValueError
+    └── KeepkError
+        ├── SpaceError        a space names nothing, too little, or what another space has
+        ├── PlanError         a schedule that cannot keep exactly K in its epochs
+        ├── RankError         weights or scores that cannot be ranked (NaN, infinite, wrong shape)
+        ├── OptimizerError    an optimizer whose state cannot follow the masks
+        ├── StateError        a state of another model, plan or version
+        ├── CheckpointError   a checkpoint that cannot be written, read or trusted
+        ├── DisagreementError processes that would keep different weights
+        └── DataError         data files that are missing, cut short or not what was published
+
+Every message says what, where, got what, and what to do. All of them are ``ValueError``, so that code which
+guards a constructor call needs no import from here.
+"""
+
+
+class KeepkError(ValueError):
+    """The root of all errors that keepk raises on purpose."""
+
+
+class SpaceError(KeepkError):
+    """A space names nothing, asks for more than there is, or takes what another space has."""
+
+
+class PlanError(KeepkError):
+    """A schedule that cannot keep exactly K in its epochs."""
+
+
+class RankError(KeepkError):
+    """Weights or scores that cannot be ranked."""
+
+
+class OptimizerError(KeepkError):
+    """An optimizer whose state cannot follow the masks."""
+
+
+class StateError(KeepkError):
+    """A state of another model, plan or version."""
+
+
+class CheckpointError(KeepkError):
+    """A checkpoint that cannot be written, read or trusted."""
+
+
+class DisagreementError(KeepkError):
+    """Processes that would keep different weights."""
+
+
+class DataError(KeepkError):
+    """Data files that are missing, cut short or not what was published."""

@@ -1,0 +1,1 @@
+"""The paper's models, data, recipes, tables and figures."""

@@ -1,0 +1,228 @@
+"""The data folder, and MNIST: 50,000 pictures to train, 10,000 to validate, 10,000 to test."""
+
+import gzip
+import os
+import zlib
+from dataclasses import dataclass
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from keepk.errors import DataError
+from keepk.paper.download import fetch, progress_bar
+
+IDX_DTYPES: dict[int, np.dtype[Any]] = {
+    0x08: np.dtype("u1"),
+    0x09: np.dtype("i1"),
+    0x0B: np.dtype(">i2"),
+    0x0C: np.dtype(">i4"),
+    0x0D: np.dtype(">f4"),
+    0x0E: np.dtype(">f8"),
+}
+IDX_MAX_DIMS = 32
+GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Pictures [N, C, H, W] as float32, and the class of each as int64 [N]."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class Mnist:
+    """The published training file in two parts, and the test file."""
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+@dataclass(frozen=True)
+class IdxFile:
+    """One published IDX file: the shape of its array, and the packed form that mirrors serve."""
+
+    name: str
+    shape: tuple[int, ...]
+    packed_size: int
+    packed_md5: str
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The names under which the file is met: `-idx3` or `.idx3`, raw or packed."""
+        names = (self.name, self.name.replace("-idx", ".idx"))
+        return (*names, *(f"{name}.gz" for name in names))
+
+
+MNIST_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
+MNIST_FILES = (
+    IdxFile("train-images-idx3-ubyte", (60_000, 28, 28), 9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+    IdxFile("train-labels-idx1-ubyte", (60_000,), 28_881, "d53e105ee54ea40749a09fcbcd1e9432"),
+    IdxFile("t10k-images-idx3-ubyte", (10_000, 28, 28), 1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
+    IdxFile("t10k-labels-idx1-ubyte", (10_000,), 4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
+)
+MNIST_PLACES = (".", "mnist", "MNIST/raw")
+MNIST_CLASSES = 10
+MNIST_TRAIN = 50_000
+
+
+def data_folder(folder: str | Path | None = None) -> Path:
+    """`folder` if given, else `$KEEPK_DATA`, else the folder `keepk` in the user's cache.
+
+    >>> print(data_folder("pictures"))
+    pictures
+    """
+    if folder is not None:
+        return Path(folder).expanduser()
+    if named := os.environ.get("KEEPK_DATA"):
+        return Path(named).expanduser()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "keepk"
+
+
+def mnist(folder: str | Path | None = None, *, download: bool = True) -> Mnist:
+    """MNIST from the published files in `folder` (see `data_folder`); what is missing is downloaded.
+
+    The validation set is the last 10,000 pictures of the training file. All pictures are normalised with the
+    mean and standard deviation m, s of the 50,000 training pictures: x -> (x - m) / s.
+    """
+    paths = _mnist_paths(data_folder(folder), download=download)
+    images, labels, test_images, test_labels = map(_read_published, paths, MNIST_FILES)
+    for path, values in ((paths[1], labels), (paths[3], test_labels)):
+        _check_labels(path, values)
+    mean, std = _mean_and_std(paths[0], images[:MNIST_TRAIN])
+
+    def split(pixels: Tensor, classes: Tensor) -> Split:
+        return Split(pixels.to(torch.float32).sub_(mean).div_(std).unsqueeze(1), classes.to(torch.int64))
+
+    return Mnist(
+        train=split(images[:MNIST_TRAIN], labels[:MNIST_TRAIN]),
+        validation=split(images[MNIST_TRAIN:], labels[MNIST_TRAIN:]),
+        test=split(test_images, test_labels),
+    )
+
+
+def read_idx(path: str | Path) -> NDArray[Any]:
+    """The array in an IDX file, raw or gzipped (its first bytes tell), in the machine's byte order.
+
+    An IDX file is 00 00, a type, the number of dimensions, each dimension as uint32, then the values; all
+    numbers have their highest byte first.
+    """
+    path = Path(path)
+    content = _unpacked(path)
+    dtype, shape = _idx_header(path, content)
+    offset, count = 4 + 4 * len(shape), prod(shape)
+    expected = offset + count * dtype.itemsize
+    if len(content) != expected:
+        wrong = "is cut short" if len(content) < expected else "has bytes after its end"
+        raise _bad(path, wrong, f"{expected:,} bytes for {dtype.name} {list(shape)}", f"{len(content):,}")
+    values = np.frombuffer(content, dtype, count, offset)
+    return values.reshape(shape).astype(dtype.newbyteorder("="))
+
+
+def _unpacked(path: Path) -> bytes:
+    """The bytes of a file, without its gzip wrapping if it has one."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}). Check the path and its permissions.") from error
+    if not content.startswith(GZIP_MAGIC):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise _bad(path, "is damaged or cut short", "a whole gzip file", str(error)) from error
+
+
+def _idx_header(path: Path, content: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """The type and shape that an IDX file announces."""
+    magic = content[:4]
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_DTYPES or magic[3] > IDX_MAX_DIMS:
+        types = ", ".join(f"{code:02x}" for code in IDX_DTYPES)
+        expected = f"the first bytes 00 00, a type ({types}), at most {IDX_MAX_DIMS} dimensions"
+        raise _bad(path, "is no IDX file", expected, magic.hex(" ") or "an empty file")
+    dims = magic[3]
+    if len(content) < 4 + 4 * dims:
+        raise _bad(path, "is cut short", f"{4 + 4 * dims} bytes of header", f"{len(content)}")
+    shape = np.frombuffer(content, ">u4", dims, 4)
+    return IDX_DTYPES[magic[2]], tuple(shape.tolist())
+
+
+def _bad(path: Path, wrong: str, expected: str, got: str) -> DataError:
+    return DataError(f"{path}: {wrong}: expected {expected}, got {got}. Delete it and download it again.")
+
+
+def _read_published(path: Path, published: IdxFile) -> Tensor:
+    """The bytes of a published file, if it holds as many as were published."""
+    values = read_idx(path)
+    if values.dtype != np.uint8 or values.shape != published.shape:
+        expected, got = f"uint8 {list(published.shape)}", f"{values.dtype.name} {list(values.shape)}"
+        raise _bad(path, f"is not the published {published.name}", expected, got)
+    return torch.from_numpy(values)
+
+
+def _check_labels(path: Path, labels: Tensor) -> None:
+    if (highest := int(labels.max())) >= MNIST_CLASSES:
+        raise _bad(path, "is not MNIST", f"labels from 0 to {MNIST_CLASSES - 1}", f"the label {highest}")
+
+
+def _mean_and_std(path: Path, pixels: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation of bytes, with exact sums over the 256 values."""
+    counts = torch.bincount(pixels.flatten(), minlength=256)
+    values = torch.arange(256, device=counts.device)
+    number, total = pixels.numel(), int(counts @ values)
+    variance = number * int(counts @ values**2) - total**2
+    if variance == 0:
+        raise _bad(path, "is not MNIST", "pictures", f"the value {total // number} in every pixel")
+    return total / number, sqrt(variance) / number
+
+
+def _mnist_paths(root: Path, *, download: bool) -> tuple[Path, ...]:
+    """Where each of `MNIST_FILES` lies, after a download of those that are nowhere."""
+    if not download and _missing(root):
+        raise _not_found(root, "is switched off (download=False).")
+    try:
+        return tuple(_find(root, file) or _fetch(root / "mnist", file) for file in MNIST_FILES)
+    except DataError as error:
+        raise _not_found(root, f"failed: {error}") from error
+
+
+def _missing(root: Path) -> list[str]:
+    return [file.name for file in MNIST_FILES if _find(root, file) is None]
+
+
+def _find(root: Path, file: IdxFile) -> Path | None:
+    candidates = (root / place / name for place in MNIST_PLACES for name in file.spellings)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _fetch(folder: Path, file: IdxFile) -> Path:
+    name = f"{file.name}.gz"
+    urls = [mirror + name for mirror in MNIST_MIRRORS]
+    with progress_bar(name) as progress:
+        return fetch(name, urls, size=file.packed_size, folder=folder, md5=file.packed_md5, progress=progress)
+
+
+def _not_found(root: Path, download: str) -> DataError:
+    """What to put where, and why the download did not."""
+    return DataError(
+        f"MNIST is not complete in {root}: missing {', '.join(_missing(root))}.\n"
+        f"Put the four files {', '.join(file.name for file in MNIST_FILES)}, raw or .gz, "
+        f"into {' or '.join(str(root / place) for place in MNIST_PLACES)}.\n"
+        f"They are at {' and '.join(MNIST_MIRRORS)} (add .gz to the name).\n"
+        "Another folder is named by --data DIR or by $KEEPK_DATA.\n"
+        f"The download {download}"
+    )

@@ -1,0 +1,81 @@
+"""Recipes: how a network of the paper is trained, pruned and fine-tuned, as plain values.
+
+A recipe is a row of stages. The dense training is the first stage, so that one `keepk.Pruner`, one optimizer and one
+plan go from the fresh network to the last point; each stage that ends at a number of weights is a point to report.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import cos, pi
+
+from torch import nn
+
+from keepk.plan.phases import Phase
+from keepk.plan.schedules import AnySchedule, plan
+from keepk.plan.spaces import WeightSpace, weights
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A span of epochs with one way of training.
+
+    Args:
+        epochs: How long it is.
+        lr: The learning rate at its start.
+        flat: For how many epochs the learning rate stays there, before it falls to zero as a cosine; None: always.
+        decay: Weight decay.
+        momentum: 0 is plain SGD; otherwise with `nesterov` or without.
+        dropout: The rates of the model's dropout layers.
+        keep: By space, how many weights are left at the end, and the schedule that gets there.
+        freeze: Globs of parameters that get no update.
+        report: Whether its end is a point of the experiment.
+    """
+
+    epochs: int
+    lr: float
+    flat: int | None = 0
+    decay: float = 0.0
+    momentum: float = 0.9
+    nesterov: bool = True
+    dropout: tuple[float, ...] = ()
+    keep: Mapping[str, tuple[int, AnySchedule]] = field(default_factory=dict)
+    freeze: tuple[str, ...] = ()
+    report: bool = True
+
+    def learning_rate(self, progress: float) -> float:
+        """The rate after `progress` epochs of this stage.
+
+        >>> [round(Stage(4, lr=1.0, flat=2).learning_rate(epoch), 2) for epoch in range(5)]
+        [1.0, 1.0, 1.0, 0.5, 0.0]
+        """
+        if self.flat is None or progress <= self.flat:
+            return self.lr
+        return self.lr * 0.5 * (1 + cos(pi * (progress - self.flat) / (self.epochs - self.flat)))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An experiment's way from a fresh network to its points."""
+
+    name: str
+    network: Callable[[], nn.Module]
+    spaces: Mapping[str, str]
+    stages: Sequence[Stage]
+    batch: int
+
+    def phases(self) -> list[Phase]:
+        """Each stage as a phase of the pruner."""
+        return [Phase(stage.epochs, prune=tuple(stage.keep), freeze=stage.freeze) for stage in self.stages]
+
+    def weight_spaces(self, totals: Mapping[str, int]) -> list[WeightSpace]:
+        """Each space with the plan that goes through all of its points."""
+        return [self._space(name, glob, totals[name]) for name, glob in self.spaces.items()]
+
+    def _space(self, name: str, glob: str, total: int) -> WeightSpace:
+        counts, left = list[int](), total
+        for stage in self.stages:
+            if name in stage.keep:
+                keep, schedule = stage.keep[name]
+                counts += plan(schedule, left, keep, epochs=stage.epochs)
+                left = keep
+        return weights(glob, keep=left, name=name, schedule=counts)

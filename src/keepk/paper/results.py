@@ -1,0 +1,52 @@
+"""Results: one line of JSON a point, the same keys for every experiment."""
+
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepk.errors import DataError
+
+REQUIRED = (
+    "experiment recipe seed asked kept total test_error val_error dense_test_error seconds versions".split()  # noqa: SIM905
+)
+
+
+def versions() -> dict[str, str]:
+    """What a result was made with."""
+    from keepk import __version__  # noqa: PLC0415 - the package itself imports this room last
+
+    return {"keepk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Add points to a result file, all of them in one write, so that a kill leaves no half line behind."""
+    lines = []
+    for record in records:
+        missing = [key for key in REQUIRED if key not in record]
+        if missing:
+            raise DataError(f"{path}: a result without {', '.join(missing)}. Every point has {', '.join(REQUIRED)}.")
+        lines.append(json.dumps(record, sort_keys=False) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write("".join(lines).encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The points of a result file; where one was run again, its last line counts."""
+    if not path.exists():
+        return []
+    latest = dict[tuple[Any, ...], dict[str, Any]]()
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            latest[record["recipe"], record["seed"], record["asked"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}:{number}: not a result line. Remove or mend it.") from None
+    return list(latest.values())

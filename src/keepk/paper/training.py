@@ -1,0 +1,160 @@
+"""Training a recipe: whole data sets as tensors, batches as rows of indices, every epoch resumable."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepk.paper.data import Mnist, Split
+from keepk.paper.models import LeNet5
+from keepk.paper.recipes import Recipe, Stage
+from keepk.plan.names import matches
+from keepk.run.checkpoint import load_checkpoint, save_checkpoint
+from keepk.run.pruner import Pruner
+from keepk.run.resolve import named_parameters
+
+
+@dataclass
+class Progress:
+    """Where a run stands: the epochs behind it, what they cost, and the points reached."""
+
+    epoch: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an epoch reads, and the part of the model that it goes through."""
+
+    values: Tensor
+    labels: Tensor
+    forward: Callable[[Tensor], Tensor]
+
+
+class Run:
+    """One seed of a recipe. Killed at any moment, it goes on from its last whole epoch and ends bit-equal."""
+
+    def __init__(self, recipe: Recipe, seed: int, data: Mnist, folder: Path) -> None:
+        torch.manual_seed(seed)
+        self.recipe, self.data, self.folder = recipe, data, folder
+        self.model = recipe.network().to(data.train.images.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=recipe.stages[0].lr)
+        spaces = recipe.weight_spaces(_totals(self.model, recipe))
+        self.pruner = Pruner(self.model, spaces, self.optimizer, phases=recipe.phases())
+        self.order = torch.Generator().manual_seed(seed)
+        self.progress = Progress()
+        if (folder / "checkpoint.json").exists():
+            self.progress = Progress(**load_checkpoint(folder, **self._parts()))
+
+    def finish(self, report: Callable[[Progress, Pruner], None]) -> list[dict[str, Any]]:
+        """Train what is left; returns the points of all stages."""
+        first = 0
+        for stage in self.recipe.stages:
+            if self.progress.epoch < first + stage.epochs:
+                self._finish_stage(stage, first, report)
+            first += stage.epochs
+        self.pruner.close()
+        return self.progress.points
+
+    def _finish_stage(self, stage: Stage, first: int, report: Callable[[Progress, Pruner], None]) -> None:
+        self._enter(stage)
+        inputs = self._inputs(stage)
+        progress, last = self.progress, first + stage.epochs
+        while progress.epoch < last:
+            wall, cpu = time.perf_counter(), time.process_time()
+            self._train_epoch(stage, progress.epoch - first, inputs)
+            self.pruner.step()
+            progress.epoch += 1
+            progress.seconds += time.perf_counter() - wall
+            progress.cpu_seconds += time.process_time() - cpu
+            if progress.epoch == last and stage.report:
+                progress.points.append(self._point())
+            save_checkpoint(self.folder, **self._parts(), extra=vars(progress))
+            report(progress, self.pruner)
+
+    def _enter(self, stage: Stage) -> None:
+        options = {"momentum": stage.momentum, "nesterov": stage.nesterov, "weight_decay": stage.decay}
+        self.optimizer.param_groups[0].update(options)
+        layers = [module for module in self.model.modules() if isinstance(module, nn.Dropout)]
+        for layer, rate in zip(layers, stage.dropout or (0.0,) * len(layers), strict=True):
+            layer.p = rate
+
+    def _inputs(self, stage: Stage) -> Inputs:
+        """The training pictures, or what frozen convolutions make of them, worked out once for the whole stage."""
+        train = self.data.train
+        if isinstance(self.model, LeNet5) and matches("conv1.weight", stage.freeze):
+            self.model.eval()
+            with torch.no_grad():
+                features = torch.cat([self.model.features(images) for images in torch.split(train.images, 2_000)])
+            return Inputs(features, train.labels, self.model.classify)
+        return Inputs(train.images, train.labels, self.model)
+
+    def _train_epoch(self, stage: Stage, epoch: int, inputs: Inputs) -> None:
+        self.model.train()
+        size, total = self.recipe.batch, len(inputs.labels)
+        # Full batches only: the few rows left over sit this epoch out.
+        rows = torch.randperm(total, generator=self.order).to(inputs.labels.device)[: total - total % size]
+        batches = torch.split(rows, size)
+        for number, chosen in enumerate(batches):
+            self.optimizer.param_groups[0]["lr"] = stage.learning_rate(epoch + number / len(batches))
+            loss = F.cross_entropy(inputs.forward(inputs.values[chosen]), inputs.labels[chosen])
+            self.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            self.optimizer.step()
+
+    def _point(self) -> dict[str, Any]:
+        masks = self.pruner.masks
+        return {
+            "asked": sum(counts[self.pruner.epoch - 1] for counts in self.pruner.plan.values()),
+            "kept": sum(int(mask.sum()) for mask in masks.values()),
+            "total": sum(mask.numel() for mask in masks.values()),
+            "test_error": error_percent(self.model, self.data.test),
+            "val_error": error_percent(self.model, self.data.validation),
+            "spaces": self.pruner.kept,
+            "layers": _by_layer(masks),
+            "epochs": self.progress.epoch,
+            "seconds": round(self.progress.seconds, 1),
+            "cpu_seconds": round(self.progress.cpu_seconds, 1),
+        }
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "pruner": self.pruner,
+            "optimizer": self.optimizer,
+            "generator": self.order,
+        }
+
+
+def error_percent(model: nn.Module, split: Split, batch: int = 2_000) -> float:
+    """The share of a split that the model gets wrong, in percent."""
+    model.eval()
+    with torch.no_grad():
+        pairs = zip(torch.split(split.images, batch), torch.split(split.labels, batch), strict=True)
+        wrong = sum(int((model(images).argmax(1) != labels).sum()) for images, labels in pairs)
+    return 100 * wrong / len(split.labels)
+
+
+def _totals(model: nn.Module, recipe: Recipe) -> dict[str, int]:
+    named = named_parameters(model)
+    return {
+        name: sum(parameter.numel() for key, parameter in named.items() if matches(key, [glob]))
+        for name, glob in recipe.spaces.items()
+    }
+
+
+def _by_layer(masks: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Kept and total of each layer, its weight and bias together."""
+    layers = dict[str, list[int]]()
+    for name, mask in masks.items():
+        counts = layers.setdefault(name.rpartition(".")[0], [0, 0])
+        counts[0] += int(mask.sum())
+        counts[1] += mask.numel()
+    return layers

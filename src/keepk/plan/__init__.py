@@ -1,0 +1,1 @@
+"""What to keep and when: spaces, schedules, phases. Frozen values and plain ints; no module is touched."""

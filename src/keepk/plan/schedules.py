@@ -1,0 +1,244 @@
+"""Schedules: how many units are left after each epoch.
+
+A schedule is any callable that turns (M units, K to keep, epochs or None) into ints, one per epoch. `plan`
+asks it, checks the answer and returns the tuple that training follows: every entry is an int, none rises,
+the last one is K.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from math import floor
+from typing import Protocol, TypeAlias
+
+from keepk.errors import PlanError
+from keepk.plan.numbers import count, exact_number, exact_share
+
+
+class Schedule(Protocol):
+    """(M, K, epochs) -> M_1 .. M_n; with `epochs=None` the schedule's own length, up to its first K."""
+
+    def __call__(self, total: int, keep: int, epochs: int | None) -> Sequence[int]:
+        """The counts that are left after epochs 1, 2, ..."""
+        ...
+
+
+AnySchedule: TypeAlias = Schedule | Callable[[int, int, int | None], Sequence[int]] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Annealing:
+    r"""The paper's annealing plan: fast to a share p0, then nu more every few epochs, up to the goal.
+
+    .. math::
+        M_e = \begin{cases}
+            [(1 - p_0) + p_0 (N_1 - e) / (\mu e + N_1)] M & 1 \le e \le N_1 \\
+            [1 - \min(p, p_0 + \lfloor (e - N_1) / N^c \rfloor \nu)] M & N_1 < e
+        \end{cases}
+
+    rounded down, and never below K. Shares are shares *pruned*.
+
+    Args:
+        p0: The share that is pruned by epoch n1.
+        n1: The length of the first, fast part. 1 goes to p0 directly; 0 leaves the first part out.
+        nu: The share that each event of the second part adds.
+        mu: How steep the first part is.
+        every: The epochs between two events of the second part (the paper's N^c).
+
+    >>> Annealing(p0=0.8, n1=10, nu=0.02)(10_000, 1_000, None)
+    (5600, 4133, 3400, 2960, 2666, 2457, 2300, 2177, 2080, 2000, 1800, 1600, 1400, 1200, 1000)
+
+    """
+
+    p0: float
+    n1: int
+    nu: float
+    mu: float = 10
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        exact_share(self.p0, "Annealing: p0", PlanError)
+        count(self.n1, "Annealing: n1", PlanError, least=0)
+        exact_share(self.nu, "Annealing: nu", PlanError)
+        exact_number(self.mu, "Annealing: mu", PlanError)
+        count(self.every, "Annealing: every", PlanError, least=1)
+
+    def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
+        """The counts after each epoch, exact in the decimals of p0, nu and mu."""
+        first = exact_share(self.p0, "Annealing: p0", PlanError)
+        if (1 - first) * total < keep:
+            raise PlanError(
+                f"Annealing: p0={self.p0} leaves {floor((1 - first) * total)} of {total}, fewer than the {keep} "
+                f"to keep. Choose p0 <= {float(1 - Fraction(keep, total)):.6g}, the share pruned at the end."
+            )
+        length = self._own_length(total, keep) if epochs is None else epochs
+        return tuple(max(keep, floor(self._share_left(e) * total)) for e in range(1, length + 1))
+
+    def _share_left(self, epoch: int) -> Fraction:
+        first, step, steepness = (Fraction(str(value)) for value in (self.p0, self.nu, self.mu))
+        if epoch <= self.n1:
+            return (1 - first) + first * Fraction(self.n1 - epoch) / (steepness * epoch + self.n1)
+        return 1 - first - (epoch - self.n1) // self.every * step
+
+    def _own_length(self, total: int, keep: int) -> int:
+        """The first epoch at which floor(share * M) <= K, by the formula solved for e."""
+        first, step = Fraction(str(self.p0)), Fraction(str(self.nu))
+        if floor((1 - first) * total) <= keep:
+            return self._first_part_length(total, keep)
+        if step == 0:
+            raise PlanError(
+                f"Annealing: nu=0 stays at p0={self.p0} and never gets from {floor((1 - first) * total)} "
+                f"to {keep}. Choose nu > 0, or p0 at the share pruned at the end."
+            )
+        # floor(share * M) <= K means share * M < K + 1, so events > (1 - p0 - (K + 1) / M) / nu.
+        events = floor((1 - first - Fraction(keep + 1, total)) / step) + 1
+        return self.n1 + max(1, events) * self.every
+
+    def _first_part_length(self, total: int, keep: int) -> int:
+        """The first part falls at every epoch, so the first epoch that is low enough is found by halving."""
+        low, high = 1, max(1, self.n1)
+        while low < high:
+            middle = (low + high) // 2
+            if floor(self._share_left(middle) * total) <= keep:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """Everything at the first event.
+
+    >>> OneShot()(1000, 100, None), OneShot()(1000, 100, 3)
+    ((100,), (100, 100, 100))
+    """
+
+    def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:  # noqa: ARG002
+        """K from the first epoch on."""
+        return (keep,) * (1 if epochs is None else epochs)
+
+
+@dataclass(frozen=True)
+class Cubic:
+    r"""The gradual plan of Zhu and Gupta, known elsewhere as AGP: fast at first, ever slower towards the goal.
+
+    .. math:: s_e = p + (p_0 - p) (1 - t)^3, \quad t = (e - begin) / n, \quad M_e = \lfloor (1 - s_e) M \rfloor
+
+    with t held between events (`every`) and after the end at 1.
+
+    Args:
+        epochs: n, the epochs from `begin` to K. None takes all epochs that the run (or the phase) has.
+        p0: The share pruned at `begin`.
+        begin: The epochs before the first event.
+        every: The epochs between two events.
+
+    >>> Cubic(epochs=5)(1000, 100, None)
+    (560, 294, 157, 107, 100)
+
+    """
+
+    epochs: int | None = None
+    p0: float = 0.0
+    begin: int = 0
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.epochs is not None:
+            count(self.epochs, "Cubic: epochs", PlanError, least=1)
+        exact_share(self.p0, "Cubic: p0", PlanError)
+        count(self.begin, "Cubic: begin", PlanError, least=0)
+        count(self.every, "Cubic: every", PlanError, least=1)
+
+    def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
+        """The counts after each epoch, exact in the decimals of p0."""
+        first, last = Fraction(str(self.p0)), 1 - Fraction(keep, total)
+        if first > last:
+            raise PlanError(
+                f"Cubic: p0={self.p0} prunes more than the share pruned at the end, {float(last):.6g}. Choose less."
+            )
+        length, span = self._lengths(epochs)
+        shares = (last + (first - last) * (1 - self._progress(e, span)) ** 3 for e in range(1, length + 1))
+        begun = enumerate(shares, start=1)
+        return tuple(total if e <= self.begin else max(keep, floor((1 - share) * total)) for e, share in begun)
+
+    def _lengths(self, epochs: int | None) -> tuple[int, int]:
+        if self.epochs is not None:
+            return (self.begin + self.epochs if epochs is None else epochs), self.epochs
+        if epochs is None:
+            raise PlanError("Cubic: no length. Give Cubic(epochs=...), or Pruner(epochs=...), or phases.")
+        if epochs <= self.begin:
+            raise PlanError(f"Cubic: begin={self.begin} leaves nothing of {epochs} epochs. Choose a smaller begin.")
+        return epochs, epochs - self.begin
+
+    def _progress(self, epoch: int, span: int) -> Fraction:
+        """t: rounded down to whole events, but 1 at the end even where `every` does not divide the span."""
+        done = min(epoch - self.begin, span)
+        return Fraction(done if done == span else done - done % self.every, span)
+
+
+def plan(schedule: AnySchedule, total: int, keep: int, *, epochs: int | None = None) -> tuple[int, ...]:
+    """The checked plan of a space: ints that never rise and end at K.
+
+    A plan that is shorter than `epochs` stays at K; one that does not get to K within them is refused, with the
+    epochs that it would need.
+
+    >>> plan([500, 100], total=1000, keep=100, epochs=4)
+    (500, 100, 100, 100)
+    """
+    counts = _ask(schedule, total, keep, epochs)
+    _check(counts, total, keep)
+    if epochs is not None and len(counts) > epochs:
+        counts, dropped = counts[:epochs], counts[epochs:]
+        if not counts or counts[-1] != keep:
+            needed = epochs + dropped.index(keep) + 1 if keep in dropped else None
+            raise _misses(schedule, counts, keep, needed)
+    if not counts or counts[-1] != keep:
+        raise _misses(schedule, counts, keep, _epochs_needed(schedule, total, keep))
+    return counts + (keep,) * ((epochs or 0) - len(counts))
+
+
+def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
+    answer = schedule(total, keep, epochs) if callable(schedule) else schedule
+    if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
+        raise PlanError(f"schedule {schedule!r}: got {type(answer).__name__}. Give a sequence of ints.")
+    read = partial(count, what=f"schedule {schedule!r}: an entry", error=PlanError, least=0)
+    return tuple(read(entry) for entry in answer)
+
+
+def _check(counts: tuple[int, ...], total: int, keep: int) -> None:
+    before = total
+    for epoch, after in enumerate(counts, start=1):
+        if after > before:
+            raise PlanError(
+                f"plan {_short(counts)}: rises from {before} to {after} at epoch {epoch}. "
+                f"What is pruned never comes back: start at most at {total} and never rise."
+            )
+        if after < keep:
+            raise PlanError(
+                f"plan {_short(counts)}: {after} at epoch {epoch} is fewer than the {keep} to keep. "
+                f"End at exactly {keep}."
+            )
+        before = after
+
+
+def _epochs_needed(schedule: AnySchedule, total: int, keep: int) -> int | None:
+    if not callable(schedule):
+        return None
+    try:
+        return len(schedule(total, keep, None))
+    except PlanError:
+        return None
+
+
+def _misses(schedule: AnySchedule, counts: tuple[int, ...], keep: int, needed: int | None) -> PlanError:
+    reached = f"ends at {counts[-1]}" if counts else "is empty"
+    remedy = f"It needs {needed} epochs" if needed else f"Let it end at exactly {keep}"
+    return PlanError(
+        f"schedule {schedule!r}: after {len(counts)} epochs the plan {reached}, not at the {keep} to keep. {remedy}."
+    )
+
+
+def _short(counts: tuple[int, ...], most: int = 8) -> str:
+    return f"({', '.join(map(str, counts[:most]))}{', ...' if len(counts) > most else ''})"

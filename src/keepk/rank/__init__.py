@@ -1,0 +1,1 @@
+"""Which to keep: metrics (tensors to scores) and the one exact selection."""

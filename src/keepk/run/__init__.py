@@ -1,0 +1,1 @@
+"""The `Pruner`, the only stateful class, and its checkpoints."""

@@ -1,0 +1,233 @@
+"""What a checkpoint takes from each object and gives back: capture, check, restore.
+
+`check` refuses what would not fit and changes nothing; `restore` then takes no second look.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from keepk.errors import CheckpointError
+from keepk.run.packing import unpackable
+from keepk.run.resolve import unwrap
+
+
+class Part(Protocol):
+    """One object whose state is in a checkpoint."""
+
+    def capture(self) -> Any:
+        """The state as plain values and the live tensors."""
+
+    def check(self, saved: Any) -> None:
+        """Refuse a state of another object."""
+
+    def restore(self, saved: Any) -> None:
+        """Give the object the saved state."""
+
+
+class StatefulPart:
+    """Anything with `state_dict` and `load_state_dict`: a pruner, a scaler, an EMA of the user's own."""
+
+    def __init__(self, name: str, stateful: Any) -> None:
+        self._name, self._stateful = name, stateful
+
+    def capture(self) -> Any:
+        """See `Part`."""
+        return self._stateful.state_dict()
+
+    def check(self, saved: Any) -> None:
+        """See `Part`."""
+        # A disabled GradScaler has no state, and passes over another's.
+        if self._name == "scaler" and bool(saved) != bool(self._stateful.state_dict()):
+            here, there = ("disabled", "enabled") if saved else ("enabled", "disabled")
+            raise CheckpointError(f"scaler: is {here} here and {there} in the checkpoint. Build the same one.")
+
+    def restore(self, saved: Any) -> None:
+        """See `Part`."""
+        self._stateful.load_state_dict(saved)
+
+
+class PrunerPart:
+    """A `Pruner`, which checks a state itself before it changes anything."""
+
+    def __init__(self, _: str, pruner: Any) -> None:
+        self._pruner = pruner
+
+    def capture(self) -> Any:
+        """See `Part`."""
+        return self._pruner.state_dict()
+
+    def check(self, saved: Any) -> None:
+        """Nothing: `restore` comes first of all, and refuses by itself."""
+
+    def restore(self, saved: Any) -> None:
+        """See `Part`."""
+        self._pruner.load_state_dict(saved)
+
+
+class ModulePart:
+    """A module under the names that it has without DDP and torch.compile wrappers."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name, self._module = name, unwrap(module)
+
+    def capture(self) -> Any:
+        """See `Part`."""
+        state = self._module.state_dict()
+        return {
+            "state": {_plain_name(self._module, key): value for key, value in state.items()},
+            "metadata": {_plain_name(self._module, key): value for key, value in _metadata(state).items()},
+        }
+
+    def check(self, saved: Any) -> None:
+        """See `Part`."""
+        own, theirs = self.capture()["state"], saved["state"]
+        for these, those, what in ((own, theirs, "missing from the checkpoint"), (theirs, own, "not here")):
+            if strange := [key for key in these if key not in those]:
+                raise CheckpointError(
+                    f"{self._name}: {', '.join(strange[:3])} ({len(strange)} in all) {what}. Build the same model."
+                )
+        for key, tensor in own.items():
+            if isinstance(tensor, Tensor) and not key.endswith("_extra_state"):
+                _refuse_other_tensor(f"{self._name}: {key!r}", tensor, theirs[key])
+
+    def restore(self, saved: Any) -> None:
+        """See `Part`."""
+        own = self._module.state_dict()
+        state = OrderedDict((key, saved["state"][_plain_name(self._module, key)]) for key in own)
+        metadata = {key: saved["metadata"].get(_plain_name(self._module, key), {}) for key in _metadata(own)}
+        state._metadata = metadata  # type: ignore[attr-defined]  # torch keeps module versions there
+        self._module.load_state_dict(state)
+
+
+class OptimizerPart:
+    """An optimizer, with its state in the dtype that it had and not in the parameter's."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self._name, self._optimizer = name, optimizer
+
+    def capture(self) -> Any:
+        """See `Part`."""
+        shapes = [[list(p.shape) for p in group["params"]] for group in self._optimizer.param_groups]
+        return {
+            "class": type(self._optimizer).__qualname__,
+            "shapes": shapes,
+            "state": self._optimizer.state_dict(),
+        }
+
+    def check(self, saved: Any) -> None:
+        """See `Part`."""
+        own = self.capture()
+        refuse_other_class(self._name, saved["class"], own["class"])
+        sizes = [[len(group) for group in shapes] for shapes in (own["shapes"], saved["shapes"])]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"{self._name}: has groups of {sizes[0]} parameters here and of {sizes[1]} in the checkpoint. "
+                f"Build it from the same parameters in the same groups."
+            )
+        pairs = zip(chain(*own["shapes"]), chain(*saved["shapes"]), strict=True)
+        for index, (here, there) in enumerate(pairs):
+            if here != there:
+                raise CheckpointError(
+                    f"{self._name}: parameter {index} has shape {tuple(here)} here and {tuple(there)} in the "
+                    f"checkpoint. Give the parameters in the same order."
+                )
+
+    def restore(self, saved: Any) -> None:
+        """See `Part`."""
+        groups = zip(saved["state"]["param_groups"], self._optimizer.param_groups, strict=True)
+        state = {**saved["state"], "param_groups": [_beside(theirs, own) for theirs, own in groups]}
+        self._optimizer.load_state_dict(state)
+        ids = chain.from_iterable(group["params"] for group in state["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        for key, parameter in zip(ids, parameters, strict=True):
+            if key in state["state"]:
+                loaded = self._optimizer.state[parameter]
+                self._optimizer.state[parameter] = _uncast(state["state"][key], loaded)
+
+
+class GeneratorPart:
+    """A `torch.Generator`, as a sampler has."""
+
+    def __init__(self, name: str, generator: torch.Generator) -> None:
+        self._name, self._generator = name, generator
+
+    def capture(self) -> Any:
+        """See `Part`."""
+        return {"device": self._generator.device.type, "state": self._generator.get_state()}
+
+    def check(self, saved: Any) -> None:
+        """See `Part`."""
+        own = self.capture()
+        if saved["device"] != own["device"] or saved["state"].shape != own["state"].shape:
+            raise CheckpointError(
+                f"{self._name}: is of device {own['device']} here and of {saved['device']} in the checkpoint. "
+                f"Make it on the same device."
+            )
+
+    def restore(self, saved: Any) -> None:
+        """See `Part`."""
+        self._generator.set_state(saved["state"])
+
+
+def host_copy(tree: Any) -> Any:
+    """A copy that no in-place change reaches, on the host: a GPU has no room for a second state."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if type(tree) in (list, tuple):
+        return type(tree)(host_copy(item) for item in tree)
+    if type(tree) in (dict, OrderedDict):
+        return type(tree)((key, host_copy(value)) for key, value in tree.items())
+    return copy.deepcopy(tree)
+
+
+def _metadata(state: Any) -> dict[str, Any]:
+    return getattr(state, "_metadata", {})
+
+
+def _plain_name(module: nn.Module | None, key: str) -> str:
+    kept = []
+    for step in key.split("."):
+        if module is None or unwrap(module) is module:
+            kept.append(step)
+        module = module._modules.get(step) if module is not None else None
+    return ".".join(kept)
+
+
+def _refuse_other_tensor(where: str, own: Tensor, saved: Any) -> None:
+    if reason := unpackable(own):
+        raise CheckpointError(f"{where}: is {reason}")
+    if own.shape != saved.shape or own.dtype != saved.dtype:
+        raise CheckpointError(
+            f"{where} is {tuple(own.shape)}, {own.dtype} here and {tuple(saved.shape)}, {saved.dtype} in the "
+            f"checkpoint. Build the same model."
+        )
+
+
+def refuse_other_class(name: str, saved: str, own: str) -> None:
+    """Refuse the state of an SGD for an Adam."""
+    if saved != own:
+        raise CheckpointError(f"{name}: is a {own} here and a {saved} in the checkpoint. Build the same one.")
+
+
+def _beside(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A group whose tensors (a learning rate that a CUDA graph reads) are where the own group has them."""
+    both = {key: own[key].device for key in own if isinstance(own[key], Tensor)}
+    return {k: v.to(both[k]) if k in both and isinstance(v, Tensor) else v for k, v in saved.items()}
+
+
+def _uncast(saved: Any, loaded: Any) -> Any:
+    """What was saved, on the device to which torch moved it; torch casts it to the parameter's dtype as well."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return saved.to(loaded.device)
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
+        return type(saved)((key, _uncast(value, loaded[key])) for key, value in saved.items() if key in loaded)  # type: ignore[call-arg]
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple):
+        return type(saved)(_uncast(mine, other) for mine, other in zip(saved, loaded, strict=True))
+    # torch takes a str apart as an iterable.
+    return saved if isinstance(saved, str) else loaded

@@ -1,0 +1,166 @@
+"""From names to parameters: the spaces of a plan found in a real model."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from keepk.errors import RankError, SpaceError
+from keepk.plan.names import matches, nearest
+from keepk.plan.spaces import WeightSpace
+
+RANKABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The parameters of one space, in the model's order, by name."""
+
+    space: WeightSpace
+    parameters: dict[str, nn.Parameter]
+    total: int
+    keep: int
+
+    def floor(self, parameter: nn.Parameter) -> int:
+        """The layer floor, which counts for tensors of two or more dims."""
+        return min(self.space.layer_floor, parameter.numel()) if parameter.dim() >= 2 else 0
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside `DistributedDataParallel`, `DataParallel` and `torch.compile` wrappers."""
+    inner = _wrapped_name(model)
+    return unwrap(getattr(model, inner)) if inner else model
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters under the names that the unwrapped model gives them; a tied one under each of its names."""
+    modules = model.named_modules(remove_duplicate=False)
+    inner_names = ((path, _wrapped_name(module)) for path, module in modules)
+    wrapped = [f"{path}.{inner}" if path else inner for path, inner in inner_names if inner]
+    found = model.named_parameters(remove_duplicate=False)
+    return {_without(name, wrapped): parameter for name, parameter in found}
+
+
+def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, Members]:
+    """The parameters of every space, checked: each glob finds something, no weight is in two spaces."""
+    named = named_parameters(model)
+    found = dict[str, Members]()
+    taken = dict[nn.Parameter, str]()
+    for space in spaces:
+        if space.name in found:
+            raise SpaceError(f"space {space.name!r}: the name is given twice. Give each space a name of its own.")
+        parameters = _select(space, named)
+        for name, parameter in parameters.items():
+            _refuse_unrankable(space, name, parameter)
+            if parameter in taken:
+                raise SpaceError(
+                    f"space {space.name!r}: {name!r} is in space {taken[parameter]!r} too. "
+                    f"Spaces are disjoint: narrow one, or use exclude=."
+                )
+            taken[parameter] = space.name
+        found[space.name] = _counted(space, parameters)
+    _refuse_shared_memory({name: p for members in found.values() for name, p in members.parameters.items()})
+    return found
+
+
+def find_frozen(model: nn.Module, globs: Sequence[str]) -> tuple[nn.Parameter, ...]:
+    """The parameters that the globs of a phase name."""
+    named = named_parameters(model)
+    for glob in globs:
+        if not any(matches(name, [glob]) for name in named):
+            raise SpaceError(
+                f"Phase(freeze={glob!r}): matches no parameter. Nearest names: {nearest(glob, list(named))}."
+            )
+    return tuple({id(p): p for name, p in named.items() if matches(name, globs)}.values())
+
+
+def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
+    """Refuse NaN and infinite weights, in one read and without a copy."""
+    if parameter.numel() == 0 or all(bound.isfinite() for bound in parameter.detach().aminmax()):
+        return
+    bad = int(parameter.numel() - parameter.detach().isfinite().sum())
+    raise RankError(
+        f"parameter {name!r}: {bad} of {parameter.numel()} weights are NaN or infinite, so they cannot be ranked. "
+        f"Find out where training diverged; nothing was pruned."
+    )
+
+
+def _wrapped_name(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper holds the module that it wraps; None for a module that wraps nothing."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    # torch.compile's class lives in torch._dynamo, whose import alone takes seconds.
+    return "_orig_mod" if "_orig_mod" in module._modules else None
+
+
+def _without(name: str, wrapped: Sequence[str]) -> str:
+    # The deepest wrapper first, so that the shorter paths in front of it still fit.
+    for path in sorted(wrapped, key=len, reverse=True):
+        if name.startswith(path + "."):
+            outer = path.rpartition(".")[0]
+            name = f"{outer}.{name[len(path) + 1 :]}" if outer else name[len(path) + 1 :]
+    return name
+
+
+def _select(space: WeightSpace, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    for option, globs in (("select", space.select), ("exclude", space.exclude)):
+        for glob in globs:
+            if not any(matches(name, [glob]) for name in named):
+                raise SpaceError(
+                    f"space {space.name!r}: {option}={glob!r} matches no parameter. "
+                    f"Nearest names: {nearest(glob, list(named))}."
+                )
+    excluded = {id(p) for name, p in named.items() if matches(name, space.exclude)}
+    chosen = {id(p) for name, p in named.items() if matches(name, space.select)} - excluded
+    # A tied parameter counts once, under the first of its names.
+    first_names = {id(p): name for name, p in reversed(named.items())}
+    return {name: p for name, p in named.items() if id(p) in chosen and first_names[id(p)] == name}
+
+
+def _counted(space: WeightSpace, parameters: dict[str, nn.Parameter]) -> Members:
+    total = sum(parameter.numel() for parameter in parameters.values())
+    if total == 0:
+        raise SpaceError(
+            f"space {space.name!r}: {list(space.select)} without {list(space.exclude)} leaves no weight. "
+            f"Widen the space."
+        )
+    members = Members(space, parameters, total, space.count_kept(total))
+    floors = sum(members.floor(parameter) for parameter in parameters.values())
+    if floors > members.keep:
+        raise SpaceError(
+            f"space {space.name!r}: layer_floor={space.layer_floor} needs {floors} weights, but only {members.keep} "
+            f"are kept. Choose a lower floor, or keep >= {floors}."
+        )
+    return members
+
+
+def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -> None:
+    where = f"space {space.name!r}: parameter {name!r}"
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise SpaceError(f"{where} has no shape yet. Run one forward pass of the lazy module first.")
+    if hasattr(parameter, "device_mesh"):
+        raise SpaceError(f"{where} is sharded over processes. Prune before sharding, or exclude it.")
+    if parameter.dtype not in RANKABLE or parameter.layout != torch.strided:
+        raise SpaceError(
+            f"{where} is {parameter.dtype}, {parameter.layout}. Only dense real float weights can be ranked; "
+            f"leave it out with exclude={name!r}."
+        )
+    if parameter.is_meta:
+        raise SpaceError(f"{where} is on the meta device and has no values. Load the weights first.")
+    refuse_not_finite(name, parameter)
+
+
+def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
+    """Two Parameter objects over the same memory would be counted twice."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in parameters.items() if p.numel()
+    )
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+        if begin < end:
+            raise SpaceError(
+                f"parameters {name!r} and {other!r} share memory but are two objects, so their weights would count "
+                f"twice. Tie them as one Parameter, or exclude one."
+            )

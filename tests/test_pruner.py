@@ -1,0 +1,163 @@
+"""The Pruner beside real models: names, ties, wrappers, metrics, states, several processes."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from strategies import mlp, train_step
+from torch import nn
+
+import keepk
+
+HERE = Path(__file__).parent
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("glob", ["*", "embed*", "head*"])
+def test_tied_parameters_count_once_under_any_of_their_names(glob):
+    net = Tied()
+    pruner = keepk.Pruner(net, [keepk.weights(glob, keep=7, name="all")])
+    assert pruner.plan == {"all": (7,)}
+    pruner.step()
+    assert int(net.head.weight.count_nonzero()) == 7
+    assert list(pruner.masks) == ["embed.weight"]
+
+
+def test_excluding_one_name_of_a_tie_excludes_it():
+    with pytest.raises(keepk.errors.SpaceError, match="leaves no weight"):
+        keepk.Pruner(Tied(), [keepk.weights("*", keep=7, exclude="head*")])
+
+
+def test_names_are_found_through_wrappers():
+    net = mlp()
+    inner = nn.Sequential(torch.compile(net[0], backend="eager"), *net[1:])
+    for wrapped in (net, inner, torch.compile(net, backend="eager"), nn.DataParallel(inner)):
+        pruner = keepk.Pruner(wrapped, [keepk.weights("*.weight", keep=7)])
+        assert list(pruner.masks) == ["0.weight", "2.weight", "4.weight"]
+
+
+def test_a_compiled_model_trains_with_masks_held():
+    net = mlp()
+    compiled = torch.compile(net, backend="eager")
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
+    pruner = keepk.Pruner(compiled, [keepk.weights("*", keep=20)], optimizer)
+    for _ in range(2):
+        compiled(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+        pruner.step()
+    assert sum(int(parameter.count_nonzero()) for parameter in net.parameters()) <= 20
+
+
+def test_without_a_loop_one_line_is_all():
+    net = mlp((10, 10))
+    keepk.Pruner(net, [keepk.weights("*", keep=13, schedule=keepk.OneShot())]).step()
+    assert sum(int(parameter.count_nonzero()) for parameter in net.parameters()) == 13
+
+
+def test_a_taylor_metric_sees_gradients():
+    net = mlp((6, 4))
+    net(torch.randn(8, 6)).square().mean().backward()
+    expected = (net[0].weight * net[0].weight.grad).abs().detach()
+    space = keepk.weights("0.weight", keep=5, metric=lambda weight: (weight * weight.grad).abs())
+    pruner = keepk.Pruner(net, [space])
+    pruner.step()
+    mask = pruner.masks["0.weight"]
+    assert expected[mask].min() >= expected[~mask].max()
+
+
+def test_random_scores_differ_by_seed_and_parameter_and_repeat():
+    def kept(seed):
+        net = mlp((8, 8, 8))
+        pruner = keepk.Pruner(net, [keepk.weights("*.weight", keep=64, metric=keepk.metrics.random(seed))])
+        pruner.step()
+        return pruner.masks
+
+    first, again, other = kept(1), kept(1), kept(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert not torch.equal(first["0.weight"], first["2.weight"])
+
+
+def test_random_wants_an_int():
+    with pytest.raises(keepk.errors.RankError, match="got float"):
+        keepk.metrics.random(0.5)
+
+
+def test_infinite_scores_protect_weights():
+    net = mlp((6, 4))
+    keepk.Pruner(
+        net, [keepk.weights("*", keep=4, metric=lambda weight: weight.abs() + (float("inf") if weight.dim() == 1 else 0))]
+    ).step()
+    assert net[0].bias.all()
+    assert not net[0].weight.any()
+
+
+def test_the_state_goes_through_torch_save_without_pickled_code():
+    net = mlp()
+    optimizer = torch.optim.Adam(net.parameters())
+    spaces = [keepk.weights("*", keep=9, schedule=keepk.Cubic(epochs=4))]
+    pruner = keepk.Pruner(net, spaces, optimizer)
+    for seed in range(2):
+        train_step(net, optimizer, seed)
+        pruner.step()
+    buffer = io.BytesIO()
+    torch.save({"pruner": pruner.state_dict(), "net": net.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+
+    twin = mlp(seed=5)
+    twin_optimizer = torch.optim.Adam(twin.parameters())
+    resumed = keepk.Pruner(twin, spaces, twin_optimizer)
+    twin.load_state_dict(saved["net"])
+    twin_optimizer.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["pruner"])
+    assert (resumed.epoch, resumed.kept) == (pruner.epoch, pruner.kept)
+    for seed in range(2, 5):
+        for model, trainer, each in ((net, optimizer, pruner), (twin, twin_optimizer, resumed)):
+            train_step(model, trainer, seed)
+            each.step()
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_state_is_not_changed_by_going_on():
+    net = mlp()
+    pruner = keepk.Pruner(net, [keepk.weights("*", keep=9, schedule=[40, 9])])
+    pruner.step()
+    state = pruner.state_dict()
+    pruner.step()
+    assert sum(int(mask.sum()) for mask in state["masks"].values()) == 40
+    pruner.load_state_dict(state)
+    assert pruner.kept == {"*": 40}
+    pruner.step()
+    assert pruner.kept == {"*": 9}
+
+
+def test_closing_lets_go():
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with keepk.Pruner(net, [keepk.weights("*.weight", keep=9)], optimizer) as pruner:
+        pruner.step()
+        train_step(net, optimizer)
+        assert sum(int(layer.weight.count_nonzero()) for layer in (net[0], net[2], net[4])) == 9
+    train_step(net, optimizer)
+    assert sum(int(layer.weight.count_nonzero()) for layer in (net[0], net[2], net[4])) > 9
+
+
+def test_two_processes_keep_the_same_set_and_say_who_differs():
+    """Under torchrun, for real: DistributedDataParallel over gloo."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(HERE / "two_processes.py")], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all checks passed on rank") == 2

@@ -1,0 +1,207 @@
+"""Law 8: bad input is refused before the first batch, with what, where, got what, do what; nothing changes."""
+
+import copy
+
+import pytest
+import torch
+from strategies import mlp
+from torch import nn
+
+import keepk
+from keepk.errors import KeepkError, OptimizerError, RankError, SpaceError, StateError
+
+
+def small():
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"select": "*"}, "neither keep= nor prune="),
+        ({"select": "*", "keep": 3, "prune": 0.5}, "both keep=3 and prune=0.5"),
+        ({"select": "*", "keep": True}, "keep=True: got bool"),
+        ({"select": "*", "keep": 0}, "keep=0: too small"),
+        ({"select": "*", "keep": -3}, "keep=-3: too small"),
+        ({"select": "*", "keep": 0.5}, "keep=0.5: got float"),
+        ({"select": "*", "prune": 1.5}, "prune=1.5: a share"),
+        ({"select": "*", "prune": -0.5}, "prune=-0.5: negative"),
+        ({"select": "*", "prune": False}, "prune=False: got bool"),
+        ({"select": "*", "prune": float("nan")}, "not a finite number"),
+        ({"select": 3, "keep": 3}, "not globs"),
+        ({"select": [], "keep": 3}, "not globs"),
+        ({"select": "*", "keep": 3, "exclude": [1]}, "not globs"),
+        ({"select": "*", "keep": 3, "name": ""}, "not a name"),
+        ({"select": "*", "keep": 3, "metric": "magnitude"}, "not callable"),
+        ({"select": "*", "keep": 3, "layer_floor": -1}, "layer_floor=-1: too small"),
+    ],
+)
+def test_a_space_that_makes_no_sense(arguments, words):
+    with pytest.raises(SpaceError, match=words):
+        keepk.weights(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("spaces", "words"),
+    [
+        ([keepk.weights("0.wieght", keep=1)], r"select='0.wieght' matches no parameter. Nearest names: '0.weight'"),
+        ([keepk.weights("*", exclude="1.bias", keep=1)], r"exclude='1.bias' matches no parameter"),
+        ([keepk.weights("*", exclude="*", keep=1)], "leaves no weight"),
+        ([keepk.weights("*", keep=24)], r"keep=24, but \['\*'\] matches only 23 weights. Choose keep <= 23"),
+        ([keepk.weights("*", prune=0.99)], "prune=0.99 of 23 weights keeps none"),
+        ([keepk.weights("*", keep=3, layer_floor=2)], "layer_floor=2 needs 4 weights, but only 3 are kept"),
+        ([keepk.weights("*", keep=1), keepk.weights("0.*", keep=1)], "'0.weight' is in space .* too"),
+        ([keepk.weights("0.*", keep=1), keepk.weights("0.*", keep=2)], "the name is given twice"),
+        ([], "at least one"),
+        ("*", r"Give a list of keepk.weights"),
+        ([keepk.weights("*", keep=1), 3], r"Give a list of keepk.weights"),
+    ],
+)
+def test_spaces_that_do_not_fit_the_model(spaces, words):
+    with pytest.raises(SpaceError, match=words):
+        keepk.Pruner(small(), spaces)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("metric", [None, lambda weight: weight.abs()])
+def test_weights_that_are_not_finite(value, metric):
+    net = small()
+    with torch.no_grad():
+        net[2].weight[1, 1] = value
+    space = keepk.weights("*", keep=3, metric=metric)
+    with pytest.raises(RankError, match=r"'2.weight'.*1 of 6 weights are NaN or infinite"):
+        keepk.Pruner(net, [space])
+
+
+@pytest.mark.parametrize("metric", [None, lambda weight: weight.abs()])
+def test_weights_that_diverge_later_change_nothing(metric):
+    net = small()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    spaces = [
+        keepk.weights("0.*", keep=3, schedule=[5, 3], metric=metric),
+        keepk.weights("2.*", keep=3, schedule=[5, 3], metric=metric),
+    ]
+    pruner = keepk.Pruner(net, spaces, optimizer)
+    with torch.no_grad():
+        net[2].bias[0] = float("nan")
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(RankError, match="'2.bias'"):
+        pruner.step()
+    assert pruner.epoch == 0
+    assert pruner.kept == {"0.*": 15, "2.*": 8}
+    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items() if key != "2.bias")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.bool, torch.complex64])
+def test_parameters_that_cannot_be_ranked(dtype):
+    net = small()
+    net.extra = nn.Parameter(torch.zeros(3).to(dtype), requires_grad=False)
+    with pytest.raises(SpaceError, match=rf"parameter 'extra' is {dtype}.* exclude='extra'"):
+        keepk.Pruner(net, [keepk.weights("*", keep=3)])
+    keepk.Pruner(net, [keepk.weights("*", keep=3, exclude="extra")]).step()
+
+
+def test_lazy_and_meta_parameters():
+    with pytest.raises(SpaceError, match="Run one forward pass"):
+        keepk.Pruner(nn.Sequential(nn.LazyLinear(3)), [keepk.weights("*.weight", keep=1)])
+    with pytest.raises(SpaceError, match="meta device"):
+        keepk.Pruner(nn.Linear(3, 3, device="meta"), [keepk.weights("*", keep=1)])
+
+
+def test_two_parameters_over_one_memory():
+    net = small()
+    net.twin = nn.Parameter(net[0].weight.data)
+    with pytest.raises(SpaceError, match="share memory but are two objects"):
+        keepk.Pruner(net, [keepk.weights("*", keep=1)])
+
+
+def test_models_and_optimizers_of_the_wrong_kind():
+    space = keepk.weights("*", keep=3)
+    with pytest.raises(SpaceError, match="got a dict as model"):
+        keepk.Pruner({}, [space])
+    with pytest.raises(OptimizerError, match="got str"):
+        keepk.Pruner(small(), [space], "sgd")
+    with pytest.raises(OptimizerError, match="holds no parameter of the model"):
+        keepk.Pruner(small(), [space], torch.optim.SGD(small().parameters(), lr=0.1))
+    with pytest.raises(KeepkError, match="epochs=True: got bool"):
+        keepk.Pruner(small(), [space], epochs=True)
+
+
+def test_state_that_is_not_per_weight_is_refused_by_name():
+    net = small()
+    with pytest.raises(OptimizerError, match="Adafactor: keeps its second moments per row and column"):
+        keepk.Pruner(net, [keepk.weights("*", keep=3)], torch.optim.Adafactor(net.parameters()))
+
+    class RowSums(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    self.state[parameter]["rows"] = parameter.detach().sum(-1)
+
+    optimizer = RowSums(net.parameters(), lr=0.1)
+    pruner = keepk.Pruner(net, [keepk.weights("*.weight", keep=3)], optimizer)
+    net(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(OptimizerError, match=r"RowSums: its state 'rows' of '0.weight' is of shape \(3,\)"):
+        optimizer.step()
+        pruner.step()
+    assert pruner.epoch == 0
+    assert net[0].weight.all()
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (lambda weight: weight.sum(), r"gave torch.float32 of shape \(\) for parameter '0.weight' of shape \(3, 4\)"),
+        (lambda weight: (weight > 0), "gave torch.bool"),
+        (lambda weight: weight.tolist(), "gave list"),
+        (lambda weight: weight.zero_(), "changed parameter '0.weight' in place"),
+        (lambda weight: weight * float("nan"), "'0.weight'"),
+    ],
+)
+def test_metrics_that_do_not_keep_the_contract(metric, words):
+    net = small()
+    pruner = keepk.Pruner(net, [keepk.weights("0.weight", keep=3, metric=metric)])
+    with pytest.raises(RankError, match=words):
+        pruner.step()
+
+
+def test_a_state_of_another_model_plan_or_version():
+    def pruner(net=None, keep=3, select="*", schedule=(10, 3)):
+        return keepk.Pruner(net or small(), [keepk.weights(select, keep=keep, name="all", schedule=list(schedule))])
+
+    source = pruner()
+    source.step()
+    state = source.state_dict()
+    for other, words in [
+        (pruner(mlp((4, 4))), "of another model"),
+        (pruner(schedule=(9, 3)), "of another plan"),
+        (pruner(keep=2, schedule=(10, 2)), "of another plan"),
+        (pruner(select="0.*", schedule=(10, 3)), "of another model"),
+    ]:
+        with pytest.raises(StateError, match=words):
+            other.load_state_dict(state)
+        assert other.epoch == 0
+    for damage, words in [
+        ({"version": 99}, "version 99, but this keepk reads version 1"),
+        ({"epoch": 7}, "epoch 7, but the plan has 2"),
+        ({"epoch": 2}, "the masks of space 'all' keep 10, the plan says 3"),
+        ({"masks": {}}, "no bool mask"),
+        ({"spaces": {}}, "of spaces"),
+    ]:
+        with pytest.raises(StateError, match=words):
+            pruner().load_state_dict({**state, **damage})
+    with pytest.raises(StateError, match="not the state of a Pruner"):
+        pruner().load_state_dict({"epoch": 1})
+
+
+def test_a_closed_pruner_and_a_changed_model():
+    net = small()
+    with keepk.Pruner(net, [keepk.weights("*", keep=3)]) as pruner:
+        pass
+    with pytest.raises(KeepkError, match="it was closed"):
+        pruner.step()
+    pruner = keepk.Pruner(net, [keepk.weights("*", keep=3)])
+    net[0] = nn.Linear(4, 3)
+    with pytest.raises(SpaceError, match="'0.weight': the model's is another object"):
+        pruner.step()
