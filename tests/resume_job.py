@@ -13,10 +13,12 @@ import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # the first optimizer step imports it: once here, not once a child
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -27,20 +29,8 @@ from keepk.run.folder import _safetensors_bytes
 from keepk.run.rng import rng_state
 
 EPOCHS, SAMPLES, BATCH = 7, 240, 40
-CHAIN_SEEDS, KILLS_PER_CHAIN = (11, 12, 13), 14
-FILE_STEPS = {
-    "mkdir",
-    "open",
-    "write",
-    "flush",
-    "fsync",
-    "close",
-    "__exit__",
-    "replace",
-    "unlink",
-    "listdir",
-    "scandir",
-}
+CHAIN_SEEDS, KILLS_PER_CHAIN = (11, 12), 14
+FILE_CODE = ("keepk.run.folder", "pathlib")
 
 
 class Net(nn.Module):
@@ -142,33 +132,39 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
     return -status, json.loads(answer) if status == 0 else None
 
 
-def kill_after(calls: int, counts: Callable[[str, Any], bool]) -> None:
+def kill_after(calls: int, counts: Callable[[FrameType, str, Any], bool]) -> None:
     """Have this process killed at its n-th function call (or return from one) that counts."""
     left = calls
 
-    def count(_, event, called):
+    def count(frame, event, called):
         nonlocal left
-        left -= counts(event, called)
+        left -= counts(frame, event, called)
         if left <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(count)
 
 
-def every_call(event: str, _: Any) -> bool:
+def every_call(_: FrameType, event: str, __: Any) -> bool:
     return event in ("call", "c_call")
 
 
-def file_step(event: str, called: Any) -> bool:
-    return event in ("c_call", "c_return") and called.__name__ in FILE_STEPS
+def file_step(frame: FrameType, event: str, called: Any) -> bool:
+    """A call of the operating system by the checkpoint folder's code, itself or through pathlib."""
+    if event not in ("c_call", "c_return") or not frame.f_globals["__name__"].startswith(FILE_CODE):
+        return False
+    if called.__name__ in ("stat", "fspath", "tell", "fileno"):
+        return False
+    owner = getattr(called, "__self__", None)
+    return getattr(owner, "__name__", None) in ("posix", "_io") or type(owner).__module__ == "_io"
 
 
 def count_calls(folder: Path) -> int:
     calls = 0
 
-    def count(event, called):
+    def count(*call):
         nonlocal calls
-        calls += every_call(event, called)
+        calls += every_call(*call)
         return False
 
     kill_after(1, count)
@@ -177,9 +173,8 @@ def count_calls(folder: Path) -> int:
     return calls
 
 
-def killed_run(folder: Path, calls: int | None) -> str:
-    if calls is not None:
-        kill_after(calls, every_call)
+def killed_run(folder: Path, calls: int, counts: Callable[[FrameType, str, Any], bool]) -> str:
+    kill_after(calls, counts)
     return Training().run(folder)
 
 
@@ -192,13 +187,13 @@ def chain(folder: Path, seed: int, calls: int) -> dict[str, Any]:
     """One run that is killed again and again, and then left to finish."""
     draw = random.Random(seed)
     kills = inside_a_save = 0
-    for _ in range(KILLS_PER_CHAIN):
-        # Even a child that had been left alone would not have finished in so few calls.
-        ended_by, _ = in_child(lambda: killed_run(folder, draw.randint(calls // 50, calls // 4)))
-        draw.random()
+    for turn in range(KILLS_PER_CHAIN):
+        # Calls are everywhere; file steps are in the saves and loads.
+        limit, counts = (draw.randint(1, calls // 4), every_call) if turn % 2 else (draw.randint(1, 150), file_step)
+        ended_by, _ = in_child(lambda limit=limit, counts=counts: killed_run(folder, limit, counts))
         kills += ended_by == signal.SIGKILL
         inside_a_save += unreferenced(folder)
-    _, final = in_child(lambda: killed_run(folder, None))
+    _, final = in_child(lambda: Training().run(folder))
     return {"seed": seed, "kills": kills, "inside_a_save": inside_a_save, "final": final}
 
 
@@ -218,20 +213,26 @@ def read_value(folder: Path) -> int:
     return int(extra["value"])
 
 
+def what_is_left(folder: Path, old: int) -> tuple[int, int]:
+    """What the folder holds, and how many files there are after one more save."""
+    found = read_value(folder)
+    save_value(folder, old)
+    assert read_value(folder) == old
+    return found, len([*folder.iterdir()])
+
+
 def sweep(folder: Path, old: int) -> dict[str, Any]:
     """Kill a save at each of its file-system steps; what the folder then holds, step by step."""
-    found = []
+    in_child(lambda: save_value(folder, old))
+    found, files = [], []
     while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        if old:
-            in_child(lambda: save_value(folder, old))
-        ended_by, _ = in_child(lambda: save_value(folder, old + 1, len(found) + 1))
-        if not ended_by:
-            return {"found": found, "files": len([*folder.iterdir()])}
-        found.append(in_child(lambda: read_value(folder))[1])
-        in_child(lambda: save_value(folder, 9))
-        assert in_child(lambda: read_value(folder))[1] == 9
-        assert len([*folder.iterdir()]) == 2
+        if not old:
+            shutil.rmtree(folder)
+        if not in_child(lambda: save_value(folder, old + 1, len(found) + 1))[0]:
+            return {"found": found, "files": files}
+        held, count = in_child(lambda: what_is_left(folder, old))[1]
+        found.append(held)
+        files.append(count)
 
 
 def main(folder: Path) -> None:

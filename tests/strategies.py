@@ -1,5 +1,7 @@
 """What the property tests draw from: small real networks, awkward weights, optimizers."""
 
+import itertools
+
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -50,7 +52,7 @@ def small_nets(draw, dtypes=DTYPES):
     widths = draw(st.lists(st.integers(1, 6), min_size=2, max_size=4))
     dtype = draw(st.sampled_from(dtypes))
     layers = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += draw(st.sampled_from([dense_block, conv_block]))(before, after)
     net = nn.Sequential(*layers)
     generator = torch.Generator().manual_seed(draw(seeds))
@@ -73,7 +75,7 @@ def mlp(widths=(6, 5, 4, 2), dtype=torch.float32, seed=0):
     """A plain network that can be trained."""
     torch.manual_seed(seed)
     layers = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).to(dtype)
 

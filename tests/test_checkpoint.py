@@ -202,6 +202,26 @@ def test_an_interrupt_just_after_the_commit_leaves_the_new_checkpoint(tmp_path, 
     assert load_checkpoint(tmp_path) == 2
 
 
+def test_a_disk_that_fails_after_the_commit_leaves_the_new_checkpoint(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, extra=1)
+    replaced = []
+
+    def replace(*names, replace=os.replace):
+        replace(*names)
+        replaced.append(names)
+
+    def fsync(handle, fsync=os.fsync):
+        if replaced:
+            raise OSError(5, "Input/output error")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match="the new checkpoint is there, but may not survive a power cut"):
+        save_checkpoint(tmp_path, extra=2)
+    assert load_checkpoint(tmp_path) == 2
+
+
 @pytest.mark.parametrize("below", [(), ("sub",)], ids=["file", "below a file"])
 def test_a_path_that_is_a_file_is_refused(tmp_path, below):
     file = tmp_path / "file"
@@ -377,6 +397,25 @@ def test_a_model_that_refuses_its_state_half_way_gives_everything_back(tmp_path)
     assert run.bits() == before
 
 
+class Refusing:
+    """An EMA that refuses every state."""
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        raise RuntimeError(f"not {state}")
+
+
+def test_an_ema_that_refuses_its_state_gives_the_others_theirs_back(tmp_path):
+    save_checkpoint(tmp_path, **{**Run(1).epoch().epoch().parts(), "ema": Refusing()})
+    run = Run(2).epoch()
+    before = run.bits()
+    with pytest.raises(RuntimeError, match=r"not \{'n': 1\}"):
+        load_checkpoint(tmp_path, **{**run.parts(), "ema": Refusing()})
+    assert run.bits() == before
+
+
 # Which parts are needed ----------------------------------------------------------------------------------------------
 
 
@@ -420,7 +459,7 @@ def test_a_part_that_was_not_saved_is_refused(tmp_path):
         ({"generator": 3}, "generator: got a int, which has no get_state and set_state"),
         ({"optimizer": torch.amp.GradScaler("cpu")}, "optimizer: got a GradScaler. Give a torch.optim.Optimizer"),
     ],
-    ids=str,
+    ids=["model", "optimizer", "generator", "scaler"],
 )
 def test_objects_without_state_are_refused(tmp_path, parts, message):
     with pytest.raises(CheckpointError, match=message):
@@ -535,6 +574,34 @@ def test_every_optimizer_goes_on_bit_equal(tmp_path, name):
     assert train(fresh, its_optimizer, 3) == train(model, optimizer, 3)
 
 
+def test_a_flat_history_is_still_there_after_the_pruner_has_loaded(tmp_path):
+    x = torch.randn(30, 8, generator=torch.Generator().manual_seed(0))
+
+    def built(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(8, 3)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+        spaces = [keepk.weights("*", keep=12, schedule=keepk.OneShot())]
+        return {"model": model, "optimizer": optimizer, "pruner": keepk.Pruner(model, spaces, optimizer)}
+
+    def train(model, optimizer, pruner):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x).tanh() - x[:, :3]).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure), optimizer.step(closure)
+        return bits([model.state_dict(), optimizer.state_dict(), pruner.state_dict()])
+
+    parts, fresh = built(1), built(2)
+    train(**parts), parts["pruner"].step(), train(**parts)
+    assert parts["optimizer"].state_dict()["state"][0]["old_dirs"]
+    save_checkpoint(tmp_path, **parts)
+    load_checkpoint(tmp_path, **fresh)
+    assert train(**fresh) == train(**parts)
+
+
 def test_two_optimizers_and_two_schedulers(tmp_path):
     def built(lr):
         models = [nn.Linear(2, 2), nn.Linear(3, 3)]
@@ -555,7 +622,7 @@ def test_two_optimizers_and_two_schedulers(tmp_path):
 
 
 class Curved(lrs.LRScheduler):
-    """Has a function in its state, as SWALR had until torch 2.6 or so."""
+    """Has a function in its state, as a SWALR has in some versions of torch."""
 
     def __init__(self, optimizer, curve):
         self.curve = curve

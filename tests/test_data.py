@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import os
 import struct
-import tempfile
 import threading
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -31,7 +30,12 @@ CODES = {
     "float32": (13, "f"),
     "float64": (14, "d"),
 }
-fixed = settings(derandomize=True, deadline=None, max_examples=150)
+fixed = settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # `read` writes its file anew each time
+)
 
 
 def idx(values: np.ndarray) -> bytes:
@@ -41,11 +45,15 @@ def idx(values: np.ndarray) -> bytes:
     return header + b"".join(struct.pack(f">{letter}", value) for value in values.ravel().tolist())
 
 
-def read(content: bytes) -> np.ndarray:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "file"
-        path.write_bytes(content)
-        return read_idx(path)
+@pytest.fixture
+def read(tmp_path):
+    """`read_idx` of a file with the bytes given."""
+
+    def read_bytes(content: bytes) -> np.ndarray:
+        (tmp_path / "file").write_bytes(content)
+        return read_idx(tmp_path / "file")
+
+    return read_bytes
 
 
 SMALL = idx(np.arange(-3, 3, dtype=np.int16).reshape(2, 3))
@@ -59,7 +67,7 @@ PACKED = gzip.compress(SMALL, mtime=0)
     ),
     packed=st.booleans(),
 )
-def test_an_idx_file_gives_back_its_array(values, packed):
+def test_an_idx_file_gives_back_its_array(read, values, packed):
     content = idx(values)
     got = read(gzip.compress(content) if packed else content)
     assert got.dtype == values.dtype
@@ -87,17 +95,17 @@ def test_a_raw_file_cut_short_anywhere_is_refused(tmp_path, stop):
 
 
 @pytest.mark.parametrize("stop", range(2, len(PACKED)))
-def test_a_packed_file_cut_short_anywhere_is_refused(stop):
+def test_a_packed_file_cut_short_anywhere_is_refused(read, stop):
     with pytest.raises(DataError, match=r"is damaged or cut short: expected a whole gzip file, got .+\. Delete"):
         read(PACKED[:stop])
 
 
-def test_a_packed_file_of_a_cut_file_is_refused():
+def test_a_packed_file_of_a_cut_file_is_refused(read):
     with pytest.raises(DataError, match="is cut short: expected 24 bytes"):
         read(gzip.compress(SMALL[:-1]))
 
 
-def test_one_wrong_bit_in_a_packed_file_never_gives_another_array():
+def test_one_wrong_bit_in_a_packed_file_never_gives_another_array(read):
     whole = read(PACKED)
     refused = 0
     for position, bit in np.ndindex(len(PACKED), 8):
@@ -111,18 +119,18 @@ def test_one_wrong_bit_in_a_packed_file_never_gives_another_array():
 
 
 @pytest.mark.parametrize("content", [SMALL, PACKED], ids=["raw", "packed"])
-def test_trailing_bytes_are_refused(content):
+def test_trailing_bytes_are_refused(read, content):
     with pytest.raises(DataError, match=r"has bytes after its end|is damaged"):
         read(content + b"x")
 
 
 @pytest.mark.parametrize("magic", ["01 00 08 01", "00 01 08 01", "00 00 0a 01", "00 00 00 01", "00 00 08 21"])
-def test_other_magic_bytes_are_refused(magic):
+def test_other_magic_bytes_are_refused(read, magic):
     with pytest.raises(DataError, match=rf"is no IDX file: expected the first bytes 00 00, .*, got {magic}\. "):
         read(bytes.fromhex(magic) + bytes(200))
 
 
-def test_dimensions_beyond_any_memory_are_only_counted():
+def test_dimensions_beyond_any_memory_are_only_counted(read):
     expected = 4 + 4 * 8 + 8 * (2**32 - 1) ** 8
     with pytest.raises(DataError, match=f"is cut short: expected {expected:,} bytes for float64"):
         read(b"\0\0\x0e\x08" + b"\xff" * 32)
@@ -130,7 +138,7 @@ def test_dimensions_beyond_any_memory_are_only_counted():
 
 @fixed
 @given(st.binary(max_size=40) | st.binary(max_size=40).map(lambda tail: b"\0\0\x08" + tail))
-def test_any_bytes_are_an_array_or_a_data_error(content):
+def test_any_bytes_are_an_array_or_a_data_error(read, content):
     try:
         values = read(content)
     except DataError:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import DTYPES, OPTIMIZERS, mlp, seeds, small_nets, train_step
 from torch import nn
 
 import keepk
+from strategies import DTYPES, OPTIMIZERS, mlp, seeds, small_nets, train_step
 
 
 def oracle_best(parameters, masks, keep, floors):
@@ -171,7 +171,9 @@ def test_two_optimizers_are_both_held():
         net(torch.randn(8, 6)).square().mean().backward()
         one.step()
         other.step()
-        dead = [parameter.detach()[~pruner.masks[name]] for name, parameter in net.named_parameters() if "weight" in name]
+        dead = [
+            parameter.detach()[~pruner.masks[name]] for name, parameter in net.named_parameters() if "weight" in name
+        ]
         assert not torch.cat(dead).any()
 
 

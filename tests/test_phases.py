@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from strategies import OPTIMIZERS, mlp, train_step
 from torch import nn
 
 import keepk
 from keepk.errors import PlanError, SpaceError
+from strategies import OPTIMIZERS, mlp, train_step
 
 
 def lenet_like():

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from strategies import mlp, train_step
 from torch import nn
 
 import keepk
+from strategies import mlp, train_step
 
 HERE = Path(__file__).parent
 
@@ -96,7 +96,8 @@ def test_random_wants_an_int():
 def test_infinite_scores_protect_weights():
     net = mlp((6, 4))
     keepk.Pruner(
-        net, [keepk.weights("*", keep=4, metric=lambda weight: weight.abs() + (float("inf") if weight.dim() == 1 else 0))]
+        net,
+        [keepk.weights("*", keep=4, metric=lambda weight: weight.abs() + (float("inf") if weight.dim() == 1 else 0))],
     ).step()
     assert net[0].bias.all()
     assert not net[0].weight.any()

@@ -1,5 +1,6 @@
 """Plans: exact in the decimals written, never rising, ending at K."""
 
+import itertools
 from decimal import Decimal
 from fractions import Fraction
 from math import floor
@@ -64,7 +65,7 @@ def test_annealing_is_the_papers_formula_exactly(total, pruned, p0, n1, nu, mu, 
     assert own == tuple(max(keep, floor(share * total)) for share in shares)
     assert own[-1] == keep
     assert keep not in own[:-1]  # its own length: up to the first K
-    assert all(before >= after for before, after in zip(own, own[1:], strict=False))
+    assert all(before >= after for before, after in itertools.pairwise(own))
     padded = plan(schedule, total, keep, epochs=len(own) + 3)
     assert padded == own + (keep,) * 3
 
@@ -116,7 +117,11 @@ def test_callables_and_lists_are_schedules():
 @pytest.mark.parametrize(
     ("schedule", "epochs", "words"),
     [
-        (keepk.Annealing(p0=0.5, n1=2, nu=0.1), 4, r"after 4 epochs the plan ends at 300, not at the 100 .* needs 6 epochs"),
+        (
+            keepk.Annealing(p0=0.5, n1=2, nu=0.1),
+            4,
+            r"after 4 epochs the plan ends at 300, not at the 100 .* needs 6 epochs",
+        ),
         (keepk.Annealing(p0=0.5, n1=2, nu=0.0), None, "nu=0 stays at p0=0.5"),
         (keepk.Annealing(p0=0.95, n1=2, nu=0.1), None, r"p0=0.95 leaves 50 of 1000, .* Choose p0 <= 0.9"),
         (keepk.Cubic(epochs=9), 5, r"needs 9 epochs"),

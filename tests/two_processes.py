@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from strategies import mlp
 from torch.nn.parallel import DistributedDataParallel
 
 import keepk
 from keepk.errors import DisagreementError, RankError
+from strategies import mlp
 
 
 def main():

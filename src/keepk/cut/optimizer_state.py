@@ -16,14 +16,16 @@ from keepk.errors import OptimizerError
 COUNTER = "step"  # torch's own name; a 0-dim parameter's counter has the parameter's shape
 
 
-def zero_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, dead: Tensor) -> None:
-    """Zero the optimizer's state of the dead entries of one parameter."""
+def state_per_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+    """The optimizer's state tensors that have one entry for each weight of the parameter."""
     state = optimizer.state.get(parameter)
     if not state or isinstance(optimizer, torch.optim.LBFGS):
-        return
-    for key, value in state.items():
-        if key != COUNTER and isinstance(value, Tensor) and value.shape == parameter.shape:
-            value.masked_fill_(dead, 0)
+        return []
+    return [
+        value
+        for key, value in state.items()
+        if key != COUNTER and isinstance(value, Tensor) and value.shape == parameter.shape
+    ]
 
 
 def restart_flat_history(optimizer: torch.optim.Optimizer) -> None:
@@ -41,8 +43,8 @@ def refuse_foreign_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Par
             if not _follows(key, value, parameter):
                 raise OptimizerError(
                     f"optimizer {type(optimizer).__name__}: its state {key!r} of {name!r} is {_described(value)}, but "
-                    f"the parameter has shape {tuple(parameter.shape)}, so the state of a pruned weight cannot be zeroed. "
-                    f"Use an optimizer with state per weight, such as SGD, Adam or AdamW."
+                    f"the parameter has shape {tuple(parameter.shape)}, so the state of a pruned weight cannot be "
+                    f"zeroed. Use an optimizer with state per weight, such as SGD, Adam or AdamW."
                 )
 
 

@@ -55,7 +55,7 @@ LENET_5_PAPER = Recipe(
     spaces={"fc": "fc*", "conv": "conv*"},
     batch=64,
     stages=[
-        by_plain_sgd(15),
+        by_plain_sgd(12),
         by_a_tenth(
             3,
             keep={"fc": (8_110, Annealing(p0=0.9, n1=1, nu=0.05))},

@@ -45,6 +45,8 @@ class Run:
         torch.manual_seed(seed)
         self.recipe, self.data, self.folder = recipe, data, folder
         self.model = recipe.network().to(data.train.images.device)
+        # Convolutions on a CPU take half the time in this format.
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=recipe.stages[0].lr)
         spaces = recipe.weight_spaces(_totals(self.model, recipe))
         self.pruner = Pruner(self.model, spaces, self.optimizer, phases=recipe.phases())

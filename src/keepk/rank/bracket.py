@@ -84,12 +84,13 @@ def _sample(
 def _bracket(sample: Tensor, share: float, low: float, high: float) -> tuple[float, float]:
     """The closed interval around the value that has ``share`` of the sample above it.
 
-    It excludes the sampled values at its ends, so ties there are never gathered; where an end equals the middle the
-    interval is that one value.
+    It excludes the sampled values at its ends, so ties there are never gathered; where an end equals the middle,
+    and where the sample is too small to narrow it, the interval is that one value.
     """
     size = len(sample)
     if size == 0:
         return low, high
+    whole = low, high
     middle_rank = min(int(share * size), size - 1)
     margin = DEVIATIONS + math.ceil(DEVIATIONS * math.sqrt(size * share * (1 - share)))
     middle = _largest(sample, middle_rank)
@@ -99,11 +100,13 @@ def _bracket(sample: Tensor, share: float, low: float, high: float) -> tuple[flo
     if middle_rank + margin < size:
         end = _largest(sample, middle_rank + margin)
         low = math.nextafter(end, math.inf) if end < middle else middle
-    return (middle, middle) if middle in (low, high) else (low, high)
+    return (middle, middle) if middle in (low, high) or (low, high) == whole else (low, high)
 
 
 def _largest(values: Tensor, rank: int) -> float:
     """The value with ``rank`` others before it in descending order."""
+    if values.is_cuda:  # there kthvalue is refused under torch.use_deterministic_algorithms
+        return values.sort(descending=True).values[rank].item()
     return values.kthvalue(len(values) - rank).values.item()
 
 

@@ -58,7 +58,7 @@ def pieces(sizes: Sizes, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         return
     row = first[0].numel()
     if row <= size:
-        yield from zip(*(tensor.split(size // row) for tensor in tensors), strict=True)
+        yield from zip(*(torch.split(tensor, size // row) for tensor in tensors), strict=True)
         return
     for rows in zip(*(tensor.unbind() for tensor in tensors), strict=True):
         yield from pieces(sizes, *rows)
@@ -71,7 +71,7 @@ def memory_order(scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
 
 
 def round_down(value: float, dtype: torch.dtype) -> float:
-    """The largest number of ``dtype`` that is <= value, so that ``x > value`` is ``x > round_down(value)``.
+    """The largest number of ``dtype`` that is <= value: the same numbers of ``dtype`` are above both.
 
     >>> round_down(0.1, torch.float16), round_down(0.5, torch.float16), round_down(1e9, torch.float16)
     (0.0999755859375, 0.5, 65504.0)

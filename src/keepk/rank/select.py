@@ -13,8 +13,9 @@ from torch import Tensor
 
 from keepk.errors import RankError
 from keepk.rank.bracket import kth_largest
-from keepk.rank.pieces import Ranked as Ranked
-from keepk.rank.pieces import Reader, Sizes, memory_order, one_thread, pieces, round_down
+from keepk.rank.pieces import Ranked, Reader, Sizes, memory_order, one_thread, pieces, round_down
+
+__all__ = ["Cut", "Ranked", "cut_points", "dead_mask"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -79,7 +80,7 @@ def dead_mask(tensor: Ranked, cut: Cut, *, sizes: Sizes | None = None) -> Tensor
     for scores, pruned, *dead in pieces(sizes, *memory_order(*views)):
         reader.compare(torch.le, reader.values(scores), bound, out=pruned)
         for flags in dead:
-            pruned |= flags
+            pruned.bitwise_or_(flags)
     if cut.ties and bound == cut.value:
         _keep_first(reader, views, cut, sizes)
     return views[1]
@@ -95,7 +96,7 @@ def _keep_first(reader: Reader, views: Sequence[Tensor], cut: Cut, sizes: Sizes)
         found = int(equal.count_nonzero())
         if found > left:
             equal &= equal.cumsum(0) <= left
-        pruned ^= equal.view(pruned.shape)
+        pruned.bitwise_xor_(equal.view(pruned.shape))
         left -= min(found, left)
         if left == 0:
             return

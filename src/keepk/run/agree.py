@@ -38,7 +38,8 @@ def agreed(decide: Callable[[], T], masks: Callable[[T], Iterable[Tensor]], devi
     if differing:
         raise DisagreementError(
             f"rank {_listed(differing)}: would keep other weights than rank 0. Nothing was pruned. "
-            f"Start all processes from the same weights (DistributedDataParallel does) and let the metric see averaged gradients only."
+            f"Start all processes from the same weights (DistributedDataParallel does), "
+            f"and let the metric see averaged gradients only."
         )
     return decision  # type: ignore[return-value]  # decided: no failure
 

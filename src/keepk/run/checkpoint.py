@@ -5,6 +5,7 @@ Nothing is ever pickled or unpickled; see `keepk.run.folder` for what is on disk
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ _PARTS: dict[str, Any] = {
 }
 
 
-def save_checkpoint(  # noqa: PLR0913 - one keyword a part, as in load_checkpoint
+def save_checkpoint(
     path: str | os.PathLike[str],
     *,
     model: nn.Module | None = None,
@@ -186,5 +187,6 @@ def _restore(pairs: list[tuple[Part, Any]]) -> None:
             part.restore(state)
     except BaseException:
         for put_back in undo:
-            put_back()
+            with suppress(Exception):  # who refused the new state may refuse the old one: the others still get theirs
+                put_back()
         raise

@@ -62,7 +62,6 @@ class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._records: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._alive: list[Tensor] = []
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
@@ -97,7 +96,6 @@ class _Encoder:
             name = path if path not in self.tensors else f"{path}#{len(self.tensors)}"
             self.tensors[name] = stored
             self._records[shared] = {"$tensor": name, **record}
-            self._alive.append(tensor)  # a freed tensor's address would tie the next one to it
         return self._records[shared]
 
     def _array(self, array: Any, path: str) -> Any:

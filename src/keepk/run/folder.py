@@ -36,20 +36,18 @@ def write_folder(folder: Path, document: dict[str, Any], tensors: dict[str, Tens
     Each byte is hashed while it is written and no tensor is held twice: SHA-256 is the only cost beyond the disk.
     """
     try:
-        made = _make(folder)
-        try:
-            name = _commit(folder, document, tensors)
-        except BaseException:
-            for empty in made:
-                with suppress(OSError):
-                    empty.rmdir()
-            raise
-        _sync_folder(folder)
-        _sweep(folder, name)
+        name = _put(folder, document, tensors)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be written ({error}). Choose a folder that can be, with room for "
             f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes. What was there is as it was."
+        ) from error
+    try:
+        _sync_folder(folder)
+        _sweep(folder, name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: the new checkpoint is there, but may not survive a power cut ({error}). Check the disk."
         ) from error
 
 
@@ -64,6 +62,17 @@ def read_folder(folder: Path, expected_format: str, version: int) -> tuple[dict[
         raise CheckpointError(f"{index}: is no JSON, so it was cut short or edited ({error})") from error
     _refuse_other_document(index, document, expected_format, version)
     return document, _read_tensors(folder, **document["tensors"])
+
+
+def _put(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    made = _make(folder)
+    try:
+        return _commit(folder, document, tensors)
+    except BaseException:
+        for empty in made:
+            with suppress(OSError):
+                empty.rmdir()
+        raise
 
 
 def _make(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepk.cut.hold import silence, without_updates
+from keepk.cut.hold import Held, held, without_updates
 from keepk.cut.optimizer_state import (
     refuse_factored,
     refuse_foreign_state,
@@ -78,6 +78,7 @@ class Pruner:
         self._dead = dict[str, Tensor]()
         self._kept = {name: members.total for name, members in self._members.items()}
         self._epoch = 0
+        self._held: list[Held] = []
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
 
@@ -209,7 +210,9 @@ class Pruner:
     def _apply(self, pruned: dict[str, Tensor]) -> None:
         parameters = self._parameters()
         self._dead |= pruned
-        silence([(parameters[name], dead) for name, dead in pruned.items()], self._optimizers)
+        self._held = held((parameters[name], dead) for name, dead in self._dead.items())
+        for it in self._held if pruned else ():
+            it.zero(self._optimizers)
         for optimizer in self._optimizers if pruned else ():
             restart_flat_history(optimizer)
 
@@ -224,12 +227,12 @@ class Pruner:
         return without_updates(self._frozen, args, kwargs) if self._frozen else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        silence(self._held, (optimizer,))
+        with torch.no_grad():
+            for it in self._held:
+                it.zero((optimizer,))
 
     def _enter_epoch(self) -> None:
-        """What the hooks need until the next event, worked out once."""
-        parameters = self._parameters()
-        self._held = [(parameters[name], dead) for name, dead in self._dead.items()]
+        """Freeze what the phase of the coming epoch freezes."""
         frozen = self._frozen_by_epoch[self._epoch] if self._epoch < len(self._frozen_by_epoch) else ()
         if frozen is not self._frozen:
             for optimizer in self._optimizers:

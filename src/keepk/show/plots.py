@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,15 +18,16 @@ PHASE_SHADES = ("#FFFFFF", "#F1F5F9")
 
 
 def pruning_figure(
-    history: Sequence[EpochRecord], layers: Sequence[LayerCount], *, whole: LayerCount, title: str
+    history: Sequence[EpochRecord], layers: Sequence[LayerCount], *, whole: LayerCount, title: str, subtitle: str = ""
 ) -> Figure:
     """A run in two panels: accuracy and weights kept over the epochs; weights kept by layer, and of the whole."""
     figure = Figure(figsize=(10, 4.4), dpi=DPI, facecolor="white")
-    figure.text(0.02, 0.93, title.replace("->", "→"), fontsize=15, fontweight="bold", color=INK, va="center")
-    over_time = figure.add_gridspec(2, 1, left=0.075, right=0.60, top=0.83, bottom=0.12, height_ratios=(2, 3), hspace=0.14)
-    by_layer = figure.add_gridspec(1, 1, left=0.66, right=0.98, top=0.83, bottom=0.12)
-    upper = figure.add_subplot(over_time[0])
-    lower = figure.add_subplot(over_time[1], sharex=upper)
+    figure.text(0.02, 0.945, title.replace("->", "→"), fontsize=15, fontweight="bold", color=INK, va="center")
+    figure.text(0.02, 0.875, subtitle, fontsize=10, color=SOFT, va="center")
+    left = figure.add_gridspec(2, 1, left=0.105, right=0.61, top=0.76, bottom=0.12, height_ratios=(2, 3), hspace=0.14)
+    right = figure.add_gridspec(1, 1, left=0.67, right=0.98, top=0.76, bottom=0.12)
+    upper = figure.add_subplot(left[0])
+    lower = figure.add_subplot(left[1], sharex=upper)
     draw_accuracy(upper, history)
     draw_kept(lower, history, whole.total)
     for axes in (upper, lower):
@@ -33,7 +35,7 @@ def pruning_figure(
         _tidy(axes)
     _name_phases(upper, history)
     upper.tick_params(labelbottom=False)
-    draw_layers(figure.add_subplot(by_layer[0]), [*layers, whole])
+    draw_layers(figure.add_subplot(right[0]), [*layers, whole])
     return figure
 
 
@@ -42,8 +44,9 @@ def draw_accuracy(axes: Axes, history: Sequence[EpochRecord]) -> None:
     accuracies = [epoch.accuracy for epoch in history]
     axes.plot(range(1, len(history) + 1), accuracies, color=ORANGE, linewidth=1.8, label="validation accuracy")
     axes.set_ylabel("validation\naccuracy")
+    axes.set_ylim(top=101)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
-    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.yaxis.set_major_locator(MaxNLocator(3, steps=(1, 2, 5, 10)))
 
 
 def draw_kept(axes: Axes, history: Sequence[EpochRecord], total: int) -> None:
@@ -59,9 +62,8 @@ def draw_kept(axes: Axes, history: Sequence[EpochRecord], total: int) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_ylabel("weights kept\n(log scale)")
     axes.set_xlabel("epoch")
-    note = {"color": BLUE, "fontsize": 10, "fontweight": "bold", "textcoords": "offset points", "va": "bottom"}
-    axes.annotate(f"{total:,}", (0, total), xytext=(5, 2), ha="left", **note)
-    axes.annotate(f"exactly {kept[-1]:,}", (len(history), kept[-1]), xytext=(-5, 3), ha="right", **note)
+    _note(axes, f"{total:,}", 0, total, side="left")
+    _note(axes, f"exactly {kept[-1]:,}", len(history), kept[-1], side="right")
 
 
 def draw_layers(axes: Axes, layers: Sequence[LayerCount]) -> None:
@@ -72,16 +74,25 @@ def draw_layers(axes: Axes, layers: Sequence[LayerCount]) -> None:
     axes.barh(rows, shares, height=0.26, color=BLUE, label="kept")
     for row, layer, share in zip(rows, layers, shares, strict=True):
         axes.text(0, row + 0.22, layer.name, color=INK, fontsize=11, fontweight="bold", va="bottom")
-        axes.text(50, row + 0.22, f"{layer.kept:,} of {layer.total:,}", color=SOFT, fontsize=10, va="bottom", ha="center")
+        axes.text(
+            50, row + 0.22, f"{layer.kept:,} of {layer.total:,}", color=SOFT, fontsize=10, va="bottom", ha="center"
+        )
         axes.text(100, row + 0.22, f"{share:.1f} %", color=INK, fontsize=11, fontweight="bold", va="bottom", ha="right")
     axes.set_xlim(0, 100)
-    axes.set_ylim(0.6, len(layers) + 0.75)
+    axes.set_ylim(0.87, len(layers) + 0.6)
+    axes.set_title("weights kept by layer", fontsize=10, color=SOFT, pad=8)
     axes.set_axis_off()
 
 
 def write_png(figure: Figure, path: Path) -> None:
     """The figure as a PNG."""
     figure.savefig(path, format="png", dpi=DPI)
+
+
+def _note(axes: Axes, words: str, epoch: int, kept: int, *, side: Literal["left", "right"]) -> None:
+    away = (5 if side == "left" else -5, 3)
+    style = {"color": BLUE, "fontsize": 10.5, "fontweight": "bold", "ha": side, "va": "bottom"}
+    axes.annotate(words, (epoch, kept), xytext=away, textcoords="offset points").set(**style)
 
 
 def _spans(history: Sequence[EpochRecord]) -> list[tuple[str, int, int]]:

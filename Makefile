@@ -1,0 +1,41 @@
+# Two commands do all the set-up: `make demo` and `make test`. They need Python >= 3.10 and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test check format tables bench clean help
+
+help:  ## what there is to make
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "keepk needs Python >= 3.10; say make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)  ## prune a network on bundled data, in less than two minutes
+	$(BIN)/keepk demo
+
+check: $(INSTALLED)  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check  ## check, then all tests and doctests, warnings as errors
+	$(BIN)/python -m pytest -n 2
+
+format: $(INSTALLED)  ## let ruff format and mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+tables: $(INSTALLED)  ## write the docs' tables anew from results/ and benchmarks/results/
+	$(BIN)/python -m keepk.paper.tables docs
+
+bench: $(INSTALLED)  ## measure again what benchmarks/results/ holds
+	$(BIN)/python benchmarks/select_event.py --out benchmarks/results/select_event.json
+	$(BIN)/python benchmarks/hold_masks.py --out benchmarks/results/hold_masks.json
+
+clean:  ## remove the environment and all caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,122 @@
+"""What holding masks costs: a training step with masks held beside the same step without them.
+
+    python benchmarks/hold_masks.py --out benchmarks/results/hold_masks.json
+
+Two twins of a network take turns, one with masks held, so that whatever else the machine does falls on both. The
+cost is the median difference of the pairs, in CPU seconds, as a share of the median step without masks; `hold alone`
+times the masks' hook by itself.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import keepk
+from keepk.paper.models import LeNet300
+from keepk.paper.results import versions
+
+Optimizers = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+VGG16 = [64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool"]
+
+
+def vgg16() -> nn.Sequential:
+    """VGG-16 for CIFAR: 13 convolutions with BatchNorm, then 512-512-10."""
+    layers: list[nn.Module] = []
+    before = 3
+    for width in VGG16:
+        if width == "pool":
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(before, int(width), 3, padding=1), nn.BatchNorm2d(int(width)), nn.ReLU()]
+        before = int(width)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    before = time.process_time()
+    work()
+    return time.process_time() - before
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...]) -> Callable[[], None]:
+    inputs, labels = torch.randn(128, *shape), torch.randint(10, (128,))
+    if shape[0] == 3:
+        model.to(memory_format=torch.channels_last)
+        inputs = inputs.to(memory_format=torch.channels_last)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(
+    name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], optimizer_of: Optimizers, pairs: int
+) -> dict:
+    twins = [make(), make()]
+    optimizers = [optimizer_of(model.parameters()) for model in twins]
+    steps = [training_step(model, optimizer, shape) for model, optimizer in zip(twins, optimizers, strict=True)]
+    pruner = keepk.Pruner(twins[1], [keepk.weights("*", prune=0.9)], optimizers[1])
+    pruner.step()
+    for step in steps * 3:  # warm up
+        step()
+    timed = [[cpu_seconds(step) for step in steps] for _ in range(pairs)]
+    alone = [cpu_seconds(lambda: pruner._after_update(optimizers[1])) for _ in range(pairs)]
+    base = statistics.median(plain for plain, _ in timed)
+    differences = sorted(held - plain for plain, held in timed)
+    return {
+        "network": name,
+        "optimizer": type(optimizers[0]).__name__,
+        "weights": sum(parameter.numel() for parameter in twins[0].parameters()),
+        "pairs": pairs,
+        "step_cpu_seconds": base,
+        "held_step_cpu_seconds": statistics.median(held for _, held in timed),
+        "cost_percent": 100 * statistics.median(differences) / base,
+        "cost_percent_quartiles": [100 * differences[len(differences) * q // 4] / base for q in (1, 3)],
+        "hold_alone_percent": 100 * statistics.median(alone) / base,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hold_masks.json"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pairs", type=int, nargs=2, default=(200, 12), metavar=("LENET", "VGG"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+
+    def sgd(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=5e-4)
+
+    def adam(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(params, lr=1e-4)
+
+    rows = [
+        measure("LeNet-300-100", LeNet300, (1, 28, 28), sgd, options.pairs[0]),
+        measure("LeNet-300-100", LeNet300, (1, 28, 28), adam, options.pairs[0]),
+        measure("CIFAR VGG-16", vgg16, (3, 32, 32), sgd, options.pairs[1]),
+    ]
+    report = {"batch": 128, "threads": options.threads, "versions": versions(), "rows": rows}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    for row in rows:
+        low, high = row["cost_percent_quartiles"]
+        print(
+            f"{row['network']:<14} {row['optimizer']:<5} step {1000 * row['step_cpu_seconds']:8.2f} ms   "
+            f"masks {row['cost_percent']:5.2f} % ({low:.2f} to {high:.2f})   "
+            f"hold alone {row['hold_alone_percent']:.2f} %"
+        )
+
+
+if __name__ == "__main__":
+    main()

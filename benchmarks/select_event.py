@@ -1,0 +1,186 @@
+"""One pruning event over all weights: keepk's exact selection, torch's global_unstructured, and one plain read.
+
+    python benchmarks/select_event.py --weights 100_000_000 --out benchmarks/results/select_event.json
+
+Every repeat runs in a fresh process. CPU seconds are user + system of all threads; extra MB is the peak of the
+resident memory above what it was when the weights had been made.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from keepk.rank.select import Ranked, cut_points, dead_mask
+
+LAYERS, THREADS, PRUNED_TENTHS = 10, 2, 9
+BILLION = 1_000_000_000
+
+
+def model_of(weights: int) -> nn.ModuleList:
+    width = weights // (LAYERS * 1000)
+    layers = nn.ModuleList(nn.Linear(width, 1000, bias=False, device="meta") for _ in range(LAYERS))
+    for layer in layers.to_empty(device="cpu"):
+        nn.init.normal_(layer.weight)
+    return layers
+
+
+def read(layers: nn.ModuleList) -> None:
+    for layer in layers:
+        layer.weight.detach().sum().item()
+
+
+def keepk_event(layers: nn.ModuleList, erase: Callable[[Tensor, Tensor], None]) -> None:
+    tensors = [Ranked(str(i), layer.weight.detach(), absolute=True) for i, layer in enumerate(layers)]
+    total = sum(tensor.scores.numel() for tensor in tensors)
+    cuts = cut_points(tensors, total - total * PRUNED_TENTHS // 10)
+    masks = [dead_mask(tensor, cut) for tensor, cut in zip(tensors, cuts, strict=True)]
+    for tensor, mask in zip(tensors, masks, strict=True):
+        erase(tensor.scores, mask)
+
+
+def keepk(layers: nn.ModuleList) -> None:
+    keepk_event(layers, lambda weight, mask: torch.where(mask, weight.new_zeros(()), weight, out=weight))
+
+
+def keepk_masked_fill(layers: nn.ModuleList) -> None:
+    keepk_event(layers, lambda weight, mask: weight.masked_fill_(mask, 0.0))
+
+
+def torch_global_unstructured(layers: nn.ModuleList) -> None:
+    prune.global_unstructured([(layer, "weight") for layer in layers], prune.L1Unstructured, amount=PRUNED_TENTHS / 10)
+
+
+CONTENDERS = {run.__name__: run for run in (read, keepk, keepk_masked_fill, torch_global_unstructured)}
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(name: str, weights: int, limit_gb: int) -> dict[str, float]:
+    """In this process: one event, after a tiny one that loads the code."""
+    if limit_gb:
+        resource.setrlimit(resource.RLIMIT_AS, (limit_gb << 30, limit_gb << 30))
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    CONTENDERS[name](model_of(LAYERS * 1000))
+    layers = model_of(weights)
+    peak, cpu, wall = peak_mb(), time.process_time(), time.perf_counter()
+    CONTENDERS[name](layers)
+    result = {
+        "cpu_seconds": time.process_time() - cpu,
+        "wall_seconds": time.perf_counter() - wall,
+        "extra_mb": peak_mb() - peak,
+    }
+    if name != "read":
+        result["kept"] = sum(int(layer.weight.count_nonzero()) for layer in layers)
+    return result
+
+
+def measure_apart(name: str, weights: int, limit_gb: int = 0) -> dict[str, float | str]:
+    """In a fresh process; how it ended, if it failed."""
+    command = [sys.executable, __file__, "--contender", name, "--weights", str(weights), "--limit-gb", str(limit_gb)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return json.loads(done.stdout)
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return {"failed": last, "returncode": done.returncode, "address_space_gb": limit_gb}
+
+
+def summary(runs: list[dict[str, float]]) -> dict[str, float | list[float]]:
+    result: dict[str, float | list[float]] = {"repeats": len(runs)}
+    for key in ("cpu_seconds", "wall_seconds", "extra_mb"):
+        values = [round(run[key], 4) for run in runs]
+        result[key] = statistics.median(values)
+        result[f"{key}_range"] = [min(values), max(values)]
+    if "kept" in runs[0]:
+        result["kept"] = [run["kept"] for run in runs]
+    return result
+
+
+def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit_gb: int) -> dict[str, object]:
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    for turn in range(repeats):  # in turns, so that a busy machine slows all of them
+        for name in CONTENDERS:
+            if name != "torch_global_unstructured" or turn < torch_repeats:
+                runs[name].append(measure_apart(name, weights))
+    results = {name: summary(of_one) for name, of_one in runs.items()}
+    theirs, plain = results["torch_global_unstructured"], results["read"]["cpu_seconds"]
+    for name in ("keepk", "keepk_masked_fill"):
+        ours = results[name]
+        for key in ("cpu_seconds", "wall_seconds", "extra_mb"):
+            ours[f"torch_over_ours_{key}"] = round(theirs[key] / ours[key], 1)
+    for result in results.values():
+        result["plain_reads"] = round(result["cpu_seconds"] / plain, 1)
+    report: dict[str, object] = {
+        "benchmark": "select_event",
+        "weights": weights,
+        "asked": weights - weights * PRUNED_TENTHS // 10,
+        "layers": LAYERS,
+        "dtype": "float32",
+        "threads": THREADS,
+        "results": results,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    if billion:
+        report["billion"] = {"weights": BILLION, "keepk": measure_apart("keepk", BILLION)}
+        if limit_gb:
+            report["billion"]["torch_global_unstructured"] = measure_apart(
+                "torch_global_unstructured", BILLION, limit_gb
+            )
+    return report
+
+
+def table(report: dict[str, object]) -> str:
+    lines = [f"{report['weights']:,} float32 weights, {report['threads']} threads, keep {report['asked']:,}", ""]
+    lines.append(f"{'':28}{'CPU s':>10}{'wall s':>10}{'extra MB':>10}{'reads':>8}{'kept':>14}")
+    rows = list(report["results"].items())
+    rows += [(f"{name}, 1B", row) for name, row in report.get("billion", {}).items() if name != "weights"]
+    for name, row in rows:
+        if "failed" in row:
+            lines.append(f"{name:28}  failed: {row['failed'][:90]}")
+            continue
+        kept = row.get("kept", "")
+        kept = kept[0] if isinstance(kept, list) else kept
+        lines.append(
+            f"{name:28}{row['cpu_seconds']:10.3f}{row['wall_seconds']:10.3f}{row['extra_mb']:10.0f}"
+            f"{row.get('plain_reads', ''):>8}{kept:>14}"
+        )
+    ours = report["results"]["keepk"]
+    lines += ["", "torch / keepk: " + ", ".join(f"{k[16:]} {v}x" for k, v in ours.items() if k.startswith("torch_"))]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=int, default=100_000_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--torch-repeats", type=int, default=2)
+    parser.add_argument("--billion", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--limit-gb", type=int, default=0, help="also run torch at 1B under this much address space")
+    parser.add_argument("--contender", choices=CONTENDERS, help="measure one, in this process")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.contender:
+        print(json.dumps(measure(args.contender, args.weights, args.limit_gb)))
+        return
+    report = compare(args.weights, args.repeats, args.torch_repeats, args.billion, args.limit_gb)
+    print(table(report))
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

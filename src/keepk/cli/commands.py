@@ -1,0 +1,153 @@
+"""The commands behind `keepk`: each parses, calls and prints (typer and rich, the extra ``keepk[cli]``)."""
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+import keepk
+from keepk.errors import KeepkError
+from keepk.run.report import plan_report, whole
+from keepk.show.progress import epoch_progress
+from keepk.show.tables import layer_table, plan_table, result_table
+from keepk.show.terminal import PlanPlot
+
+
+class PlainErrors(TyperGroup):
+    """What keepk refuses is one red line and exit code 1, not a traceback; Ctrl-C is quiet."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KeepkError as refused:
+            Console(stderr=True).print(f"Error: {refused}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=PlainErrors, no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+)
+
+
+class Experiment(str, Enum):
+    """The experiments of the paper that can be repeated."""
+
+    LENET_300_100 = "lenet-300-100"
+    LENET_5 = "lenet-5"
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"keepk {keepk.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _keepk(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Neural-network pruning for PyTorch: say how many weights to keep, get exactly that many."""
+
+
+@app.command()
+def plan(  # noqa: PLR0913 - one argument an option
+    *,
+    total: Annotated[int, typer.Option(help="M: how many weights there are, a count.")],
+    p0: Annotated[float, typer.Option(help="Share pruned by the end of the fast first part, 0 to 1.")],
+    n1: Annotated[int, typer.Option(help="Epochs of the fast first part. 1 goes to p0 at once; 0 leaves it out.")],
+    nu: Annotated[float, typer.Option(help="Share that each event after it prunes in addition, 0 to 1.")],
+    prune: Annotated[float | None, typer.Option(help="Share pruned at the end, 0 to 1. This or --keep.")] = None,
+    keep: Annotated[int | None, typer.Option(help="K: how many weights are left, a count. This or --prune.")] = None,
+    mu: Annotated[float, typer.Option(help="Steepness of the first part, a number of at least 0.")] = 10,
+    every: Annotated[int, typer.Option(help="Epochs between two events after the first part.")] = 1,
+    epochs: Annotated[
+        int | None, typer.Option(help="Epochs of the plan.", show_default="as many as it takes to reach K")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: total, keep and the plan as ints.")] = False,
+) -> None:
+    """Print an annealing plan: how many weights are left after each epoch.
+
+    Example: [cyan]keepk plan --total 266610 --p0 0.85 --prune 0.935 --n1 1 --nu 0.05[/cyan]
+    """
+    schedule = keepk.Annealing(p0=p0, n1=n1, nu=nu, mu=mu, every=every)
+    report = plan_report(schedule, total, keep=keep, prune=prune, epochs=epochs)
+    if as_json:
+        typer.echo(json.dumps({"total": report.total, "keep": report.keep, "plan": report.counts}))
+        return
+    console = Console(highlight=False)
+    console.print(plan_table(report), PlanPlot(report), sep="")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for keepk-demo.png and keepk-demo.json; made if missing.")] = Path(
+        "demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches; the same seed gives the same numbers.")] = 0,
+    dense_epochs: Annotated[int, typer.Option(min=0, help="Epochs of ordinary training before the pruning.")] = 30,
+    fine_tune_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training after the pruning.")] = 30,
+) -> None:
+    """Train a small network on handwritten digits, prune it to exactly K weights and draw what happened.
+
+    Takes about 10 seconds on a CPU and downloads nothing.
+
+    Example: [cyan]keepk demo --out demo --seed 0[/cyan]
+    """
+    from keepk.paper import digits  # noqa: PLC0415 - the other commands need none of it
+
+    console = Console(highlight=False)
+    digits.make_ready(out)
+    recipe = digits.Recipe(dense_epochs=dense_epochs, fine_tune_epochs=fine_tune_epochs)
+    with epoch_progress(console, digits.epochs_of(recipe)) as watch:
+        report = digits.run(seed, recipe=recipe, watch=watch)
+    picture, numbers = digits.save(report, out)
+    console.print(layer_table(report.layers, total=whole(report.layers)))
+    console.print(result_table(report.asked, report.kept, report.dense_test_error, report.test_error))
+    console.print("One seed, 400 test pictures (one is 0.25 %). Other seeds differ: try --seed 1.", style="dim")
+    console.print(f"Picture: {picture}\nNumbers: {numbers}", soft_wrap=True, markup=False)
+
+
+@app.command()
+def run(
+    experiment: Annotated[Experiment, typer.Argument(help="What to repeat.", show_default=False)],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the data; what is missing is downloaded.", show_default="$KEEPK_DATA, else ~/.cache/keepk"
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs per recipe, a count; seeds 1, 2, ...")] = 5,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Name of a recipe; may be given several times.", show_default="all")
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Folder of the results, one file an experiment.")] = Path("results"),
+    runs: Annotated[Path, typer.Option(help="Folder of the checkpoints; a stopped run goes on there.")] = Path("runs"),
+    jobs: Annotated[int, typer.Option(help="Runs at a time, a count.")] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads of each run, a count.")] = 2,
+) -> None:
+    """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON a result.
+
+    Example: [cyan]keepk run lenet-300-100 --seeds 5[/cyan]
+    """
+    from keepk.paper import lenet  # noqa: PLC0415 - the other commands need none of it
+
+    written = lenet.run(
+        experiment.value,
+        recipes=recipe or None,
+        seeds=seeds,
+        data=data,
+        results=results,
+        runs=runs,
+        jobs=jobs,
+        threads=threads,
+    )
+    typer.echo(f"Results: {written}")

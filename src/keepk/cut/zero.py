@@ -1,0 +1,52 @@
+"""Zeroing by mask, as fast as memory allows.
+
+``masked_fill_`` handles one entry at a time. Here a mask is widened to whole words, all ones where a weight lives, and
+and-ed with the bits of the weights and of each state tensor: vectorised, 0.0 exactly, and NaN is cleared as well,
+which a product with 0 would not do. Widened masks are as large as the weights, so they are kept only for small
+networks, where they matter; larger ones are widened block by block in a core's cache.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 18
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def zero_dead(tensors: Sequence[Tensor], dead: Tensor) -> None:
+    """Zero every entry of the tensors that is dead; all have the mask's shape.
+
+    >>> weights = torch.tensor([1.0, float("nan"), 3.0])
+    >>> zero_dead([weights], torch.tensor([True, True, False]))
+    >>> weights
+    tensor([0., 0., 3.])
+    """
+    by_word: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        word = WORDS.get(tensor.element_size())
+        if word is None or dead.dim() == 0 or dead.device != tensor.device:
+            tensor.masked_fill_(dead.to(tensor.device), 0)
+        else:
+            by_word.setdefault(word, []).append(tensor)
+    rows = max(1, BLOCK * len(dead) // max(1, dead.numel())) if by_word else 0
+    for word, views in by_word.items():
+        for start in range(0, len(dead), rows):
+            block = slice(start, start + rows)
+            zero_by_words([view[block] for view in views], alive_words(dead[block], word))
+
+
+def alive_words(dead: Tensor, word: torch.dtype) -> Tensor:
+    """The mask widened to words: all bits where alive, none where dead.
+
+    >>> alive_words(torch.tensor([True, False]), torch.int32)
+    tensor([ 0, -1], dtype=torch.int32)
+    """
+    return dead.view(torch.int8).to(word).sub_(1)
+
+
+def zero_by_words(tensors: Sequence[Tensor], words: Tensor) -> None:
+    """Zero the entries whose word has no bits."""
+    for tensor in tensors:
+        tensor.view(words.dtype).bitwise_and_(words)

@@ -1,0 +1,78 @@
+"""The house stays in order: public names, rooms, and what the core may import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import keepk
+
+SOURCE = Path(keepk.__file__).parent
+# A room imports from itself and from the rooms to its left.
+ROOMS = ["errors", "plan", "graph", "rank", "metrics", "cut", "run", "show", "deploy", "integrations", "paper", "cli"]
+CORE = {"torch", "safetensors", "numpy", "keepk"}
+EXTRAS = {"cli": {"typer", "rich"}, "show": {"rich", "matplotlib"}, "paper": {"rich", "sklearn", "matplotlib"}}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.col_offset) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module, node.col_offset
+
+
+def room_of(path):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return parts[0]
+
+
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_rooms_import_only_from_their_left(path):
+    own = ROOMS.index(room_of(path))
+    for name, _ in imports(path):
+        if name.startswith("keepk."):
+            assert ROOMS.index(name.split(".")[1]) <= own, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_core_needs_torch_safetensors_and_numpy_only(path):
+    allowed = CORE | EXTRAS.get(room_of(path), set()) | sys.stdlib_module_names
+    assert {name.split(".")[0] for name, _ in imports(path)} <= allowed
+
+
+def test_the_public_names():
+    assert (
+        sorted(keepk.__all__)
+        == keepk.__all__
+        == [
+            "Annealing",
+            "Cubic",
+            "OneShot",
+            "Phase",
+            "Pruner",
+            "errors",
+            "load_checkpoint",
+            "metrics",
+            "save_checkpoint",
+            "weights",
+        ]
+    )
+    assert keepk.metrics.__all__ == ["magnitude", "random"]
+    for name in keepk.__all__:
+        assert getattr(keepk, name).__doc__
+
+
+def test_importing_keepk_imports_no_extra():
+    code = (
+        "import sys, keepk\n"
+        "extras = {'rich', 'typer', 'matplotlib', 'sklearn', 'torch._dynamo'} & set(sys.modules)\n"
+        "assert not extras, extras"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

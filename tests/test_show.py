@@ -1,0 +1,160 @@
+"""Tables, terminal plots and figures say what the report says."""
+
+import io
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.colors import to_hex
+from rich.console import Console
+
+from keepk.run.report import EpochRecord, LayerCount, PlanReport, layer_counts, plan_report, whole
+from keepk.show.plots import BLUE, ORANGE, pruning_figure
+from keepk.show.tables import Table, layer_table, plan_table
+from keepk.show.terminal import PlanPlot
+
+falls = st.lists(st.one_of(st.just(0), st.integers(0, 10**7)), min_size=1, max_size=300)
+
+
+@st.composite
+def reports(draw):
+    """A plan that never rises, from its falls; K is at least 1."""
+    pruned = draw(falls)
+    total = sum(pruned) + draw(st.integers(1, 10**7))
+    return PlanReport(total, tuple(total - gone for gone in accumulate(pruned)))
+
+
+LAYERS = [LayerCount("fc1", 19_500, 433), LayerCount("fc2", 30_100, 324), LayerCount("fc3", 1_010, 243)]
+HISTORY = [
+    EpochRecord("dense", 50_610, 90.0),
+    EpochRecord("dense", 50_610, 97.0),
+    EpochRecord("anneal", 5_000, 95.0),
+    EpochRecord("fine-tune", 1_000, 96.0),
+]
+
+
+def rendered(thing, *, encoding="utf-8", width=80):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    Console(file=stream, width=width, color_system=None).print(thing)
+    stream.seek(0)
+    return stream.read()
+
+
+@given(reports())
+def test_spans_unfold_to_the_plan(report):
+    unfolded = [span.kept for span in report.spans for _ in range(span.first, span.last + 1)]
+    assert tuple(unfolded) == report.counts
+    assert [span.first for span in report.spans] == [1, *(span.last + 1 for span in report.spans[:-1])]
+    assert sum(span.pruned for span in report.spans) == report.total - report.keep
+    assert all(span.pruned > 0 for span in report.spans[1:])
+
+
+def test_plan_report_refuses_what_the_pruner_refuses():
+    with pytest.raises(ValueError, match=r"space 'plan': prune=0\.99 of 10 weights keeps none"):
+        plan_report([1], 10, prune=0.99)
+    with pytest.raises(ValueError, match=r"plan: total=10\.0: got float\. Give an int of at least 1\."):
+        plan_report([1], 10.0, keep=1)
+
+
+@given(reports(), st.integers(40, 80), st.integers(1, 12), st.booleans())
+def test_a_plot_is_never_wider_than_asked(report, width, height, unicode):
+    lines = PlanPlot(report, height).lines(width, unicode=unicode)
+    assert max(map(len, lines)) <= width
+    assert len(lines) == height + 2
+    assert unicode or "".join(lines).isascii()
+    assert f"{report.total:,} " in lines[0]
+    assert sum(line.endswith(f" {report.keep:,}") for line in lines) >= 1
+
+
+@given(reports())
+def test_columns_fall_as_the_plan_falls(report):
+    """The area below the columns never rises to the right, begins full and ends above the ground."""
+    bars = [line.split("┤")[1] for line in PlanPlot(report).lines(80, unicode=True) if "┤" in line]
+    blocks = " ▁▂▃▄▅▆▇█"
+    drawn = [[blocks.index(cell) if cell in blocks else 0 for cell in bar] for bar in bars]
+    columns = max(len(bar.rstrip("0123456789, ")) for bar in bars)
+    heights = [sum(row[column] for row in drawn if column < len(row)) for column in range(columns)]
+    assert heights[0] == 80
+    assert heights == sorted(heights, reverse=True)
+    assert heights[-1] == max(1, 80 * report.keep // report.total)
+
+
+def test_a_plot_in_eighths_of_a_cell():
+    assert PlanPlot(PlanReport(800, (450, 100)), height=2).lines(80, unicode=True) == [
+        "800 ┤██████▁▁▁▁▁▁",
+        "    ┤████████████▂▂▂▂▂▂ 100",
+        "  0 └──────────────────",
+        "     0     1     2      epoch",
+    ]
+
+
+def test_a_plan_of_more_epochs_than_columns_still_shows_its_end():
+    lines = PlanPlot(PlanReport(80, (80,) * 499 + (8,))).lines(80, unicode=True)
+    row = lines[-3].removeprefix("   ┤")
+    assert lines[0].endswith("█")
+    assert lines[-3].endswith("█ 8")
+    assert len(lines[0].removeprefix("80 ┤")) + 1 == len(row.removesuffix(" 8"))
+    assert lines[-1].split() == ["0", "50", "100", "150", "200", "250", "300", "350", "400", "450", "500", "epoch"]
+
+
+def test_a_console_without_unicode_gets_ascii():
+    plot = PlanPlot(PlanReport(800, (450, 100)))
+    assert rendered(plot, encoding="ascii").splitlines() == str(plot).splitlines()
+    assert "█" in rendered(plot)
+    assert rendered(plan_table(plot.report), encoding="ascii").isascii()
+
+
+def test_plain_and_rich_tables_hold_the_same_words():
+    table = layer_table(LAYERS, title="LeNet", total=whole(LAYERS))
+    words = ["fc1", "19,500", "433", "2.22%", "fc3", "1,010", "243", "24.06%", "total", "50,610", "1,000", "1.98%"]
+    for text in (str(table), rendered(table)):
+        assert "LeNet" in text.splitlines()[0]
+        assert [word for word in words if word not in text.split()] == []
+
+
+def test_words_with_brackets_are_no_markup():
+    table = Table(("layer[0]",), (("[red]fc1[/red]",),))
+    assert "[red]fc1[/red]" in rendered(table)
+    assert "layer[0]" in rendered(table)
+
+
+@given(st.dictionaries(st.sampled_from("ab"), st.lists(st.booleans(), min_size=1), min_size=1), st.lists(st.booleans()))
+def test_layers_are_counted_by_the_name_before_the_last_dot(weights, bias):
+    masks = {f"block.{name}.weight": torch.tensor(kept) for name, kept in weights.items()}
+    masks |= {f"block.{name}.bias": torch.tensor(bias, dtype=torch.bool) for name in weights}
+    masks["scale"] = torch.tensor([True, False])
+    oracle = [
+        LayerCount(f"block.{name}", len(kept) + len(bias), sum(kept) + sum(bias)) for name, kept in weights.items()
+    ]
+    assert layer_counts(masks) == [*oracle, LayerCount("scale", 2, 1)]
+
+
+def test_the_figure_holds_the_data():
+    figure = pruning_figure(HISTORY, LAYERS, whole=whole(LAYERS, "all"), title="2.5 % -> 2.75 %", subtitle="seed 0")
+    accuracy, kept, layers = figure.axes
+    assert list(accuracy.lines[0].get_xdata()) == [1, 2, 3, 4]
+    assert list(accuracy.lines[0].get_ydata()) == [90, 97, 95, 96]
+    assert list(kept.lines[0].get_xdata()) == [0, 1, 2, 3, 4]
+    assert list(kept.lines[0].get_ydata()) == [50_610, 50_610, 50_610, 5_000, 1_000]
+    assert kept.lines[0].get_drawstyle() == "steps-post"
+    assert {text.get_text() for text in kept.texts} == {"50,610", "exactly 1,000"}
+    assert [(text.get_text(), text.get_position()[0]) for text in accuracy.texts] == [
+        ("dense", 1.0),
+        ("anneal", 2.5),
+        ("fine-tune", 3.5),
+    ]
+    shares = [bar.get_width() for bar in layers.patches if to_hex(bar.get_facecolor()).upper() == BLUE]
+    assert shares == pytest.approx([100 * it.kept / it.total for it in [*LAYERS, whole(LAYERS)]])
+    words = {text.get_text() for text in layers.texts}
+    assert {"fc3", "243 of 1,010", "24.1 %", "all", "1,000 of 50,610", "2.0 %"} <= words
+    assert [text.get_text() for text in figure.texts] == ["2.5 % → 2.75 %", "seed 0"]
+    assert accuracy.lines[0].get_color() == ORANGE
+
+
+def test_drawing_leaves_no_figure_open():
+    from matplotlib import pyplot
+
+    pruning_figure(HISTORY, LAYERS, whole=whole(LAYERS), title="")
+    assert pyplot.get_fignums() == []
