@@ -131,14 +131,14 @@ def run(
     ] = None,
     results: Annotated[Path, typer.Option(help="Folder of the results, one file an experiment.")] = Path("results"),
     runs: Annotated[Path, typer.Option(help="Folder of the checkpoints; a stopped run goes on there.")] = Path("runs"),
-    jobs: Annotated[int, typer.Option(help="Runs at a time, a count.")] = 1,
-    threads: Annotated[int, typer.Option(help="CPU threads of each run, a count.")] = 2,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, a count.")] = 2,
+    threads: Annotated[int, typer.Option(help="CPU threads of each run, a count.")] = 1,
 ) -> None:
     """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON a result.
 
     Example: [cyan]keepk run lenet-300-100 --seeds 5[/cyan]
     """
-    from keepk.paper import lenet  # noqa: PLC0415 - the other commands need none of it
+    from keepk.paper import lenet, tables  # noqa: PLC0415 - the other commands need none of it
 
     written = lenet.run(
         experiment.value,
@@ -150,4 +150,7 @@ def run(
         jobs=jobs,
         threads=threads,
     )
-    typer.echo(f"Results: {written}")
+    console = Console(highlight=False)
+    for table in tables.experiment_tables(written):
+        console.print(table)
+    console.print(f"Results: {written}", soft_wrap=True, markup=False)

@@ -16,6 +16,7 @@ from keepk.paper.recipes import Recipe, Stage
 from keepk.plan.names import matches
 from keepk.run.checkpoint import load_checkpoint, save_checkpoint
 from keepk.run.pruner import Pruner
+from keepk.run.report import layer_counts
 from keepk.run.resolve import named_parameters
 
 
@@ -120,7 +121,7 @@ class Run:
             "test_error": error_percent(self.model, self.data.test),
             "val_error": error_percent(self.model, self.data.validation),
             "spaces": self.pruner.kept,
-            "layers": _by_layer(masks),
+            "layers": {layer.name: [layer.kept, layer.total] for layer in layer_counts(masks)},
             "epochs": self.progress.epoch,
             "seconds": round(self.progress.seconds, 1),
             "cpu_seconds": round(self.progress.cpu_seconds, 1),
@@ -150,13 +151,3 @@ def _totals(model: nn.Module, recipe: Recipe) -> dict[str, int]:
         name: sum(parameter.numel() for key, parameter in named.items() if matches(key, [glob]))
         for name, glob in recipe.spaces.items()
     }
-
-
-def _by_layer(masks: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Kept and total of each layer, its weight and bias together."""
-    layers = dict[str, list[int]]()
-    for name, mask in masks.items():
-        counts = layers.setdefault(name.rpartition(".")[0], [0, 0])
-        counts[0] += int(mask.sum())
-        counts[1] += mask.numel()
-    return layers

@@ -36,6 +36,17 @@ class Table:
             lines.insert(-1, rule)
         return "\n".join([self.title, *lines] if self.title else lines)
 
+    def markdown(self) -> str:
+        """The table as Markdown has it.
+
+        >>> print(Table(("layer", "kept"), (("fc1", "7"),)).markdown())
+        | layer | kept |
+        |---|---:|
+        | fc1 | 7 |
+        """
+        rule = "|---|" + "---:|" * (len(self.columns) - 1)
+        return "\n".join([_barred(self.columns), rule, *map(_barred, self.rows)])
+
     def __rich__(self) -> "RichTable":
         from rich import box  # noqa: PLC0415 - only a rich console calls this
         from rich.table import Table as RichTable  # noqa: PLC0415
@@ -105,6 +116,10 @@ def percent(part: int, of: int) -> str:
 
 def _epochs(span: PlanSpan) -> str:
     return str(span.first) if span.first == span.last else f"{span.first}-{span.last}"
+
+
+def _barred(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:

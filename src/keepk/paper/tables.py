@@ -1,0 +1,133 @@
+"""The paper's tables with ours beside them, made from result files.
+
+``python -m keepk.paper.tables docs`` writes every table of the docs anew: what stands between ``<!-- table: NAME -->``
+and ``<!-- end -->`` in a Markdown file is replaced.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from keepk.errors import DataError
+from keepk.paper import results
+from keepk.plan.names import nearest
+from keepk.show.tables import Table
+
+# Table 1 of the paper: who, error in percent, weights as printed.
+PAPER_ERRORS = {
+    "lenet-300-100": [
+        ("baseline", 1.64, "267K"),
+        ("Han et al.", 1.59, "22K"),
+        ("DSC-1, best of several", 1.57, "17.4K"),
+    ],
+    "lenet-5": [("baseline", 0.80, "431K"), ("Han et al.", 0.77, "36K"), ("DSC-1, best of several", 0.77, "15.8K")],
+}
+
+# Table 2 of the paper: percent kept by layer, of Han et al. and of DSC-1.
+PAPER_LAYERS = {
+    "lenet-300-100": {"fc1": (8, 4.6), "fc2": (9, 20.1), "fc3": (26, 68.5), "total": (8.2, 6.5)},
+    "lenet-5": {"conv1": (66, 75), "conv2": (12, 29.1), "fc1": (8, 1.8), "fc2": (19, 17.2), "total": (8.4, 3.6)},
+}
+# The point that Table 2 is about.
+TABLE_2_KEPT = {"lenet-300-100": 17_329, "lenet-5": 15_781}
+
+Records = Sequence[dict[str, Any]]
+
+
+def error_table(experiment: str, records: Records) -> Table:
+    """Table 1: the test error of each recipe at each number of weights, beside the paper's."""
+    rows = [
+        (f"paper: {who}", kept, "", f"{error:.2f}", "", "", "", "") for who, error, kept in PAPER_ERRORS[experiment]
+    ]
+    for recipe, asked in _points(records):
+        rows.append(_error_row(recipe, asked, _of(records, recipe, asked)))
+    columns = ("recipe", "asked", "kept", "test error %", "spread", "best", "validation %", "seeds")
+    return Table(columns, tuple(rows), title=f"{experiment}: test error (Table 1)")
+
+
+def layer_percent_table(experiment: str, records: Records) -> Table:
+    """Table 2: the percentage of weights kept in each layer, a mean over the seeds, beside the paper's."""
+    asked = TABLE_2_KEPT[experiment]
+    recipes = [recipe for recipe, point in _points(records) if point == asked]
+    rows = []
+    for layer, (han, theirs) in PAPER_LAYERS[experiment].items():
+        ours = [f"{mean(_layer_percent(r, layer) for r in _of(records, recipe, asked)):.1f}" for recipe in recipes]
+        rows.append((layer, f"{han}", f"{theirs}", *ours))
+    columns = ("layer", "Han et al. %", "paper's DSC-1 %", *(f"{recipe} %" for recipe in recipes))
+    return Table(columns, tuple(rows), title=f"{experiment}: kept at {asked:,} (Table 2)", total_row=True)
+
+
+def experiment_tables(path: Path) -> list[Table]:
+    """Both tables of the experiment whose results are in `path`."""
+    records = results.read(path)
+    return [make(path.stem, records) for make in (error_table, layer_percent_table)]
+
+
+def write_docs(docs: Path, result_folder: Path) -> list[Path]:
+    """Replace every marked table below `docs`; returns the files that changed."""
+    changed = []
+    for page in sorted(docs.rglob("*.md")):
+        text = page.read_text()
+        written = fill(text, result_folder)
+        if written != text:
+            page.write_text(written)
+            changed.append(page)
+    return changed
+
+
+def fill(text: str, result_folder: Path) -> str:
+    """A page with its marked tables made anew from the results."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match['open']}\n{_named(match['name'], result_folder).markdown()}\n{match['close']}"
+
+    return re.sub(r"(?P<open><!-- table: (?P<name>\S+) -->)\n.*?(?P<close><!-- end -->)", table, text, flags=re.DOTALL)
+
+
+def _named(name: str, result_folder: Path) -> Table:
+    makers: dict[str, Callable[[str, Records], Table]] = {"errors": error_table, "layers": layer_percent_table}
+    experiment, _, kind = name.partition("/")
+    if kind not in makers or experiment not in PAPER_ERRORS:
+        known = [f"{experiment}/{kind}" for experiment in PAPER_ERRORS for kind in makers]
+        raise DataError(f"table {name!r}: unknown. Nearest names: {nearest(name, known)}.")
+    return makers[kind](experiment, results.read(result_folder / f"{experiment}.jsonl"))
+
+
+def _points(records: Records) -> list[tuple[str, int]]:
+    """Recipe and asked number, in the order of the file, the larger number first within a recipe."""
+    recipes = list(dict.fromkeys(record["recipe"] for record in records))
+    found = {(record["recipe"], record["asked"]) for record in records}
+    return sorted(found, key=lambda point: (recipes.index(point[0]), -point[1]))
+
+
+def _of(records: Records, recipe: str, asked: int) -> Records:
+    return [record for record in records if (record["recipe"], record["asked"]) == (recipe, asked)]
+
+
+def _error_row(recipe: str, asked: int, records: Records) -> tuple[str, ...]:
+    errors = [record["test_error"] for record in records]
+    kept = sorted({record["kept"] for record in records})
+    dense = all(record["asked"] == record["total"] for record in records)
+    return (
+        f"{recipe}, dense" if dense else recipe,
+        f"{asked:,}",
+        " ".join(f"{number:,}" for number in kept),
+        f"{mean(errors):.2f}",
+        f"{stdev(errors):.2f}" if len(errors) > 1 else "-",
+        f"{min(errors):.2f}",
+        f"{mean(record['val_error'] for record in records):.2f}",
+        str(len(records)),
+    )
+
+
+def _layer_percent(record: dict[str, Any], layer: str) -> float:
+    kept, total = (record["kept"], record["total"]) if layer == "total" else record["layers"][layer]
+    return 100 * float(kept) / float(total)
+
+
+if __name__ == "__main__":
+    for page in write_docs(Path(sys.argv[1]), Path("results")):
+        print(f"written anew: {page}")
