@@ -30,12 +30,12 @@ format: $(INSTALLED)  ## let ruff format and mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-tables: $(INSTALLED)  ## write the docs' tables anew from results/ and benchmarks/results/
+tables: $(INSTALLED)  ## write the docs' tables anew from results/
 	$(BIN)/python -m keepk.paper.tables docs
 
-bench: $(INSTALLED)  ## measure again what benchmarks/results/ holds
-	$(BIN)/python benchmarks/select_event.py --out benchmarks/results/select_event.json
-	$(BIN)/python benchmarks/hold_masks.py --out benchmarks/results/hold_masks.json
+bench: $(INSTALLED)  ## measure again what results/benchmarks/ holds
+	$(BIN)/python benchmarks/select_event.py --limit-gb 16 --out results/benchmarks/select_event.json
+	$(BIN)/python benchmarks/hold_masks.py --out results/benchmarks/hold_masks.json
 
 clean:  ## remove the environment and all caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,6 +1,6 @@
 """What holding masks costs: a training step with masks held beside the same step without them.
 
-    python benchmarks/hold_masks.py --out benchmarks/results/hold_masks.json
+    python benchmarks/hold_masks.py --out results/benchmarks/hold_masks.json
 
 Two twins of a network take turns, one with masks held, so that whatever else the machine does falls on both. The
 cost is the median difference of the pairs, in CPU seconds, as a share of the median step without masks; `hold alone`
@@ -88,7 +88,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/hold_masks.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/benchmarks/hold_masks.json"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, nargs=2, default=(200, 12), metavar=("LENET", "VGG"))
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""One pruning event over all weights: keepk's exact selection, torch's global_unstructured, and one plain read.
+"""One pruning event over all weights: keepk's Pruner, torch's global_unstructured, and one plain read.
 
-    python benchmarks/select_event.py --weights 100_000_000 --out benchmarks/results/select_event.json
+    python benchmarks/select_event.py --weights 100_000_000 --out results/benchmarks/select_event.json
 
 Every repeat runs in a fresh process. CPU seconds are user + system of all threads; extra MB is the peak of the
 resident memory above what it was when the weights had been made.
@@ -14,14 +14,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import prune
 
-from keepk.rank.select import Ranked, cut_points, dead_mask
+import keepk
 
 LAYERS, THREADS, PRUNED_TENTHS = 10, 2, 9
 BILLION = 1_000_000_000
@@ -40,28 +39,16 @@ def read(layers: nn.ModuleList) -> None:
         layer.weight.detach().sum().item()
 
 
-def keepk_event(layers: nn.ModuleList, erase: Callable[[Tensor, Tensor], None]) -> None:
-    tensors = [Ranked(str(i), layer.weight.detach(), absolute=True) for i, layer in enumerate(layers)]
-    total = sum(tensor.scores.numel() for tensor in tensors)
-    cuts = cut_points(tensors, total - total * PRUNED_TENTHS // 10)
-    masks = [dead_mask(tensor, cut) for tensor, cut in zip(tensors, cuts, strict=True)]
-    for tensor, mask in zip(tensors, masks, strict=True):
-        erase(tensor.scores, mask)
-
-
-def keepk(layers: nn.ModuleList) -> None:
-    keepk_event(layers, lambda weight, mask: torch.where(mask, weight.new_zeros(()), weight, out=weight))
-
-
-def keepk_masked_fill(layers: nn.ModuleList) -> None:
-    keepk_event(layers, lambda weight, mask: weight.masked_fill_(mask, 0.0))
+def keepk_event(layers: nn.ModuleList) -> None:
+    """All that a user pays for one event: the Pruner with its checks, and its step."""
+    keepk.Pruner(layers, [keepk.weights("*", prune=PRUNED_TENTHS / 10)]).step()
 
 
 def torch_global_unstructured(layers: nn.ModuleList) -> None:
     prune.global_unstructured([(layer, "weight") for layer in layers], prune.L1Unstructured, amount=PRUNED_TENTHS / 10)
 
 
-CONTENDERS = {run.__name__: run for run in (read, keepk, keepk_masked_fill, torch_global_unstructured)}
+CONTENDERS = {run.__name__: run for run in (read, keepk_event, torch_global_unstructured)}
 
 
 def peak_mb() -> float:
@@ -117,10 +104,9 @@ def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit
                 runs[name].append(measure_apart(name, weights))
     results = {name: summary(of_one) for name, of_one in runs.items()}
     theirs, plain = results["torch_global_unstructured"], results["read"]["cpu_seconds"]
-    for name in ("keepk", "keepk_masked_fill"):
-        ours = results[name]
-        for key in ("cpu_seconds", "wall_seconds", "extra_mb"):
-            ours[f"torch_over_ours_{key}"] = round(theirs[key] / ours[key], 1)
+    ours = results["keepk_event"]
+    for key in ("cpu_seconds", "wall_seconds", "extra_mb"):
+        ours[f"torch_over_ours_{key}"] = round(theirs[key] / ours[key], 1)
     for result in results.values():
         result["plain_reads"] = round(result["cpu_seconds"] / plain, 1)
     report: dict[str, object] = {
@@ -134,7 +120,7 @@ def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
     if billion:
-        report["billion"] = {"weights": BILLION, "keepk": measure_apart("keepk", BILLION)}
+        report["billion"] = {"weights": BILLION, "keepk_event": measure_apart("keepk_event", BILLION)}
         if limit_gb:
             report["billion"]["torch_global_unstructured"] = measure_apart(
                 "torch_global_unstructured", BILLION, limit_gb
@@ -157,7 +143,7 @@ def table(report: dict[str, object]) -> str:
             f"{name:28}{row['cpu_seconds']:10.3f}{row['wall_seconds']:10.3f}{row['extra_mb']:10.0f}"
             f"{row.get('plain_reads', ''):>8}{kept:>14}"
         )
-    ours = report["results"]["keepk"]
+    ours = report["results"]["keepk_event"]
     lines += ["", "torch / keepk: " + ", ".join(f"{k[16:]} {v}x" for k, v in ours.items() if k.startswith("torch_"))]
     return "\n".join(lines)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 18
+BLOCK = 1 << 20  # larger ones leave the cache, smaller ones keep threads waiting for each other
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -7,12 +7,13 @@ and ``<!-- end -->`` in a Markdown file is replaced.
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from keepk.errors import DataError
-from keepk.paper import results
+from keepk.paper import benchmark_tables, results
 from keepk.plan.names import nearest
 from keepk.show.tables import Table
 
@@ -81,12 +82,17 @@ def fill(text: str, result_folder: Path) -> str:
 
 
 def _named(name: str, result_folder: Path) -> Table:
-    makers: dict[str, Callable[[str, Records], Table]] = {"errors": error_table, "layers": layer_percent_table}
-    experiment, _, kind = name.partition("/")
-    if kind not in makers or experiment not in PAPER_ERRORS:
-        known = [f"{experiment}/{kind}" for experiment in PAPER_ERRORS for kind in makers]
-        raise DataError(f"table {name!r}: unknown. Nearest names: {nearest(name, known)}.")
-    return makers[kind](experiment, results.read(result_folder / f"{experiment}.jsonl"))
+    makers: dict[str, Callable[[], Table]] = {
+        "benchmarks/select_event": lambda: benchmark_tables.select_event(result_folder / "benchmarks"),
+        "benchmarks/hold_masks": lambda: benchmark_tables.hold_masks(result_folder / "benchmarks"),
+    }
+    for experiment in PAPER_ERRORS:
+        records = results.read(result_folder / f"{experiment}.jsonl")
+        makers[f"{experiment}/errors"] = partial(error_table, experiment, records)
+        makers[f"{experiment}/layers"] = partial(layer_percent_table, experiment, records)
+    if name not in makers:
+        raise DataError(f"table {name!r}: unknown. Nearest names: {nearest(name, list(makers))}.")
+    return makers[name]()
 
 
 def _points(records: Records) -> list[tuple[str, int]]:

@@ -19,6 +19,7 @@ from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, timeline
 from keepk.plan.spaces import WeightSpace
 from keepk.rank.metrics import magnitude, score
+from keepk.rank.pieces import one_thread
 from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
 from keepk.run.agree import agreed
 from keepk.run.resolve import Members, find_frozen, find_members, named_parameters, refuse_not_finite
@@ -211,8 +212,9 @@ class Pruner:
         parameters = self._parameters()
         self._dead |= pruned
         self._held = held((parameters[name], dead) for name, dead in self._dead.items())
-        for it in self._held if pruned else ():
-            it.zero(self._optimizers)
+        with one_thread():  # an event is rare: no thread pool to wait for
+            for it in self._held if pruned else ():
+                it.zero(self._optimizers)
         for optimizer in self._optimizers if pruned else ():
             restart_flat_history(optimizer)
 

@@ -1,0 +1,77 @@
+"""The benchmarks' tables, made from the JSON that `benchmarks/` wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from keepk.errors import DataError
+from keepk.show.tables import Table
+
+SELECT_NAMES = {
+    "read": "one plain read of all weights",
+    "keepk_event": "keepk: `Pruner(...).step()`",
+    "torch_global_unstructured": "torch: `prune.global_unstructured`",
+}
+
+
+def select_event(folder: Path) -> Table:
+    """One global event: CPU seconds, extra memory, and both as multiples of keepk's."""
+    report = _read(folder / "select_event.json")
+    ours = report["results"]["keepk_event"]
+    rows = [_select_row(f"{SELECT_NAMES[name]}", row, ours) for name, row in report["results"].items()]
+    for name, row in report.get("billion", {}).items():
+        if name in SELECT_NAMES:
+            rows.append(_billion_row(f"{SELECT_NAMES[name]}, 1,000,000,000 weights", row))
+    columns = (
+        f"{report['weights']:,} weights",
+        "CPU s",
+        "range",
+        "plain reads",
+        "extra MB",
+        "CPU / keepk",
+        "MB / keepk",
+    )
+    return Table(columns, tuple(rows))
+
+
+def hold_masks(folder: Path) -> Table:
+    """What holding masks costs a training step of batch 128."""
+    report = _read(folder / "hold_masks.json")
+    rows = tuple(
+        (
+            f"{row['network']}, {row['optimizer']}",
+            f"{row['weights']:,}",
+            f"{1000 * row['step_cpu_seconds']:.2f}",
+            f"{row['cost_percent']:.1f} %",
+            "{:.1f} to {:.1f} %".format(*row["cost_percent_quartiles"]),
+            f"{row['hold_alone_percent']:.1f} %",
+        )
+        for row in report["rows"]
+    )
+    return Table(("network", "weights", "step, CPU ms", "cost of masks", "quartiles", "hook alone"), rows)
+
+
+def _select_row(name: str, row: dict[str, Any], ours: dict[str, Any]) -> tuple[str, ...]:
+    low, high = row["cpu_seconds_range"]
+    return (
+        name,
+        f"{row['cpu_seconds']:.2f}",
+        f"{low:.2f} to {high:.2f}",
+        f"{row['plain_reads']:.1f}",
+        f"{row['extra_mb']:,.0f}",
+        f"{row['cpu_seconds'] / ours['cpu_seconds']:.1f}",
+        f"{row['extra_mb'] / ours['extra_mb']:.1f}",
+    )
+
+
+def _billion_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    if "failed" in row:
+        return (name, f"fails within {row['address_space_gb']} GB", "", "", "", "", "")
+    return (name, f"{row['cpu_seconds']:.2f}", "one run", "", f"{row['extra_mb']:,.0f}", "", "")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise DataError(f"{path}: no such result. Run make bench.")
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
