@@ -75,6 +75,27 @@ def test_a_taylor_metric_sees_gradients():
     assert expected[mask].min() >= expected[~mask].max()
 
 
+def test_torchs_own_functions_are_metrics():
+    net = mlp((6, 4))
+    largest = net[0].weight.detach().flatten().topk(5).values.min()
+    keepk.Pruner(net, [keepk.weights("0.weight", keep=5, metric=torch.sigmoid)]).step()
+    assert torch.equal(net[0].weight != 0, net[0].weight >= largest)
+
+
+def test_a_model_that_changes_its_dtype_is_still_held():
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    pruner = keepk.Pruner(net, [keepk.weights("*.weight", keep=20, schedule=[30, 20])], optimizer)
+    train_step(net, optimizer)
+    pruner.step()
+    net.double()
+    optimizer.state.clear()
+    train_step(net, optimizer)
+    assert sum(int(layer.weight.count_nonzero()) for layer in (net[0], net[2], net[4])) == 30
+    pruner.step()
+    assert sum(int(layer.weight.count_nonzero()) for layer in (net[0], net[2], net[4])) == 20
+
+
 def test_random_scores_differ_by_seed_and_parameter_and_repeat():
     def kept(seed):
         net = mlp((8, 8, 8))

@@ -5,6 +5,7 @@ from decimal import Decimal
 from fractions import Fraction
 from math import floor
 
+import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -123,6 +124,7 @@ def test_callables_and_lists_are_schedules():
             r"after 4 epochs the plan ends at 300, not at the 100 .* needs 6 epochs",
         ),
         (keepk.Annealing(p0=0.5, n1=2, nu=0.0), None, "nu=0 stays at p0=0.5"),
+        (keepk.Annealing(p0=0.5, n1=2, nu=1e-9), None, "takes .* epochs from 1000 to 100, more than 1000000"),
         (keepk.Annealing(p0=0.95, n1=2, nu=0.1), None, r"p0=0.95 leaves 50 of 1000, .* Choose p0 <= 0.9"),
         (keepk.Cubic(epochs=9), 5, r"needs 9 epochs"),
         (keepk.Cubic(), None, "no length"),
@@ -171,4 +173,7 @@ def test_shares_are_read_as_the_decimals_written():
     assert keep_count(266_200, exact_share(0.935, "p", KeepkError)) == 17_303
     assert exact_share(Fraction(1, 3), "p", KeepkError) == Fraction(1, 3)
     assert exact_share(1, "p", KeepkError) == 1
+    assert exact_share(Decimal("0.1"), "p", KeepkError) == Fraction(1, 10)
+    assert exact_share(np.float32(0.1), "p", KeepkError) == Fraction(1, 10)
+    assert type(keepk.weights("*", keep=np.int64(3)).keep) is int
     assert count(3, "n", KeepkError, least=0) == 3

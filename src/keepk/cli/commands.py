@@ -61,12 +61,16 @@ def _keepk(
 @app.command()
 def plan(  # noqa: PLR0913 - one argument an option
     *,
-    total: Annotated[int, typer.Option(help="M: how many weights there are, a count.")],
+    total: Annotated[int, typer.Option("--total", "-M", help="M: how many weights there are, a count.")],
     p0: Annotated[float, typer.Option(help="Share pruned by the end of the fast first part, 0 to 1.")],
     n1: Annotated[int, typer.Option(help="Epochs of the fast first part. 1 goes to p0 at once; 0 leaves it out.")],
     nu: Annotated[float, typer.Option(help="Share that each event after it prunes in addition, 0 to 1.")],
-    prune: Annotated[float | None, typer.Option(help="Share pruned at the end, 0 to 1. This or --keep.")] = None,
-    keep: Annotated[int | None, typer.Option(help="K: how many weights are left, a count. This or --prune.")] = None,
+    prune: Annotated[
+        float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. This or --keep.")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option("--keep", "-K", help="K: how many weights are left, a count. This or --prune.")
+    ] = None,
     mu: Annotated[float, typer.Option(help="Steepness of the first part, a number of at least 0.")] = 10,
     every: Annotated[int, typer.Option(help="Epochs between two events after the first part.")] = 1,
     epochs: Annotated[

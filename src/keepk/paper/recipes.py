@@ -8,11 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import cos, pi
 
-from torch import nn
+from torch import Tensor, nn
 
 from keepk.plan.phases import Phase
 from keepk.plan.schedules import AnySchedule, plan
 from keepk.plan.spaces import WeightSpace, weights
+from keepk.rank.metrics import magnitude
+
+
+def saliency(weight: Tensor) -> Tensor:
+    r"""|w| times the root mean square of its gradient over some batches, which training puts into ``.grad``.
+
+    .. math:: R(w) = |w| \sqrt{E[g^2]}
+
+    The square is, but for a factor, what the loss gains if w goes, by a second-order expansion with the diagonal of
+    the empirical Fisher matrix in the place of the Hessian (LeCun's optimal brain damage).
+    """
+    assert weight.grad is not None  # put there before every event
+    return (weight * weight.grad).abs()
 
 
 @dataclass(frozen=True)
@@ -55,13 +68,23 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment's way from a fresh network to its points."""
+    """An experiment's way from a fresh network to its points.
+
+    Args:
+        name: What it is called in results.
+        network: Makes the fresh network.
+        spaces: By name, the glob of each space.
+        stages: What is done, in order.
+        batch: Pictures per step.
+        metric: Ranks the weights.
+    """
 
     name: str
     network: Callable[[], nn.Module]
     spaces: Mapping[str, str]
     stages: Sequence[Stage]
     batch: int
+    metric: Callable[[Tensor], Tensor] = magnitude
 
     def phases(self) -> list[Phase]:
         """Each stage as a phase of the pruner."""
@@ -78,4 +101,4 @@ class Recipe:
                 keep, schedule = stage.keep[name]
                 counts += plan(schedule, left, keep, epochs=stage.epochs)
                 left = keep
-        return weights(glob, keep=left, name=name, schedule=counts)
+        return weights(glob, keep=left, name=name, schedule=counts, metric=self.metric)

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from keepk.paper.data import Mnist, Split
 from keepk.paper.models import LeNet5
-from keepk.paper.recipes import Recipe, Stage
+from keepk.paper.recipes import Recipe, Stage, saliency
 from keepk.plan.names import matches
 from keepk.run.checkpoint import load_checkpoint, save_checkpoint
 from keepk.run.pruner import Pruner
 from keepk.run.report import layer_counts
 from keepk.run.resolve import named_parameters
+
+RANKING_BATCHES = 100
 
 
 @dataclass
@@ -73,6 +75,8 @@ class Run:
         while progress.epoch < last:
             wall, cpu = time.perf_counter(), time.process_time()
             self._train_epoch(stage, progress.epoch - first, inputs)
+            if self.recipe.metric is saliency and self._event_is_due():
+                self._gradients_for_ranking(inputs)
             self.pruner.step()
             progress.epoch += 1
             progress.seconds += time.perf_counter() - wall
@@ -111,6 +115,26 @@ class Run:
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             self.optimizer.step()
+
+    def _event_is_due(self) -> bool:
+        pruner = self.pruner
+        return any(counts[pruner.epoch] < pruner.kept[name] for name, counts in pruner.plan.items())
+
+    def _gradients_for_ranking(self, inputs: Inputs) -> None:
+        """Leave in ``.grad`` the root mean square of the gradients over some batches, met as in training."""
+        parameters = list(self.model.parameters())
+        squares = [torch.zeros_like(parameter) for parameter in parameters]
+        rows = torch.randperm(len(inputs.labels), generator=self.order).to(inputs.labels.device)
+        batches = torch.split(rows, self.recipe.batch)[:RANKING_BATCHES]
+        for chosen in batches:
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(inputs.forward(inputs.values[chosen]), inputs.labels[chosen])
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            for square, parameter in zip(squares, parameters, strict=True):
+                if parameter.grad is not None:
+                    square.addcmul_(parameter.grad, parameter.grad)
+        for square, parameter in zip(squares, parameters, strict=True):
+            parameter.grad = (square / len(batches)).sqrt()
 
     def _point(self) -> dict[str, Any]:
         masks = self.pruner.masks

@@ -1,6 +1,7 @@
 """Counts are ints, shares are exact: the one place where a user's number is read."""
 
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from math import floor
 from numbers import Integral, Rational, Real
@@ -22,7 +23,7 @@ def exact_share(value: object, what: str, error: Callable[[str], KeepkError]) ->
 
 def exact_number(value: object, what: str, error: Callable[[str], KeepkError]) -> Fraction:
     """A finite, non-negative number as an exact rational of its decimals."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real | Decimal):
         raise error(f"{what}={value!r}: got {type(value).__name__}. Give a number.")
     try:
         number = Fraction(value) if isinstance(value, Rational) else Fraction(str(value))

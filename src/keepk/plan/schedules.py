@@ -15,6 +15,8 @@ from typing import Protocol, TypeAlias
 from keepk.errors import PlanError
 from keepk.plan.numbers import count, exact_number, exact_share
 
+LONGEST = 1_000_000  # epochs; a longer plan is a slip in nu
+
 
 class Schedule(Protocol):
     """(M, K, epochs) -> M_1 .. M_n; with `epochs=None` the schedule's own length, up to its first K."""
@@ -73,6 +75,11 @@ class Annealing:
                 f"to keep. Choose p0 <= {float(1 - Fraction(keep, total)):.6g}, the share pruned at the end."
             )
         length = self._own_length(total, keep) if epochs is None else epochs
+        if length > LONGEST:
+            raise PlanError(
+                f"Annealing: nu={self.nu} takes {length} epochs from {total} to {keep}, more than {LONGEST}. "
+                f"Choose a larger nu."
+            )
         return tuple(max(keep, floor(self._share_left(e) * total)) for e in range(1, length + 1))
 
     def _share_left(self, epoch: int) -> Fraction:

@@ -83,12 +83,12 @@ def weights(
         got = "neither keep= nor prune=" if keep is None else f"both keep={keep} and prune={prune}"
         raise SpaceError(f"space {called!r}: got {got}. Give exactly one of them.")
     if keep is not None:
-        count(keep, f"space {called!r}: keep", SpaceError, least=1)
+        keep = count(keep, f"space {called!r}: keep", SpaceError, least=1)
     if prune is not None:
         exact_share(prune, f"space {called!r}: prune", SpaceError)
     if metric is not None and not callable(metric):
         raise SpaceError(f"space {called!r}: metric={metric!r} is not callable. Give a function, see keepk.metrics.")
-    count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
+    layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
     frozen = schedule if callable(schedule) or not isinstance(schedule, list) else tuple(schedule)
     return WeightSpace(globs, excluded, keep, prune, called, metric, frozen, layer_floor)
 

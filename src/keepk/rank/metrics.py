@@ -51,7 +51,7 @@ def score(metric: Callable[..., object], weight: Tensor, name: str) -> Tensor:
     view = weight.detach()
     view.grad = weight.grad
     versions = weight._version, None if weight.grad is None else weight.grad._version
-    scores = metric(view, name=name) if "name" in signature(metric).parameters else metric(view)
+    scores = metric(view, name=name) if _wants_name(metric) else metric(view)
     if (weight._version, None if weight.grad is None else weight.grad._version) != versions:
         raise RankError(
             f"metric {_called(metric)}: changed parameter {name!r} in place. Return scores, change nothing."
@@ -62,6 +62,13 @@ def score(metric: Callable[..., object], weight: Tensor, name: str) -> Tensor:
             f"{tuple(weight.shape)}. Return a float tensor of the same shape."
         )
     return scores
+
+
+def _wants_name(metric: Callable[..., object]) -> bool:
+    try:
+        return "name" in signature(metric).parameters
+    except ValueError:  # torch.abs and its like have no signature
+        return False
 
 
 def _called(metric: Callable[..., object]) -> str:

@@ -205,7 +205,8 @@ class Pruner:
                 refuse_not_finite(name, parameter)
             # The magnitude itself is never materialised: the selection reads the weights.
             scores = parameter.detach() if by_magnitude else score(metric, parameter, name)
-            found.append(Ranked(name, scores, self._dead.get(name), by_magnitude, members.floor(parameter)))
+            dead = self._dead[name].to(scores.device) if name in self._dead else None  # the model may have moved
+            found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
         return found
 
     def _apply(self, pruned: dict[str, Tensor]) -> None:
