@@ -31,7 +31,7 @@ format: $(INSTALLED)  ## let ruff format and mend
 	$(BIN)/ruff check --fix .
 
 tables: $(INSTALLED)  ## write the docs' tables anew from results/
-	$(BIN)/python -m keepk.paper.tables docs
+	$(BIN)/python -m keepk.paper.tables README.md docs/*.md
 
 bench: $(INSTALLED)  ## measure again what results/benchmarks/ holds
 	$(BIN)/python benchmarks/select_event.py --limit-gb 16 --out results/benchmarks/select_event.json

@@ -20,9 +20,9 @@ TOTALS = {
 # By space: what is left at the end of each stage.
 LEFT = {
     ("lenet-300-100", "paper"): {"all": [266_610, 17_329]},
-    ("lenet-300-100", "keepk"): {"all": [266_610, 17_329, 3_999]},
+    ("lenet-300-100", "keepk"): {"all": [266_610, 17_329, 8_300, 5_600, 3_999]},
     ("lenet-5", "paper"): {"fc": [405_510, 8_110, 8_110, 8_110], "conv": [25_570, 25_570, 7_671, 7_671]},
-    ("lenet-5", "keepk"): {"all": [431_080, 15_781, 8_621, 3_879, 1_724]},
+    ("lenet-5", "keepk"): {"all": [431_080, 15_781, 8_621, 3_879, 2_500, 1_724]},
 }
 RECIPES = {(experiment, name): recipe for experiment, named in EXPERIMENTS.items() for name, recipe in named.items()}
 STAGES = [

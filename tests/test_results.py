@@ -94,12 +94,27 @@ def test_a_point_without_a_key_is_refused_and_nothing_is_written(path, key):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("broken", ["", "{", '{"recipe": "pa', "[]", "7", "null", "{}", '{"recipe": [], "seed": 1}'])
+@pytest.mark.parametrize("broken", ["", "{", '{"recipe": "pa', "7", "null", "\ufffd"])
 def test_a_broken_line_is_refused_by_file_and_line(path, broken):
     results.append(path, [point(seed=1), point(seed=2)])
     whole = path.read_text()
     path.write_text(f"{whole}{broken}\n{whole}")
     with pytest.raises(DataError, match=r"lenet-5\.jsonl:3: not a result line\. Remove or mend it\."):
+        results.read(path)
+
+
+@pytest.mark.parametrize("lacking", ["[]", "{}", '{"recipe": "paper", "seed": 1, "asked": 3}'])
+def test_a_line_without_all_keys_is_refused_by_file_and_line(path, lacking):
+    results.append(path, [point(seed=1)])
+    path.write_text(f"{path.read_text()}{lacking}\n")
+    with pytest.raises(DataError, match=r"lenet-5\.jsonl:2: a result without .*test_error.* Remove or mend it\."):
+        results.read(path)
+
+
+def test_bytes_that_are_no_text_are_refused(path):
+    results.append(path, [point(seed=1)])
+    path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
+    with pytest.raises(DataError, match=":2: not a result line"):
         results.read(path)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from keepk.errors import DataError
 from keepk.paper import results
-from keepk.paper.tables import error_table, experiment_tables, fill, layer_percent_table, write_docs
+from keepk.paper.tables import error_table, experiment_tables, fill, layer_percent_table, write_pages
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -135,15 +135,28 @@ def test_an_unknown_table_is_refused_with_the_nearest_name(folder, name):
         fill(marked(name), folder)
 
 
-def test_docs_are_written_only_where_a_table_changed(tmp_path, folder):
-    docs = tmp_path / "docs"
-    (docs / "deep").mkdir(parents=True)
-    (docs / "plain.md").write_text("no table\n")
-    (docs / "deep" / "table.md").write_text(marked("lenet-300-100/errors", "old\n"))
-    (docs / "notes.txt").write_text(marked("nothing/known"))
-    assert write_docs(docs, folder) == [docs / "deep" / "table.md"]
-    assert "| 0.36 |" in (docs / "deep" / "table.md").read_text()
-    assert write_docs(docs, folder) == []
+def test_pages_are_written_only_where_a_table_changed(tmp_path, folder):
+    plain, table = tmp_path / "plain.md", tmp_path / "table.md"
+    plain.write_text("no table\n")
+    table.write_text(marked("lenet-300-100/errors", "old\n"))
+    assert write_pages([plain, table], folder) == [table]
+    assert "| 0.36 |" in table.read_text()
+    assert write_pages([plain, table], folder) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table: lenet-5/errors -->\nprose\n",
+        "<!-- table: lenet-5/errors -->\nprose\n<!-- table: lenet-5/layers -->\n<!-- end -->\n",
+        "<!-- table:lenet-5/errors -->\n<!-- end -->\n",
+        "<!-- table: lenet-5/errors -->\r\n<!-- end -->\r\n",
+        "<!-- end -->\n",
+    ],
+)
+def test_marks_that_are_not_paired_are_refused(folder, text):
+    with pytest.raises(DataError, match="marked tables: not every one"):
+        fill(text, folder)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+from dataclasses import replace
 from functools import partial
 from math import cos, pi
 
@@ -21,8 +22,9 @@ from keepk.errors import DataError
 from keepk.paper import lenet, results
 from keepk.paper.data import MNIST_FILES, Mnist, Split
 from keepk.paper.models import LeNet5, LeNet300
-from keepk.paper.recipes import Recipe, Stage
+from keepk.paper.recipes import Recipe, Stage, saliency
 from keepk.paper.training import Run, error_percent
+from keepk.rank.metrics import magnitude
 
 SEED = 3
 FC, CONV = 405_510, 25_570
@@ -43,6 +45,17 @@ STAGES = [
 ]
 RECIPE = Recipe("short", LeNet5, {"fc": "fc*", "conv": "conv*"}, STAGES, batch=32)
 EPOCHS = 6
+
+
+class Pooled(nn.Module):
+    """A linear model on 2 x 2 pixels: 50,000 pictures take no time."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 10)
+
+    def forward(self, images):
+        return self.fc(images[:, 0, ::14, ::14].flatten(1))
 
 
 def pictures(number, seed, dtype=torch.float32):
@@ -171,16 +184,20 @@ def test_killed_in_the_middle_of_an_epoch_it_ends_bit_equal(whole, tmp_path, bat
     assert_same(resumed, whole[0])
 
 
-def test_killed_after_every_epoch_it_ends_bit_equal(whole, tmp_path):
+def killed_after_every_epoch(recipe, folder):
     def kill(_progress, _pruner):
         raise KilledError
 
     for _ in range(EPOCHS):
         with pytest.raises(KilledError):
-            Run(RECIPE, SEED, DATA, tmp_path).finish(kill)
-    resumed = Run(RECIPE, SEED, DATA, tmp_path)
+            Run(recipe, SEED, DATA, folder).finish(kill)
+    resumed = Run(recipe, SEED, DATA, folder)
     resumed.finish(kill)
-    assert_same(resumed, whole[0])
+    return resumed
+
+
+def test_killed_after_every_epoch_it_ends_bit_equal(whole, tmp_path):
+    assert_same(killed_after_every_epoch(RECIPE, tmp_path), whole[0])
 
 
 def test_another_seed_is_another_run(tmp_path):
@@ -213,21 +230,30 @@ def plain_run(recipe, seed, data):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     alive = {name: torch.ones_like(parameter, dtype=torch.bool) for name, parameter in model.named_parameters()}
     for stage in recipe.stages:
-        frozen = tuple(glob.rstrip("*") for glob in stage.freeze)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not (frozen and name.startswith(frozen)))
-        for layer, rate in zip(model.dropout, stage.dropout or (0, 0), strict=True):
-            layer.p = rate
-        optimizer.param_groups[0].update(momentum=stage.momentum, nesterov=stage.nesterov, weight_decay=stage.decay)
+        plain_stage_begins(model, optimizer, stage)
         for epoch in range(stage.epochs):
             rows = torch.randperm(len(data.train), generator=order)
-            batches = [rows[start : start + recipe.batch] for start in range(0, len(rows), recipe.batch)]
-            batches = [batch for batch in batches if len(batch) == recipe.batch]
+            batches = [batch for batch in torch.split(rows, recipe.batch) if len(batch) == recipe.batch]
             for number, batch in enumerate(batches):
-                plain_step(model, optimizer, alive, data.train, batch, plain_rate(stage, epoch + number / len(batches)))
+                optimizer.param_groups[0]["lr"] = plain_rate(stage, epoch + number / len(batches))
+                plain_gradients(model, data.train, batch)
+                for name, parameter in trained(model):
+                    parameter.grad.mul_(alive[name])
+                optimizer.step()
+            scores = PLAIN_SCORES[recipe.metric](model, data.train, recipe.batch, order) if stage.keep else {}
             for space, (_, counts) in stage.keep.items():
-                plain_prune(model, optimizer, alive, space, counts[epoch])
+                plain_prune(model, optimizer, alive, scores, space, counts[epoch])
     return model, alive
+
+
+def plain_stage_begins(model, optimizer, stage):
+    frozen = tuple(glob.rstrip("*") for glob in stage.freeze)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Dropout)]
+    for number, layer in enumerate(layers):
+        layer.p = stage.dropout[number] if stage.dropout else 0.0
+    optimizer.param_groups[0].update(momentum=stage.momentum, nesterov=stage.nesterov, weight_decay=stage.decay)
 
 
 def plain_rate(stage, progress):
@@ -236,32 +262,58 @@ def plain_rate(stage, progress):
     return stage.lr * cos(pi / 2 * (progress - stage.flat) / (stage.epochs - stage.flat)) ** 2
 
 
-def plain_step(model, optimizer, alive, split, batch, rate):
-    model.train()
-    optimizer.param_groups[0]["lr"] = rate
-    optimizer.zero_grad()
+def trained(model):
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def plain_gradients(model, split, batch):
+    model.train().zero_grad()
     F.cross_entropy(model(split.images[batch]), split.labels[batch]).backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(alive[name])
-    optimizer.step()
+
+
+def plain_magnitude(model, _split, _batch, _order):
+    return {name: parameter.detach().abs() for name, parameter in trained(model)}
+
+
+def plain_saliency(model, split, size, order):
+    """|w| times the root mean square of its gradients in a hundred batches at most."""
+    met = []
+    for batch in torch.split(torch.randperm(len(split), generator=order), size)[:100]:
+        plain_gradients(model, split, batch)
+        met.append({name: parameter.grad.clone() for name, parameter in trained(model)})
+    return {
+        name: parameter.detach().abs() * torch.stack([gradients[name] ** 2 for gradients in met]).mean(0).sqrt()
+        for name, parameter in trained(model)
+    }
+
+
+PLAIN_SCORES = {magnitude: plain_magnitude, saliency: plain_saliency}
 
 
 @torch.no_grad()
-def plain_prune(model, optimizer, alive, space, count):
-    """Sort all of them, keep the first `count`."""
-    members = {name: parameter for name, parameter in model.named_parameters() if name.startswith(space)}
-    magnitudes = torch.cat([parameter.abs().flatten() for parameter in members.values()])
-    least = magnitudes.sort(descending=True).values[count - 1]
-    for name, parameter in members.items():
-        alive[name] = parameter.abs() >= least
+def plain_prune(model, optimizer, alive, scores, space, count):
+    """Sort all that are left, the earlier one first where scores are equal, and keep the first `count`."""
+    members = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith(space)]
+    ranked = torch.cat([scores[name].where(alive[name], -1.0).flatten() for name, _ in members])
+    kept = torch.zeros_like(ranked, dtype=torch.bool)
+    kept[ranked.sort(descending=True, stable=True).indices[:count]] = True
+    for (name, parameter), mask in zip(members, kept.split([it.numel() for _, it in members]), strict=True):
+        alive[name] = mask.view_as(parameter)
         parameter.mul_(alive[name])
         optimizer.state[parameter]["momentum_buffer"].mul_(alive[name])
 
 
-def test_a_run_is_what_a_plain_loop_computes(tmp_path):
+ONE_BY_ONE = Recipe(
+    "one by one", Pooled, {"fc": "fc*"}, [Stage(2, lr=0.1, keep={"fc": (20, [30, 20])})], batch=1, metric=saliency
+)
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, replace(RECIPE, metric=saliency), ONE_BY_ONE], ids=["magnitude", "saliency", "one by one"]
+)
+def test_a_run_is_what_a_plain_loop_computes(tmp_path, recipe):
     """In float64; frozen convolutions are worked out once there and in every batch here."""
-    exact = Recipe("exact", lambda: LeNet5().double(), RECIPE.spaces, STAGES, batch=32)
+    exact = replace(recipe, network=lambda: recipe.network().double())
     data = small_data(torch.float64)
     run = Run(exact, SEED, data, tmp_path)
     run.finish(silent)
@@ -270,6 +322,15 @@ def test_a_run_is_what_a_plain_loop_computes(tmp_path):
         assert mask.equal(alive[name]), name
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(run.model.state_dict()[name], tensor, rtol=0, atol=1e-10)
+
+
+def test_ranked_by_saliency_it_keeps_other_weights_and_resumes_bit_equal(whole, tmp_path):
+    recipe = replace(RECIPE, metric=saliency)
+    run = Run(recipe, SEED, DATA, tmp_path / "whole")
+    run.finish(silent)
+    assert run.progress.points[-1]["kept"] == 15_781
+    assert not run.pruner.masks["fc1.weight"].equal(whole[0].pruner.masks["fc1.weight"])
+    assert_same(killed_after_every_epoch(recipe, tmp_path / "killed"), run)
 
 
 def wrong_percent(model, split):
@@ -292,17 +353,6 @@ def test_the_error_is_a_plain_count(number, batch, seed):
 
 
 # What follows goes through the published files, with made-up pictures in them.
-
-
-class Pooled(nn.Module):
-    """A linear model on 2 x 2 pixels: 50,000 pictures take no time."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 10)
-
-    def forward(self, images):
-        return self.fc(images[:, 0, ::14, ::14].flatten(1))
 
 
 TINY = Recipe(
@@ -369,10 +419,19 @@ def test_a_seed_killed_before_its_mark_is_written_again_and_counts_once(one_seed
     assert len(results.read(file)) == 2
 
 
+def test_a_run_of_a_changed_recipe_does_not_go_on(one_seed, monkeypatch):
+    one_seed()
+    recipe = lenet.EXPERIMENTS["lenet-300-100"]["paper"]
+    changed = replace(recipe, stages=[replace(stage, lr=0.5) for stage in recipe.stages])
+    monkeypatch.setitem(lenet.EXPERIMENTS["lenet-300-100"], "paper", changed)
+    with pytest.raises(DataError, match=r"holds a run of another recipe 'paper', .* Remove the folder"):
+        one_seed()
+
+
 def test_the_command_runs_no_finished_seed_and_shows_the_tables(published, tmp_path):
     finished = tmp_path / "runs" / "lenet-5" / "paper-1"
     finished.mkdir(parents=True)
-    (finished / "finished").touch()
+    (finished / "finished").write_text(lenet.EXPERIMENTS["lenet-5"]["paper"].fingerprint())
     layers = {"conv1": [390, 520], "conv2": [7_281, 25_050], "fc1": [7_110, 400_500], "fc2": [1_000, 5_010]}
     values = ["lenet-5", "paper", 1, 15_781, 15_781, 431_080, 0.87, 0.98, 0.76, 1.0, {}]
     file = tmp_path / "results" / "lenet-5.jsonl"
@@ -397,3 +456,10 @@ def test_an_unknown_recipe_is_refused_before_data_is_looked_for(tmp_path, experi
     with pytest.raises(DataError, match=words):
         lenet.run(experiment, recipes=["paper", "papers"], seeds=1, **folders)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", [{"seeds": 0}, {"jobs": 0}, {"threads": -1}, {"seeds": True}])
+def test_counts_are_checked_before_anything_starts(tmp_path, wrong):
+    counts = {"seeds": 1, "jobs": 1, "threads": 1, **wrong}
+    with pytest.raises(DataError, match=f"{next(iter(wrong))}="):
+        lenet.run("lenet-5", recipes=None, data=tmp_path, results=tmp_path, runs=tmp_path, **counts)

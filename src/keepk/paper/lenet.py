@@ -5,7 +5,7 @@ with batches of 64 and a rate of 0.1 until its error is the paper's.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,14 +17,16 @@ from keepk.errors import DataError
 from keepk.paper import results as result_files
 from keepk.paper.data import mnist
 from keepk.paper.models import LeNet5, LeNet300
-from keepk.paper.recipes import Recipe, Stage
+from keepk.paper.recipes import Recipe, Stage, saliency
 from keepk.paper.training import Progress, Run
 from keepk.plan.names import nearest
+from keepk.plan.numbers import count
 from keepk.plan.schedules import Annealing, Cubic
 from keepk.run.pruner import Pruner
 
 by_plain_sgd = partial(Stage, lr=0.1, flat=None, momentum=0.0, nesterov=False)
 by_a_tenth = partial(Stage, lr=0.01, flat=None, momentum=0.9, nesterov=False)
+light_dropout = partial(Stage, lr=0.05, decay=1e-4, dropout=(0.05, 0.1, 0.05))
 
 LENET_300_PAPER = Recipe(
     name="paper",
@@ -37,15 +39,19 @@ LENET_300_PAPER = Recipe(
     ],
 )
 
+# Down in rounds: each takes a part of the weights in a few epochs, then trains on from a high rate to zero.
 LENET_300_OURS = Recipe(
     name="keepk",
     network=LeNet300,
     spaces={"all": "*"},
     batch=128,
+    metric=saliency,
     stages=[
         Stage(40, lr=0.05, decay=2e-4, dropout=(0.1, 0.3, 0.2)),
-        Stage(60, lr=0.05, decay=1e-4, dropout=(0.05, 0.1, 0.05), keep={"all": (17_329, Cubic(epochs=25))}),
-        Stage(80, lr=0.05, flat=50, decay=1e-4, dropout=(0.02, 0.05, 0.02), keep={"all": (3_999, Cubic(epochs=50))}),
+        light_dropout(50, keep={"all": (17_329, Cubic(epochs=15))}),
+        light_dropout(40, keep={"all": (8_300, Cubic(epochs=10))}),
+        light_dropout(40, keep={"all": (5_600, Cubic(epochs=10))}),
+        light_dropout(70, keep={"all": (3_999, Cubic(epochs=10))}),
     ],
 )
 
@@ -77,12 +83,14 @@ LENET_5_OURS = Recipe(
     network=LeNet5,
     spaces={"all": "*"},
     batch=128,
+    metric=saliency,
     stages=[
         Stage(15, lr=0.05, decay=2e-4, dropout=(0.2, 0.5)),
         Stage(16, lr=0.05, decay=1e-4, dropout=(0.1, 0.3), keep={"all": (15_781, Cubic(epochs=8))}),
-        Stage(12, lr=0.05, decay=1e-4, dropout=(0.05, 0.2), keep={"all": (8_621, Cubic(epochs=7))}),
-        Stage(16, lr=0.05, decay=1e-4, dropout=(0.05, 0.1), keep={"all": (3_879, Cubic(epochs=10))}),
-        Stage(20, lr=0.05, decay=1e-4, dropout=(0.0, 0.0), keep={"all": (1_724, Cubic(epochs=13))}),
+        Stage(14, lr=0.05, decay=1e-4, dropout=(0.1, 0.3), keep={"all": (8_621, Cubic(epochs=5))}),
+        Stage(20, lr=0.05, decay=1e-4, dropout=(0.1, 0.2), keep={"all": (3_879, Cubic(epochs=7))}),
+        Stage(16, lr=0.05, decay=1e-4, dropout=(0.05, 0.15), keep={"all": (2_500, Cubic(epochs=5))}),
+        Stage(30, lr=0.05, decay=1e-4, dropout=(0.05, 0.1), keep={"all": (1_724, Cubic(epochs=7))}),
     ],
 )
 
@@ -108,6 +116,8 @@ def run(
     A seed that was killed goes on from its last epoch; one that is finished is not run again. `jobs` seeds run at a
     time, each in a process with `threads` threads.
     """
+    for name, value in (("seeds", seeds), ("jobs", jobs), ("threads", threads)):
+        count(value, f"experiment {experiment!r}: {name}", DataError, least=1)
     chosen = recipes or list(EXPERIMENTS[experiment])
     for name in chosen:
         if name not in EXPERIMENTS[experiment]:
@@ -118,9 +128,12 @@ def run(
     mnist(data)  # found or fetched once, before the workers look for it
     work = partial(_one_seed, experiment, data=data, results=results, runs=runs, threads=threads)
     tasks = [(name, seed) for name in chosen for seed in range(1, seeds + 1)]
-    with ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn")) as pool:
-        for finished in [pool.submit(work, name, seed) for name, seed in tasks]:
+    pool = ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn"))
+    try:
+        for finished in as_completed([pool.submit(work, name, seed) for name, seed in tasks]):
             finished.result()
+    finally:  # a seed that failed, or Ctrl-C: those that wait need not start
+        pool.shutdown(cancel_futures=True)
     return results / f"{experiment}.jsonl"
 
 
@@ -129,10 +142,12 @@ def _one_seed(
 ) -> None:
     torch.set_num_threads(threads)
     folder = runs / experiment / f"{recipe}-{seed}"
-    if (folder / "finished").exists():
+    chosen = EXPERIMENTS[experiment][recipe]
+    finished = folder / "finished"
+    if finished.exists() and finished.read_text() == chosen.fingerprint():
         print(f"{experiment} {recipe} seed {seed}: finished before; remove {folder} to run it again", flush=True)
         return
-    run_of_seed = Run(EXPERIMENTS[experiment][recipe], seed, mnist(data), folder)
+    run_of_seed = Run(chosen, seed, mnist(data), folder)
     points = run_of_seed.finish(partial(_say, f"{experiment} {recipe} seed {seed}"))
     shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
     about = {
@@ -141,7 +156,7 @@ def _one_seed(
         "versions": result_files.versions(),
     }
     result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
-    (folder / "finished").touch()
+    finished.write_text(chosen.fingerprint())
 
 
 def _say(who: str, progress: Progress, pruner: Pruner) -> None:

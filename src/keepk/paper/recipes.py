@@ -6,6 +6,7 @@ plan go from the fresh network to the last point; each stage that ends at a numb
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from math import cos, pi
 
 from torch import Tensor, nn
@@ -80,11 +81,16 @@ class Recipe:
     """
 
     name: str
-    network: Callable[[], nn.Module]
+    network: type[nn.Module]
     spaces: Mapping[str, str]
     stages: Sequence[Stage]
     batch: int
     metric: Callable[[Tensor], Tensor] = magnitude
+
+    def fingerprint(self) -> str:
+        """What a checkpoint of another recipe would differ in: every number of this one, hashed."""
+        said = (self.network.__name__, dict(self.spaces), self.batch, self.metric.__name__, list(self.stages))
+        return sha256(repr(said).encode()).hexdigest()
 
     def phases(self) -> list[Phase]:
         """Each stage as a phase of the pruner."""

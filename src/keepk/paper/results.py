@@ -43,10 +43,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     latest = dict[tuple[Any, ...], dict[str, Any]]()
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             record = json.loads(line)
-            latest[record["recipe"], record["seed"], record["asked"]] = record
-        except (ValueError, KeyError, TypeError):
+            missing = [key for key in REQUIRED if key not in record]
+        except (ValueError, TypeError):
             raise DataError(f"{path}:{number}: not a result line. Remove or mend it.") from None
+        if missing:
+            raise DataError(f"{path}:{number}: a result without {', '.join(missing)}. Remove or mend it.")
+        latest[record["recipe"], record["seed"], record["asked"]] = record
     return list(latest.values())

@@ -1,12 +1,12 @@
 """The paper's tables with ours beside them, made from result files.
 
-``python -m keepk.paper.tables docs`` writes every table of the docs anew: what stands between ``<!-- table: NAME -->``
-and ``<!-- end -->`` in a Markdown file is replaced.
+``python -m keepk.paper.tables README.md docs/*.md`` writes the tables of these pages anew: what stands between
+``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced.
 """
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
@@ -60,10 +60,10 @@ def experiment_tables(path: Path) -> list[Table]:
     return [make(path.stem, records) for make in (error_table, layer_percent_table)]
 
 
-def write_docs(docs: Path, result_folder: Path) -> list[Path]:
-    """Replace every marked table below `docs`; returns the files that changed."""
+def write_pages(pages: Iterable[Path], result_folder: Path) -> list[Path]:
+    """Replace the marked tables of Markdown pages; returns the pages that changed."""
     changed = []
-    for page in sorted(docs.rglob("*.md")):
+    for page in pages:
         text = page.read_text()
         written = fill(text, result_folder)
         if written != text:
@@ -74,6 +74,10 @@ def write_docs(docs: Path, result_folder: Path) -> list[Path]:
 
 def fill(text: str, result_folder: Path) -> str:
     """A page with its marked tables made anew from the results."""
+    opened = len(re.findall(r"<!--\s*table", text))
+    pairs = re.findall(r"<!-- table: \S+ -->\n(?:(?!<!--).)*<!-- end -->", text, flags=re.DOTALL)
+    if opened != len(pairs) or opened != len(re.findall(r"<!--\s*end", text)):
+        raise DataError("a page's marked tables: not every one is '<!-- table: NAME -->', a table, '<!-- end -->'.")
 
     def table(match: re.Match[str]) -> str:
         return f"{match['open']}\n{_named(match['name'], result_folder).markdown()}\n{match['close']}"
@@ -128,5 +132,5 @@ def _layer_percent(record: dict[str, Any], layer: str) -> float:
 
 
 if __name__ == "__main__":
-    for page in write_docs(Path(sys.argv[1]), Path("results")):
+    for page in write_pages(map(Path, sys.argv[1:]), Path("results")):
         print(f"written anew: {page}")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from keepk.errors import DataError
 from keepk.paper.data import Mnist, Split
 from keepk.paper.models import LeNet5
 from keepk.paper.recipes import Recipe, Stage, saliency
@@ -24,8 +25,9 @@ RANKING_BATCHES = 100
 
 @dataclass
 class Progress:
-    """Where a run stands: the epochs behind it, what they cost, and the points reached."""
+    """Where a run stands: of which recipe, the epochs behind it, what they cost, and the points reached."""
 
+    recipe: str
     epoch: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -54,9 +56,9 @@ class Run:
         spaces = recipe.weight_spaces(_totals(self.model, recipe))
         self.pruner = Pruner(self.model, spaces, self.optimizer, phases=recipe.phases())
         self.order = torch.Generator().manual_seed(seed)
-        self.progress = Progress()
+        self.progress = Progress(recipe.fingerprint())
         if (folder / "checkpoint.json").exists():
-            self.progress = Progress(**load_checkpoint(folder, **self._parts()))
+            self.progress = self._resumed(load_checkpoint(folder, **self._parts()))
 
     def finish(self, report: Callable[[Progress, Pruner], None]) -> list[dict[str, Any]]:
         """Train what is left; returns the points of all stages."""
@@ -67,6 +69,14 @@ class Run:
             first += stage.epochs
         self.pruner.close()
         return self.progress.points
+
+    def _resumed(self, saved: dict[str, Any]) -> Progress:
+        if saved.get("recipe") != self.progress.recipe:
+            raise DataError(
+                f"{self.folder}: holds a run of another recipe {self.recipe.name!r}, so it cannot go on. "
+                f"Remove the folder to start anew."
+            )
+        return Progress(**saved)
 
     def _finish_stage(self, stage: Stage, first: int, report: Callable[[Progress, Pruner], None]) -> None:
         self._enter(stage)
