@@ -1,36 +1,48 @@
 """Masks held and parameters frozen, through the optimizer's public hooks."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keepk.cut.optimizer_state import state_per_weight
-from keepk.cut.zero import WORDS, alive_words, zero_by_words, zero_dead
+from keepk.cut.zero import WORDS, alive_words, zero_dead
 
 WIDENED = 1 << 22  # weights; their widened masks take 16 MB in float32
 
 
-@dataclass(frozen=True)
 class Held:
-    """A parameter with its mask, and the mask in the form that is fastest to apply after every step."""
+    """A parameter with its mask, ready to be applied after every step.
 
-    parameter: nn.Parameter
-    dead: Tensor
-    words: Tensor | None
+    The hook runs in every training step, so the view of the weights is looked up once and used as long as they lie
+    where they lay. It keeps their memory alive, so an address cannot come to mean something else.
+    """
 
-    def zero(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Zero the dead weights and their optimizer state."""
-        tensors = [self.parameter.detach()]
-        for optimizer in optimizers:
-            tensors += state_per_weight(optimizer, self.parameter)
-        words = self.words
-        if words is not None and all(_fits(tensor, words) for tensor in tensors):
-            zero_by_words(tensors, words)
+    def __init__(self, parameter: nn.Parameter, dead: Tensor, words: Tensor | None) -> None:
+        self._parameter, self._dead, self._words = parameter, dead, words
+        self._view, self._address = parameter.detach(), -1
+
+    def zero(self) -> None:
+        """Zero the dead weights."""
+        if self._parameter.data_ptr() != self._address:
+            self._look_up()
+        if self._words is None:
+            zero_dead([self._parameter.detach()], self._dead)
         else:
-            zero_dead(tensors, self.dead)
+            self._view.bitwise_and_(self._words)
+
+    def zero_state(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Zero the optimizer state of the dead weights."""
+        zero_dead([it for optimizer in optimizers for it in state_per_weight(optimizer, self._parameter)], self._dead)
+
+    def _look_up(self) -> None:
+        weights, words = self._parameter.detach(), self._words
+        self._address = weights.data_ptr()
+        if words is None or (weights.element_size(), weights.device) != (words.element_size(), words.device):
+            self._words = None  # the model was cast or moved: go on with the plain mask
+        else:
+            self._view = weights.view(words.dtype)
 
 
 def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:
@@ -41,10 +53,6 @@ def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:
         Held(parameter, dead, alive_words(dead, WORDS[parameter.element_size()]) if small and dead.dim() else None)
         for parameter, dead in pairs
     ]
-
-
-def _fits(tensor: Tensor, words: Tensor) -> bool:
-    return tensor.element_size() == words.element_size() and tensor.device == words.device
 
 
 def without_updates(

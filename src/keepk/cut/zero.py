@@ -1,7 +1,7 @@
 """Zeroing by mask, as fast as memory allows.
 
 ``masked_fill_`` handles one entry at a time. Here a mask is widened to whole words, all ones where a weight lives, and
-and-ed with the bits of the weights and of each state tensor: vectorised, 0.0 exactly, and NaN is cleared as well,
+and-ed with the bits of the weights: vectorised, 0.0 exactly, and NaN is cleared as well,
 which a product with 0 would not do. Widened masks are as large as the weights, so they are kept only for small
 networks, where they matter; larger ones are widened block by block in a core's cache.
 """
@@ -31,10 +31,12 @@ def zero_dead(tensors: Sequence[Tensor], dead: Tensor) -> None:
         else:
             by_word.setdefault(word, []).append(tensor)
     rows = max(1, BLOCK * len(dead) // max(1, dead.numel())) if by_word else 0
-    for word, views in by_word.items():
+    for word, several in by_word.items():
         for start in range(0, len(dead), rows):
             block = slice(start, start + rows)
-            zero_by_words([view[block] for view in views], alive_words(dead[block], word))
+            alive = alive_words(dead[block], word)
+            for tensor in several:
+                tensor[block].view(word).bitwise_and_(alive)
 
 
 def alive_words(dead: Tensor, word: torch.dtype) -> Tensor:
@@ -44,9 +46,3 @@ def alive_words(dead: Tensor, word: torch.dtype) -> Tensor:
     tensor([ 0, -1], dtype=torch.int32)
     """
     return dead.view(torch.int8).to(word).sub_(1)
-
-
-def zero_by_words(tensors: Sequence[Tensor], words: Tensor) -> None:
-    """Zero the entries whose word has no bits."""
-    for tensor in tensors:
-        tensor.view(words.dtype).bitwise_and_(words)

@@ -41,6 +41,7 @@ def hold_masks(folder: Path) -> Table:
         (
             f"{row['network']}, {row['optimizer']}",
             f"{row['weights']:,}",
+            str(row["threads"]),
             f"{1000 * row['step_cpu_seconds']:.2f}",
             f"{row['cost_percent']:.1f} %",
             "{:.1f} to {:.1f} %".format(*row["cost_percent_quartiles"]),
@@ -48,7 +49,7 @@ def hold_masks(folder: Path) -> Table:
         )
         for row in report["rows"]
     )
-    return Table(("network", "weights", "step, CPU ms", "cost of masks", "quartiles", "hook alone"), rows)
+    return Table(("network", "weights", "threads", "step, CPU ms", "cost of masks", "quartiles", "hook alone"), rows)
 
 
 def _select_row(name: str, row: dict[str, Any], ours: dict[str, Any]) -> tuple[str, ...]:

@@ -215,7 +215,8 @@ class Pruner:
         self._held = held((parameters[name], dead) for name, dead in self._dead.items())
         with one_thread():  # an event is rare: no thread pool to wait for
             for it in self._held if pruned else ():
-                it.zero(self._optimizers)
+                it.zero()
+                it.zero_state(self._optimizers)
         for optimizer in self._optimizers if pruned else ():
             restart_flat_history(optimizer)
 
@@ -229,10 +230,9 @@ class Pruner:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         return without_updates(self._frozen, args, kwargs) if self._frozen else None
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        with torch.no_grad():
-            for it in self._held:
-                it.zero((optimizer,))
+    def _after_update(self, *_: object) -> None:
+        for it in self._held:
+            it.zero()
 
     def _enter_epoch(self) -> None:
         """Freeze what the phase of the coming epoch freezes."""
