@@ -234,13 +234,15 @@ def plain_run(recipe, seed, data):
         for epoch in range(stage.epochs):
             rows = torch.randperm(len(data.train), generator=order)
             batches = [batch for batch in torch.split(rows, recipe.batch) if len(batch) == recipe.batch]
+            met = []
             for number, batch in enumerate(batches):
                 optimizer.param_groups[0]["lr"] = plain_rate(stage, epoch + number / len(batches))
                 plain_gradients(model, data.train, batch)
+                met.append({name: parameter.grad.clone() for name, parameter in trained(model)})
                 for name, parameter in trained(model):
                     parameter.grad.mul_(alive[name])
                 optimizer.step()
-            scores = PLAIN_SCORES[recipe.metric](model, data.train, recipe.batch, order) if stage.keep else {}
+            scores = PLAIN_SCORES[stage.metric](model, met) if stage.keep else {}
             for space, (_, counts) in stage.keep.items():
                 plain_prune(model, optimizer, alive, scores, space, counts[epoch])
     return model, alive
@@ -271,16 +273,12 @@ def plain_gradients(model, split, batch):
     F.cross_entropy(model(split.images[batch]), split.labels[batch]).backward()
 
 
-def plain_magnitude(model, _split, _batch, _order):
+def plain_magnitude(model, _met):
     return {name: parameter.detach().abs() for name, parameter in trained(model)}
 
 
-def plain_saliency(model, split, size, order):
-    """|w| times the root mean square of its gradients in a hundred batches at most."""
-    met = []
-    for batch in torch.split(torch.randperm(len(split), generator=order), size)[:100]:
-        plain_gradients(model, split, batch)
-        met.append({name: parameter.grad.clone() for name, parameter in trained(model)})
+def plain_saliency(model, met):
+    """|w| times the root mean square of its gradients in the epoch."""
     return {
         name: parameter.detach().abs() * torch.stack([gradients[name] ** 2 for gradients in met]).mean(0).sqrt()
         for name, parameter in trained(model)
@@ -304,13 +302,12 @@ def plain_prune(model, optimizer, alive, scores, space, count):
 
 
 ONE_BY_ONE = Recipe(
-    "one by one", Pooled, {"fc": "fc*"}, [Stage(2, lr=0.1, keep={"fc": (20, [30, 20])})], batch=1, metric=saliency
+    "one by one", Pooled, {"fc": "fc*"}, [Stage(2, lr=0.1, keep={"fc": (20, [30, 20])}, metric=saliency)], batch=1
 )
+BY_SALIENCY = replace(RECIPE, stages=[replace(stage, metric=saliency) for stage in RECIPE.stages])
 
 
-@pytest.mark.parametrize(
-    "recipe", [RECIPE, replace(RECIPE, metric=saliency), ONE_BY_ONE], ids=["magnitude", "saliency", "one by one"]
-)
+@pytest.mark.parametrize("recipe", [RECIPE, BY_SALIENCY, ONE_BY_ONE], ids=["magnitude", "saliency", "one by one"])
 def test_a_run_is_what_a_plain_loop_computes(tmp_path, recipe):
     """In float64; frozen convolutions are worked out once there and in every batch here."""
     exact = replace(recipe, network=lambda: recipe.network().double())
@@ -325,12 +322,11 @@ def test_a_run_is_what_a_plain_loop_computes(tmp_path, recipe):
 
 
 def test_ranked_by_saliency_it_keeps_other_weights_and_resumes_bit_equal(whole, tmp_path):
-    recipe = replace(RECIPE, metric=saliency)
-    run = Run(recipe, SEED, DATA, tmp_path / "whole")
+    run = Run(BY_SALIENCY, SEED, DATA, tmp_path / "whole")
     run.finish(silent)
     assert run.progress.points[-1]["kept"] == 15_781
     assert not run.pruner.masks["fc1.weight"].equal(whole[0].pruner.masks["fc1.weight"])
-    assert_same(killed_after_every_epoch(recipe, tmp_path / "killed"), run)
+    assert_same(killed_after_every_epoch(BY_SALIENCY, tmp_path / "killed"), run)
 
 
 def wrong_percent(model, split):

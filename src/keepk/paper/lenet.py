@@ -26,7 +26,8 @@ from keepk.run.pruner import Pruner
 
 by_plain_sgd = partial(Stage, lr=0.1, flat=None, momentum=0.0, nesterov=False)
 by_a_tenth = partial(Stage, lr=0.01, flat=None, momentum=0.9, nesterov=False)
-light_dropout = partial(Stage, lr=0.05, decay=1e-4, dropout=(0.05, 0.1, 0.05))
+light_dropout = partial(Stage, lr=0.05, decay=1e-4, dropout=(0.05, 0.1, 0.05), metric=saliency)
+sparse = partial(Stage, lr=0.05, decay=1e-4, dropout=(0.05, 0.1))
 
 LENET_300_PAPER = Recipe(
     name="paper",
@@ -45,13 +46,12 @@ LENET_300_OURS = Recipe(
     network=LeNet300,
     spaces={"all": "*"},
     batch=128,
-    metric=saliency,
     stages=[
         Stage(40, lr=0.05, decay=2e-4, dropout=(0.1, 0.3, 0.2)),
-        light_dropout(50, keep={"all": (17_329, Cubic(epochs=15))}),
-        light_dropout(40, keep={"all": (8_300, Cubic(epochs=10))}),
-        light_dropout(40, keep={"all": (5_600, Cubic(epochs=10))}),
-        light_dropout(70, keep={"all": (3_999, Cubic(epochs=10))}),
+        light_dropout(60, keep={"all": (17_329, Cubic(epochs=20))}),
+        light_dropout(30, keep={"all": (8_300, Cubic(epochs=10))}),
+        light_dropout(30, keep={"all": (5_600, Cubic(epochs=10))}),
+        light_dropout(60, keep={"all": (3_999, Cubic(epochs=10))}),
     ],
 )
 
@@ -83,14 +83,13 @@ LENET_5_OURS = Recipe(
     network=LeNet5,
     spaces={"all": "*"},
     batch=128,
-    metric=saliency,
     stages=[
         Stage(15, lr=0.05, decay=2e-4, dropout=(0.2, 0.5)),
         Stage(16, lr=0.05, decay=1e-4, dropout=(0.1, 0.3), keep={"all": (15_781, Cubic(epochs=8))}),
-        Stage(14, lr=0.05, decay=1e-4, dropout=(0.1, 0.3), keep={"all": (8_621, Cubic(epochs=5))}),
-        Stage(20, lr=0.05, decay=1e-4, dropout=(0.1, 0.2), keep={"all": (3_879, Cubic(epochs=7))}),
-        Stage(16, lr=0.05, decay=1e-4, dropout=(0.05, 0.15), keep={"all": (2_500, Cubic(epochs=5))}),
-        Stage(30, lr=0.05, decay=1e-4, dropout=(0.05, 0.1), keep={"all": (1_724, Cubic(epochs=7))}),
+        Stage(12, lr=0.05, decay=1e-4, dropout=(0.05, 0.2), keep={"all": (8_621, Cubic(epochs=7))}),
+        sparse(16, keep={"all": (3_879, Cubic(epochs=10))}),
+        sparse(12, keep={"all": (2_500, Cubic(epochs=5))}, metric=saliency),
+        sparse(24, keep={"all": (1_724, Cubic(epochs=7))}, metric=saliency),
     ],
 )
 

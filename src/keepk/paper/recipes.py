@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import cos, pi
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -16,9 +17,11 @@ from keepk.plan.schedules import AnySchedule, plan
 from keepk.plan.spaces import WeightSpace, weights
 from keepk.rank.metrics import magnitude
 
+Metric: TypeAlias = Callable[[Tensor], Tensor]
+
 
 def saliency(weight: Tensor) -> Tensor:
-    r"""|w| times the root mean square of its gradient over some batches, which training puts into ``.grad``.
+    r"""|w| times the root mean square of its gradients in the epoch, which training leaves in ``.grad``.
 
     .. math:: R(w) = |w| \sqrt{E[g^2]}
 
@@ -43,6 +46,7 @@ class Stage:
         keep: By space, how many weights are left at the end, and the schedule that gets there.
         freeze: Globs of parameters that get no update.
         report: Whether its end is a point of the experiment.
+        metric: Ranks the weights at its events.
     """
 
     epochs: int
@@ -55,6 +59,7 @@ class Stage:
     keep: Mapping[str, tuple[int, AnySchedule]] = field(default_factory=dict)
     freeze: tuple[str, ...] = ()
     report: bool = True
+    metric: Metric = field(default=magnitude, repr=False)
 
     def learning_rate(self, progress: float) -> float:
         """The rate after `progress` epochs of this stage.
@@ -77,7 +82,6 @@ class Recipe:
         spaces: By name, the glob of each space.
         stages: What is done, in order.
         batch: Pictures per step.
-        metric: Ranks the weights.
     """
 
     name: str
@@ -85,26 +89,26 @@ class Recipe:
     spaces: Mapping[str, str]
     stages: Sequence[Stage]
     batch: int
-    metric: Callable[[Tensor], Tensor] = magnitude
 
     def fingerprint(self) -> str:
         """What a checkpoint of another recipe would differ in: every number of this one, hashed."""
-        said = (self.network.__name__, dict(self.spaces), self.batch, self.metric.__name__, list(self.stages))
+        metrics = [stage.metric.__name__ for stage in self.stages]
+        said = (self.network.__name__, dict(self.spaces), self.batch, metrics, list(self.stages))
         return sha256(repr(said).encode()).hexdigest()
 
     def phases(self) -> list[Phase]:
         """Each stage as a phase of the pruner."""
         return [Phase(stage.epochs, prune=tuple(stage.keep), freeze=stage.freeze) for stage in self.stages]
 
-    def weight_spaces(self, totals: Mapping[str, int]) -> list[WeightSpace]:
+    def weight_spaces(self, totals: Mapping[str, int], metric: Metric = magnitude) -> list[WeightSpace]:
         """Each space with the plan that goes through all of its points."""
-        return [self._space(name, glob, totals[name]) for name, glob in self.spaces.items()]
+        return [self._space(name, glob, totals[name], metric) for name, glob in self.spaces.items()]
 
-    def _space(self, name: str, glob: str, total: int) -> WeightSpace:
+    def _space(self, name: str, glob: str, total: int, metric: Metric) -> WeightSpace:
         counts, left = list[int](), total
         for stage in self.stages:
             if name in stage.keep:
                 keep, schedule = stage.keep[name]
                 counts += plan(schedule, left, keep, epochs=stage.epochs)
                 left = keep
-        return weights(glob, keep=left, name=name, schedule=counts, metric=self.metric)
+        return weights(glob, keep=left, name=name, schedule=counts, metric=metric)

@@ -20,8 +20,6 @@ from keepk.run.pruner import Pruner
 from keepk.run.report import layer_counts
 from keepk.run.resolve import named_parameters
 
-RANKING_BATCHES = 100
-
 
 @dataclass
 class Progress:
@@ -43,6 +41,26 @@ class Inputs:
     forward: Callable[[Tensor], Tensor]
 
 
+class MeanSquares:
+    """The mean squares of all gradients of an epoch, for a metric that looks at ``.grad``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
+        self._batches = 0
+
+    def add(self) -> None:
+        """Take in the gradients of one batch."""
+        self._batches += 1
+        for parameter, total in self._sums.items():
+            if parameter.grad is not None:
+                total.addcmul_(parameter.grad, parameter.grad)
+
+    def leave_roots(self) -> None:
+        """Leave their roots in ``.grad``."""
+        for parameter, total in self._sums.items():
+            parameter.grad = total.div_(self._batches).sqrt_()
+
+
 class Run:
     """One seed of a recipe. Killed at any moment, it goes on from its last whole epoch and ends bit-equal."""
 
@@ -53,7 +71,8 @@ class Run:
         # Convolutions on a CPU take half the time in this format.
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=recipe.stages[0].lr)
-        spaces = recipe.weight_spaces(_totals(self.model, recipe))
+        self._stage = recipe.stages[0]
+        spaces = recipe.weight_spaces(_totals(self.model, recipe), self._score)
         self.pruner = Pruner(self.model, spaces, self.optimizer, phases=recipe.phases())
         self.order = torch.Generator().manual_seed(seed)
         self.progress = Progress(recipe.fingerprint())
@@ -85,8 +104,6 @@ class Run:
         while progress.epoch < last:
             wall, cpu = time.perf_counter(), time.process_time()
             self._train_epoch(stage, progress.epoch - first, inputs)
-            if self.recipe.metric is saliency and self._event_is_due():
-                self._gradients_for_ranking(inputs)
             self.pruner.step()
             progress.epoch += 1
             progress.seconds += time.perf_counter() - wall
@@ -97,6 +114,7 @@ class Run:
             report(progress, self.pruner)
 
     def _enter(self, stage: Stage) -> None:
+        self._stage = stage
         options = {"momentum": stage.momentum, "nesterov": stage.nesterov, "weight_decay": stage.decay}
         self.optimizer.param_groups[0].update(options)
         layers = [module for module in self.model.modules() if isinstance(module, nn.Dropout)]
@@ -119,32 +137,23 @@ class Run:
         # Full batches only: the few rows left over sit this epoch out.
         rows = torch.randperm(total, generator=self.order).to(inputs.labels.device)[: total - total % size]
         batches = torch.split(rows, size)
+        squares = MeanSquares(self.model) if self._ranks_by_gradients() else None
         for number, chosen in enumerate(batches):
             self.optimizer.param_groups[0]["lr"] = stage.learning_rate(epoch + number / len(batches))
             loss = F.cross_entropy(inputs.forward(inputs.values[chosen]), inputs.labels[chosen])
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            if squares:
+                squares.add()
             self.optimizer.step()
+        if squares:
+            squares.leave_roots()
 
-    def _event_is_due(self) -> bool:
+    def _ranks_by_gradients(self) -> bool:
+        """Whether the coming event needs what the gradients of this epoch were like."""
         pruner = self.pruner
-        return any(counts[pruner.epoch] < pruner.kept[name] for name, counts in pruner.plan.items())
-
-    def _gradients_for_ranking(self, inputs: Inputs) -> None:
-        """Leave in ``.grad`` the root mean square of the gradients over some batches, met as in training."""
-        parameters = list(self.model.parameters())
-        squares = [torch.zeros_like(parameter) for parameter in parameters]
-        rows = torch.randperm(len(inputs.labels), generator=self.order).to(inputs.labels.device)
-        batches = torch.split(rows, self.recipe.batch)[:RANKING_BATCHES]
-        for chosen in batches:
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(inputs.forward(inputs.values[chosen]), inputs.labels[chosen])
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            for square, parameter in zip(squares, parameters, strict=True):
-                if parameter.grad is not None:
-                    square.addcmul_(parameter.grad, parameter.grad)
-        for square, parameter in zip(squares, parameters, strict=True):
-            parameter.grad = (square / len(batches)).sqrt()
+        due = any(counts[pruner.epoch] < pruner.kept[name] for name, counts in pruner.plan.items())
+        return due and self._stage.metric is saliency
 
     def _point(self) -> dict[str, Any]:
         masks = self.pruner.masks
@@ -160,6 +169,10 @@ class Run:
             "seconds": round(self.progress.seconds, 1),
             "cpu_seconds": round(self.progress.cpu_seconds, 1),
         }
+
+    def _score(self, weight: Tensor) -> Tensor:
+        """The metric of the stage that is under way."""
+        return self._stage.metric(weight)
 
     def _parts(self) -> dict[str, Any]:
         return {
