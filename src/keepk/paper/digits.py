@@ -8,8 +8,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ from torch import Tensor, nn
 
 import keepk
 from keepk.errors import KeepkError
+from keepk.paper.data import Split
 from keepk.paper.results import versions
+from keepk.rank.pieces import one_thread
 from keepk.run.report import EpochRecord, LayerCount, layer_counts, whole
 
 SCHEDULE = keepk.Annealing(p0=0.9, n1=10, nu=0.005)
@@ -40,14 +41,6 @@ class Recipe:
     pruning_rate: float = 0.05
     pruning_decay: float = 1e-3
     batch: int = 32
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Pictures [N, 64] in 0 .. 1, and the digit of each [N]."""
-
-    images: Tensor
-    labels: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +139,7 @@ def run(seed: int = 0, *, recipe: Recipe = Recipe(), watch: Watch = lambda _: No
         history.append(epoch)
         watch(epoch)
 
-    with torch.random.fork_rng(devices=[]), _one_thread():
+    with torch.random.fork_rng(devices=[]), one_thread():  # threads gain nothing here
         torch.manual_seed(seed)
         model = LeNet()
         train_dense(model, digits, recipe, record)
@@ -224,17 +217,6 @@ def _result(report: DemoReport) -> dict[str, Any]:
 
 def _sgd(model: nn.Module, rate: float, decay: float) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # Matrices this small lose more to threads that wait for each other than they gain.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _error(accuracy_percent: float) -> float:
