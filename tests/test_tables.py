@@ -40,9 +40,9 @@ OURS = (
     ("keepk", "3,999", "3,999", "1.20", "-", "1.20", "1.30", "1"),
 )
 PAPERS = (
-    ("paper: baseline", "267K", "", "1.64", "", "", "", ""),
-    ("paper: Han et al.", "22K", "", "1.59", "", "", "", ""),
-    ("paper: DSC-1, best", "17.4K", "", "1.57", "", "", "", ""),
+    ("printed: baseline", "267K", "", "1.64", "", "", "", ""),
+    ("printed: Han et al.", "22K", "", "1.59", "", "", "", ""),
+    ("printed: DSC-1, best", "17.4K", "", "1.57", "", "", "", ""),
 )
 
 
@@ -88,9 +88,9 @@ def test_without_results_the_papers_rows_stand_alone(experiment):
 
 def test_the_paper_is_quoted_right_for_lenet_5():
     assert [row[:4] for row in error_table("lenet-5", []).rows] == [
-        ("paper: baseline", "431K", "", "0.80"),
-        ("paper: Han et al.", "36K", "", "0.77"),
-        ("paper: DSC-1, best", "15.8K", "", "0.77"),
+        ("printed: baseline", "431K", "", "0.80"),
+        ("printed: Han et al.", "36K", "", "0.77"),
+        ("printed: DSC-1, best", "15.8K", "", "0.77"),
     ]
     assert layer_percent_table("lenet-5", []).rows == (
         ("conv1", "66", "75"),

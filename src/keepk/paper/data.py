@@ -30,7 +30,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pictures [N, C, H, W] as float32, and the class of each as int64 [N]."""
+    """Pictures [N, ...] as float32, and the class of each as int64 [N]."""
 
     images: Tensor
     labels: Tensor
