@@ -82,7 +82,7 @@ def test_layer_percentages_are_means_at_the_papers_point():
 
 @pytest.mark.parametrize("experiment", ["lenet-300-100", "lenet-5"])
 def test_without_results_the_papers_rows_stand_alone(experiment):
-    assert {row[0].partition(":")[0] for row in error_table(experiment, []).rows} == {"paper"}
+    assert {row[0].partition(":")[0] for row in error_table(experiment, []).rows} == {"printed"}
     assert {len(row) for row in layer_percent_table(experiment, []).rows} == {3}
 
 
