@@ -11,7 +11,7 @@ from keepk.paper.tables import error_table, experiment_tables, fill, layer_perce
 
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-COLUMNS = ("recipe", "asked", "kept", "test %", "spread", "best", "val. %", "seeds")
+COLUMNS = ("recipe", "asked", "kept", "test %", "spread", "best", "val %", "n")
 
 
 def point(recipe, seed, asked, test_error, val_error, layers):

@@ -38,7 +38,7 @@ def error_table(experiment: str, records: Records) -> Table:
     """Table 1: the test error of each recipe at each number of weights, beside the paper's."""
     printed = [(f"printed: {who}", kept, "", error, "", "", "", "") for who, error, kept in PAPER_ERRORS[experiment]]
     ours = [_error_row(recipe, asked, _of(records, recipe, asked)) for recipe, asked in _points(records)]
-    columns = ("recipe", "asked", "kept", "test %", "spread", "best", "val. %", "seeds")
+    columns = ("recipe", "asked", "kept", "test %", "spread", "best", "val %", "n")
     return Table(columns, (*printed, *ours), title=f"{experiment}: test error (Table 1)")
 
 
