@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import keepk
-from keepk.errors import DisagreementError, RankError
+from keepk.errors import DisagreementError, RankError, SpaceError
 from strategies import mlp
 
 
@@ -19,6 +19,7 @@ def main():
     assert pruner.kept == {"*.weight": 11}
     refuse_drift(rank)
     refuse_failure_of_another(rank)
+    refuse_a_model_changed_on_one_rank(rank)
     print(f"all checks passed on rank {rank}", flush=True)
     dist.destroy_process_group()
 
@@ -63,6 +64,16 @@ def refuse_failure_of_another(rank):
     with pytest.raises(expected, match=r"'0.bias'|rank 1: failed to rank"):
         pruner.step()
     assert pruner.epoch == 0
+
+
+def refuse_a_model_changed_on_one_rank(rank):
+    net = mlp()
+    pruner = keepk.Pruner(net, [keepk.weights("*", keep=9)])
+    if rank == 0:
+        net[0] = torch.nn.Linear(6, 5)
+    expected = SpaceError if rank == 0 else DisagreementError
+    with pytest.raises(expected, match=r"'0.weight': the model's is another|rank 0: failed to rank"):
+        pruner.step()
 
 
 def assert_same_everywhere(tensors):

@@ -124,7 +124,6 @@ class Pruner:
         all of them call it, and all keep the same weights.
         """
         self._refuse_closed()
-        self._refuse_changed_model()
         if self.done:
             return
         due = {
@@ -187,7 +186,8 @@ class Pruner:
         return {parameter: name for name, parameter in self._parameters().items()}
 
     def _decide(self, due: dict[str, int]) -> dict[str, Tensor]:
-        """The new dead masks of the spaces that are due. Reads only."""
+        """The new dead masks of the spaces that are due. Reads only; what it refuses, all processes hear of."""
+        self._refuse_changed_model()
         for optimizer in self._optimizers:
             refuse_foreign_state(optimizer, self._names())
         cuts = list[tuple[Ranked, Cut]]()
