@@ -9,6 +9,9 @@
 
 from keepk import errors as errors
 from keepk import metrics as metrics
+from keepk.cut.shrink import shrink as shrink
+from keepk.graph.table import rule as rule
+from keepk.graph.trace import trace as trace
 from keepk.plan.phases import Phase as Phase
 from keepk.plan.schedules import Annealing as Annealing
 from keepk.plan.schedules import Cubic as Cubic
@@ -29,6 +32,9 @@ __all__ = [
     "errors",
     "load_checkpoint",
     "metrics",
+    "rule",
     "save_checkpoint",
+    "shrink",
+    "trace",
     "weights",
 ]

@@ -10,6 +10,9 @@
         ├── OptimizerError    an optimizer whose state cannot follow the masks
         ├── StateError        a state of another model, plan or version
         ├── CheckpointError   a checkpoint that cannot be written, read or trusted
+        ├── TraceError        a model, an example or a rule that cannot be traced
+        ├── ShrinkError       channels that cannot be removed, or somebody who holds what would be cut
+        ├── FileError         a saved model that cannot be written, read or trusted
         ├── DisagreementError processes that would keep different weights
         └── DataError         data files that are missing, cut short or not what was published
 
@@ -44,6 +47,18 @@ class StateError(KeepkError):
 
 class CheckpointError(KeepkError):
     """A checkpoint that cannot be written, read or trusted."""
+
+
+class TraceError(KeepkError):
+    """A model, an example or a rule that cannot be traced."""
+
+
+class ShrinkError(KeepkError):
+    """Channels that cannot be removed, or somebody who holds what would be cut."""
+
+
+class FileError(KeepkError):
+    """A saved model that cannot be written, read or trusted."""
 
 
 class DisagreementError(KeepkError):

@@ -18,7 +18,7 @@ from keepk.plan.names import matches
 from keepk.run.checkpoint import load_checkpoint, save_checkpoint
 from keepk.run.pruner import Pruner
 from keepk.run.report import layer_counts
-from keepk.run.resolve import named_parameters
+from keepk.graph.wrappers import named_parameters
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from keepk.errors import CheckpointError
 from keepk.run.packing import unpackable
-from keepk.run.resolve import unwrap
+from keepk.graph.wrappers import unwrap
 
 
 class Part(Protocol):

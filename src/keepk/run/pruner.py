@@ -22,7 +22,8 @@ from keepk.rank.metrics import magnitude, score
 from keepk.rank.pieces import one_thread
 from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
 from keepk.run.agree import agreed
-from keepk.run.resolve import Members, find_frozen, find_members, named_parameters, refuse_not_finite
+from keepk.graph.wrappers import named_parameters
+from keepk.run.resolve import Members, find_frozen, find_members, refuse_not_finite
 from keepk.run.state import pruner_state, read_pruner_state
 
 

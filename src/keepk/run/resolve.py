@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from keepk.errors import RankError, SpaceError
+from keepk.graph.wrappers import named_parameters
 from keepk.plan.names import matches, nearest
 from keepk.plan.spaces import WeightSpace
 
@@ -27,21 +27,6 @@ class Members:
     def floor(self, parameter: nn.Parameter) -> int:
         """The layer floor, which counts for tensors of two or more dims."""
         return min(self.space.layer_floor, parameter.numel()) if parameter.dim() >= 2 else 0
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside `DistributedDataParallel`, `DataParallel` and `torch.compile` wrappers."""
-    inner = _wrapped_name(model)
-    return unwrap(getattr(model, inner)) if inner else model
-
-
-def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters under the names that the unwrapped model gives them; a tied one under each of its names."""
-    modules = model.named_modules(remove_duplicate=False)
-    inner_names = ((path, _wrapped_name(module)) for path, module in modules)
-    wrapped = [f"{path}.{inner}" if path else inner for path, inner in inner_names if inner]
-    found = model.named_parameters(remove_duplicate=False)
-    return {_without(name, wrapped): parameter for name, parameter in found}
 
 
 def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, Members]:
@@ -86,23 +71,6 @@ def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
         f"parameter {name!r}: {bad} of {parameter.numel()} weights are NaN or infinite, so they cannot be ranked. "
         f"Find out where training diverged; nothing was pruned."
     )
-
-
-def _wrapped_name(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds the module that it wraps; None for a module that wraps nothing."""
-    if isinstance(module, DistributedDataParallel | DataParallel):
-        return "module"
-    # torch.compile's class lives in torch._dynamo, whose import alone takes seconds.
-    return "_orig_mod" if "_orig_mod" in module._modules else None
-
-
-def _without(name: str, wrapped: Sequence[str]) -> str:
-    # The deepest wrapper first, so that the shorter paths in front of it still fit.
-    for path in sorted(wrapped, key=len, reverse=True):
-        if name.startswith(path + "."):
-            outer = path.rpartition(".")[0]
-            name = f"{outer}.{name[len(path) + 1 :]}" if outer else name[len(path) + 1 :]
-    return name
 
 
 def _select(space: WeightSpace, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -1,0 +1,69 @@
+"""One network of the zoo: how it is made, what it is fed, and which layers make its output."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+CLASSES = 13  # numbers that no hidden layer has, so that output layers are found by their width
+VOCABULARY = 211
+
+Inputs = tuple[Tensor, ...]
+
+_SOURCES = {"my": "handwritten", "tv": "vision", "hf": "language", "monai": "medical", "random": "random"}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A recipe: the same network and the same inputs each time.
+
+    ``heads`` names the output layers; None finds them by their width.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    draw: Callable[[], Tensor | Inputs]
+    heads: tuple[str, ...] | None = None
+
+    @property
+    def source(self) -> str:
+        """Where it comes from: handwritten, vision, language, medical or random."""
+        return _SOURCES[self.name.split(".")[0]]
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """The network in eval mode, every parameter trainable."""
+        torch.manual_seed(seed)
+        return self.make().eval().requires_grad_(True)
+
+    def inputs(self, seed: int = 1) -> Inputs:
+        """Its positional arguments."""
+        torch.manual_seed(seed)
+        drawn = self.draw()
+        return (drawn,) if isinstance(drawn, Tensor) else drawn
+
+    def output_layers(self, model: nn.Module) -> list[nn.Module]:
+        """The layers whose width is the task's and has to stay."""
+        if self.heads is not None:
+            return [model.get_submodule(name) for name in self.heads]
+        return [module for module in model.modules() if _width(module) in (CLASSES, VOCABULARY)]
+
+
+def _width(module: nn.Module) -> int | None:
+    names = ("out_channels", "out_features", "nf")  # nf: the Conv1D of transformers
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+
+
+def images(size: int = 64, *, channels: int = 3, batch: int = 2) -> Callable[[], Tensor]:
+    """Draws square pictures."""
+    return lambda: torch.randn(batch, channels, size, size)
+
+
+def noise(*shape: int) -> Callable[[], Tensor]:
+    """Draws a tensor of any shape."""
+    return lambda: torch.randn(*shape)
+
+
+def tokens(length: int = 12, *, batch: int = 2) -> Callable[[], Tensor]:
+    """Draws sentences of token numbers."""
+    return lambda: torch.randint(0, VOCABULARY, (batch, length))

@@ -1,0 +1,70 @@
+"""The record of what was cut from a model: plain data on the model itself, so that copies and pickles have it too."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from keepk.graph.edits import Cut, Edits
+
+ATTRIBUTE = "keepk_record"
+
+
+def record_of(model: nn.Module) -> dict[str, Any]:
+    """What was done to a model since it was built; empty lists and dicts if nothing.
+
+    ``tensors`` has, by name, the dense shape and the kept indices of each axis; ``attributes`` the values that were set,
+    by module; ``selections`` the channels that BatchNorms read; ``headwise`` the attentions that lost heads.
+    """
+    found = model.__dict__.get(ATTRIBUTE)
+    return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
+
+
+def noted(model: nn.Module, edits: Edits) -> Callable[[], Callable[[], None]]:
+    """A change that adds edits to the record, and can be undone."""
+
+    def change() -> Callable[[], None]:
+        old = model.__dict__.get(ATTRIBUTE)
+        model.__dict__[ATTRIBUTE] = _added(record_of(model), edits)
+
+        def undo() -> None:
+            if old is None:
+                model.__dict__.pop(ATTRIBUTE)
+            else:
+                model.__dict__[ATTRIBUTE] = old
+
+        return undo
+
+    return change
+
+
+def _added(record: dict[str, Any], edits: Edits) -> dict[str, Any]:
+    new = copy.deepcopy(record)
+    for cut in edits.cuts:
+        entry = new["tensors"].setdefault(cut.tensor, {"shape": list(cut.before), "kept": {}})
+        entry["kept"] = _composed(entry, cut)
+    for setting in edits.settings:
+        values = new["attributes"].setdefault(setting.module, {})
+        key = setting.attribute if setting.item is None else f"{setting.attribute}.{setting.item}"
+        values[key] = setting.new
+    for selection in edits.selections:
+        new["selections"][selection.module] = selection.channels.tolist()
+    new["headwise"] = sorted({*new["headwise"], *edits.headwise})
+    return new
+
+
+def _composed(entry: dict[str, Any], cut: Cut) -> dict[str, Any]:
+    """The kept indices of the dense tensor, after one more cut."""
+    kept = dict(entry["kept"])
+    rows = cut.kept.get(0)
+    if rows is not None and np.ndim(kept.get("1", [])) == 2:
+        kept["1"] = np.asarray(kept["1"])[rows].tolist()
+    for axis, indices in cut.kept.items():
+        before = np.asarray(kept.get(str(axis), np.arange(entry["shape"][axis])))
+        if indices.ndim == 2 and before.ndim == 2:
+            kept[str(axis)] = np.take_along_axis(before, indices, axis=1).tolist()
+        else:
+            kept[str(axis)] = before[indices].tolist()
+    return kept

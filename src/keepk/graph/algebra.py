@@ -1,0 +1,199 @@
+"""The algebra of index maps: what two tensors that meet say about each other's atoms.
+
+`merge` is the one primitive. Where two maps cover the same dims, their atoms are equal. Where one covers a part of the
+other's dims, its atom is the parent of a line of cells. Where they cross, they share a parent for each place in common.
+Where the other tensor has a dim but no map for it, the atoms are pinned. A contraction is a merge in the joint index
+space, then a reduction over the contracted dim.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+
+from keepk.graph.atoms import Atoms
+from keepk.graph.facts import Bound, Facts, Line, Reason
+from keepk.graph.maps import Map, compress, core, fibres, levels, support
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as a merge sees it: its maps and shape, aligned with the others' dims."""
+
+    maps: Sequence[Map]
+    shape: tuple[int, ...]
+    neutral: bool = False
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the operands of a merge meet."""
+
+    why: str
+    nested: Line
+    contracted: int | None
+
+
+class Algebra:
+    """Merges and reductions that write down facts."""
+
+    def __init__(self, atoms: Atoms, facts: Facts, reason: Callable[[str], Reason]) -> None:
+        self.atoms, self.facts, self._reason = atoms, facts, reason
+
+    def merge(
+        self, operands: Sequence[Operand], why: str, nested: Line = Line.SHARE, contracted: int | None = None
+    ) -> list[Map]:
+        """The maps of what an elementwise operation makes of its operands.
+
+        `nested` is the kind of line between a map and a finer one; a parent over the `contracted` dim is a weight that
+        every row shares.
+        """
+        meeting = Meeting(why, nested, contracted)
+        dropped = {
+            id(index_map)
+            for (one, operand), (other, against) in permutations(enumerate(operands), 2)
+            for index_map in operand.maps
+            if not self._meet(index_map, against, meeting, first=one < other)
+        }
+        return _merged([[m for m in operand.maps if id(m) not in dropped] for operand in operands])
+
+    def contract(self, operands: tuple[Operand, Operand], dim: int, why: str) -> list[Map]:
+        """The maps after a sum of products over `dim`, which keeps its place with size 1."""
+        left, right = ({support(m) for m in operand.maps if m.shape[dim] > 1} for operand in operands)
+        merged = self.merge(operands, why, Line.COLLAPSE, dim)
+        # Heads: both factors have rows of their own. A weight that all rows share leaves the cells apart.
+        return self.nest(self.reduce(merged, (dim,), Line.COLLAPSE if left == right else Line.LOOSE), Line.COLLAPSE)
+
+    def reduce(self, maps: Iterable[Map], dims: Sequence[int], kind: Line = Line.LOOSE) -> list[Map]:
+        """The maps after `dims` are summed away; they keep their places with size 1."""
+        left = dict[tuple[int, ...], Map]()
+        for index_map in maps:
+            kept = [dim for dim in support(index_map) if dim not in dims]
+            if len(kept) == len(support(index_map)):
+                rows = index_map
+            elif not kept:
+                continue
+            else:
+                rows = compress(self.rows(index_map, kept))
+                self.facts.add_line(rows, index_map, kind)
+            place = support(rows)
+            if place in left:
+                self.facts.add_equal(left[place], rows)
+            elif place:
+                left[place] = rows
+        return list(left.values())
+
+    def rows(self, index_map: Map, dims: Sequence[int]) -> Map:
+        """A fresh atom for each distinct fibre over `dims`: copies along a batch share one."""
+        distinct, which = np.unique(fibres(index_map, dims), axis=0, return_inverse=True)
+        fresh = self.atoms.new(len(distinct))[which.ravel()]
+        return fresh.reshape([size if dim in dims else 1 for dim, size in enumerate(index_map.shape)])
+
+    def nest(self, maps: Sequence[Map], kind: Line) -> list[Map]:
+        """Within one tensor: a map inside a finer one is its parent, and the finer one says it all."""
+        left = []
+        for index_map in maps:
+            finer = [m for m in maps if set(support(index_map)) < set(support(m))]
+            for cells in finer:
+                self.facts.add_line(index_map, cells, kind)
+            if not finer:
+                left.append(index_map)
+        return left
+
+    def union_over(self, index_map: Map, dims: Iterable[int]) -> Map:
+        """Everything along `dims` goes together; returns the map without them."""
+        for dim in dims:
+            first = np.take(index_map, [0], axis=dim)
+            self.facts.add_equal(first, index_map)
+            index_map = first
+        return index_map
+
+    def even(self, index_map: Map, why: str) -> None:
+        """What is left of a map over two or more dims must fill a box in row-major order."""
+        for matrix in levels(index_map):
+            self.facts.even.append(Bound(matrix, self._reason(why)))
+
+    def grid(self, index_map: Map, why: str) -> None:
+        """What is left of a map over two or more dims must be whole rows and whole columns."""
+        if len(support(index_map)) > 1:
+            self.facts.grids.append(Bound(core(index_map), self._reason(why)))
+
+    def pin(self, index_map: Map, why: str) -> None:
+        """The map's atoms stay."""
+        self.facts.add_pin(index_map, self._reason(why))
+
+    def lossy(self, index_map: Map, dims: Iterable[int], why: str) -> None:
+        """Removing a part of what lies along `dims` changes the rest."""
+        over = [dim for dim in support(index_map) if dim in set(dims)]
+        if over:
+            others = [dim for dim in support(index_map) if dim not in over]
+            self.facts.lossy.append(Bound(fibres(index_map, others), self._reason(why)))
+
+    def _meet(self, index_map: Map, other: Operand, meeting: Meeting, *, first: bool) -> bool:
+        """Write down what `other` says about a map; False if it cannot go on."""
+        own = set(support(index_map))
+        covered = set[int]()
+        for against in other.maps:
+            theirs = set(support(against))
+            if theirs & own:
+                covered |= theirs
+                self._pair(index_map, against, meeting, first=first, neutral=other.neutral)
+        missing = {dim for dim in own if other.shape[dim] > 1} - covered
+        if not missing or other.neutral:
+            return True
+        return self._meet_untracked(index_map, missing, meeting.why)
+
+    def _pair(self, index_map: Map, against: Map, meeting: Meeting, *, first: bool, neutral: bool) -> None:
+        own, theirs = set(support(index_map)), set(support(against))
+        kind = Line.SHARE if meeting.contracted in theirs else meeting.nested
+        if theirs == own:
+            if first:
+                self.facts.add_equal(index_map, against)
+            untracked = (index_map > 0) & (np.broadcast_to(against, index_map.shape) == 0)
+            if untracked.any() and not neutral:
+                self.pin(index_map[untracked], f"{meeting.why} with a slice that has no channels")
+        elif theirs < own:
+            self._line(against, index_map, theirs, kind, meeting.why)
+        elif not own < theirs and first:
+            rows = self.rows(index_map, sorted(own & theirs))
+            for cells in (index_map, against):
+                self._line(rows, cells, own & theirs, kind, meeting.why)
+
+    def _line(self, parent: Map, cells: Map, dims: set[int], kind: Line, why: str) -> None:
+        self.facts.add_line(parent, cells, kind)
+        if kind is Line.SHARE:
+            self.grid(_with_last(cells, dims), why)
+
+    def _meet_untracked(self, index_map: Map, missing: set[int], why: str) -> bool:
+        if missing == set(support(index_map)):
+            self.pin(index_map, f"{why} with an axis that has no channels")
+            return False
+        sizes = [size if dim in missing else 1 for dim, size in enumerate(index_map.shape)]
+        parents = self.atoms.new(int(np.prod(sizes))).reshape(sizes)
+        self.pin(parents, f"{why} with an axis that has no channels")
+        self.facts.add_line(parents, index_map, Line.SHARE)
+        self.grid(_with_last(index_map, missing), why)
+        return True
+
+
+def _with_last(index_map: Map, dims: set[int]) -> Map:
+    """The map with `dims` as its last ones."""
+    return index_map.transpose([*(dim for dim in range(index_map.ndim) if dim not in dims), *sorted(dims)])
+
+
+def _merged(groups: Sequence[Sequence[Map]]) -> list[Map]:
+    """One map for each support; a coarser one of another operand is said by the finer one."""
+    merged = dict[tuple[int, ...], Map]()
+    owners = dict[tuple[int, ...], set[int]]()
+    for owner, maps in enumerate(groups):
+        for index_map in maps:
+            place = support(index_map)
+            known = merged.get(place)
+            merged[place] = index_map if known is None else np.where(known > 0, known, index_map)
+            owners.setdefault(place, set()).add(owner)
+    return [
+        index_map
+        for place, index_map in merged.items()
+        if not any(set(place) < set(finer) and not owners[place] & owners[finer] for finer in merged)
+    ]

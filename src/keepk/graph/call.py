@@ -1,0 +1,215 @@
+"""One operation of the forward pass: what it was given, what it returned, and the verbs that a rule is made of."""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from keepk.graph.algebra import Algebra, Operand
+from keepk.graph.atoms import Atoms
+from keepk.graph.facts import Facts, Read, Reason, Role
+from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
+from keepk.graph.maps import Map, aligned, compress, core, support
+from keepk.graph.zeros import stays_zero
+
+
+class Recorder(Protocol):
+    """The trace that a call is a part of."""
+
+    atoms: Atoms
+    facts: Facts
+    groups: dict[str, int]
+    module: str
+
+    def place(self) -> str:
+        """File and line in the user's program."""
+
+    def is_batch_norm(self, module: str) -> bool:
+        """Whether a path names a BatchNorm of the model."""
+
+
+class Call(Algebra):
+    """What a rule sees.
+
+    Attributes:
+        name: The operation without overload and in-place mark, such as ``aten::add``.
+        inputs: The tensors among its arguments, in order.
+        outputs: The tensors that it returned.
+    """
+
+    def __init__(
+        self, trace: "Recorder", operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any
+    ) -> None:
+        super().__init__(trace.atoms, trace.facts, self.reason)
+        self._trace, self.operation, self._arguments = trace, operation, arguments
+        self.name = base_name(operation)
+        self.inputs = list(tensors_in(list(arguments)))
+        self.outputs = list(tensors_in(result))
+
+    def __getitem__(self, argument: str) -> Any:
+        """An argument by the name that the operation's schema gives it."""
+        return self.arguments[argument]
+
+    def get(self, argument: str, default: Any = None) -> Any:
+        """An argument, or `default` if the operation has none of that name or it is None."""
+        found = self.arguments.get(argument)
+        return default if found is None else found
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name, defaults filled in."""
+        positional, by_name = self._arguments
+        schema = self.operation._schema.arguments
+        given = {argument.name: value for argument, value in zip(schema, positional, strict=False)}
+        rest = {a.name: a.default_value for a in schema if a.has_default_value()}
+        return {**rest, **given, **by_name}
+
+    def dims(self, argument: str, rank: int) -> list[int]:
+        """A dim or list of dims, as non-negative numbers; none given means all."""
+        given = self.arguments.get(argument)
+        if given is None or given == []:
+            return list(range(rank))
+        return [dim % rank for dim in (given if isinstance(given, Sequence) else [given])] if rank else []
+
+    @cached_property
+    def place(self) -> str:
+        """File and line in the user's program."""
+        return self._trace.place()
+
+    @property
+    def module(self) -> str:
+        """The path of the module whose forward is under way."""
+        return self._trace.module
+
+    def reason(self, why: str) -> Reason:
+        """Why, with this operation and its place in the user's program."""
+        return Reason(why, self.name, self.module, self.place)
+
+    def maps(self, tensor: Tensor) -> tuple[Map, ...]:
+        """The tensor's maps."""
+        return label_of(tensor).maps
+
+    def operand(self, tensor: Tensor, rank: int) -> Operand:
+        """The tensor as broadcasting sees it among others of the given rank."""
+        label = label_of(tensor)
+        shape = (1,) * (rank - tensor.ndim) + tuple(tensor.shape)
+        return Operand([aligned(m, rank) for m in label.maps], shape, label.neutral or tensor.numel() == 1)
+
+    def leave(self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | None = None) -> None:
+        """Label an output (the first one, if none is named).
+
+        What is said of values follows from the inputs: it is zero where a channel is removed if the first input is,
+        neutral if all inputs are.
+        """
+        labels = [label_of(tensor) for tensor in self.inputs]
+        label = Label(
+            maps=self._distinct(maps),
+            neutral=bool(labels) and all(label.neutral for label in labels),
+            parameter=bool(labels) and all(label.parameter for label in labels),
+            zero=bool(labels and labels[0].zero) if zero is None else zero,
+        )
+        set_label(self.outputs[0] if to is None else to, label)
+
+    def pin_inputs(self, why: str) -> None:
+        """Every channel of every input stays."""
+        for tensor in self.inputs:
+            for index_map in self.maps(tensor):
+                self.pin(index_map, why)
+
+    def pointwise(self) -> None:
+        """Element by element, with broadcasting."""
+        if not self.outputs:
+            return
+        rank = self.outputs[0].ndim
+        inputs = [tensor for tensor in self.inputs if tensor.ndim <= rank]
+        maps: Iterable[Map]
+        if len(inputs) == 1:
+            maps = [aligned(m, rank) for m in self.maps(inputs[0])]
+        else:
+            maps = self.merge([self.operand(tensor, rank) for tensor in inputs], "meets")
+        zero = stays_zero(self.operation, self._arguments)
+        for output in self.outputs:
+            self.leave(maps, to=output, zero=zero)
+
+    def read_by(self, reader: str, maps: Iterable[Map], dims: Iterable[int]) -> None:
+        """Write down that somebody reads the channels along `dims`."""
+        wanted = set(dims)
+        for index_map in maps:
+            if wanted & set(support(index_map)):
+                self.facts.uses.append((index_map.ravel(), reader))
+
+    def weight_of(self, weight: Tensor, *, read: int, produced: int) -> None:
+        """Write down which dim of a weight reads channels and which produces them."""
+        self._role(weight, read, Role.READER)
+        self._role(weight, produced, Role.PRODUCER)
+
+    def produced_by(self, weight: Tensor, dim: int) -> None:
+        """Write down which dim of a weight produces channels."""
+        self._role(weight, dim, Role.PRODUCER)
+
+    def carried_by(self, tensor: Tensor) -> None:
+        """Write down that a tensor scales or shifts channels on their way."""
+        self._role(tensor, tensor.ndim - 1, Role.CARRIER)
+
+    def needs_groups(self, index_map: Map, groups: int) -> None:
+        """The second axis of this weight is one axis for each group: the trace is begun again with that."""
+        axis = self.atoms.axis(int(index_map.max()))
+        if axis.tensor:
+            self._trace.groups[axis.tensor] = groups
+
+    def reads(self, maps: Sequence[Map], carriers: Sequence[Tensor]) -> bool:
+        """Whether this is a BatchNorm of the model that can be taught to read a selection of these channels."""
+        channels = [m for m in maps if 1 in support(m)]
+        own = [m for tensor in carriers for m in self.maps(tensor)]
+        return (
+            self._trace.is_batch_norm(self.module)
+            and len(channels) == 1
+            and bool((channels[0] > 0).all())
+            and len(own) == len(carriers) >= 2
+            and self.atoms.axis(int(own[0].max())).tensor.rpartition(".")[0] == self.module
+        )
+
+    def read(self, sources: Map, readers: Map) -> None:
+        """This module reads channels with atoms of its own."""
+        self.facts.reads.append(Read(sources, readers, self.module))
+        self.facts.uses.append((sources, f"read {self.module}"))
+
+    def _role(self, tensor: Tensor, dim: int, role: Role) -> None:
+        if not label_of(tensor).parameter and not is_labelled(tensor):
+            return
+        for index_map in self.maps(tensor):
+            if dim in support(index_map):
+                axis = self.atoms.axis(int(index_map.max()))
+                self.facts.roles.setdefault((axis.tensor, axis.dim), role)
+
+    def _distinct(self, maps: Iterable[Map]) -> tuple[Map, ...]:
+        """One map for each support: of two axes folded into one, the coarser one stays as it is."""
+        found = dict[tuple[int, ...], Map]()
+        for index_map in maps:
+            place = support(index_map)
+            known = found.get(place)
+            if not place or known is index_map:
+                continue
+            if known is not None:
+                finer, coarser = sorted((known, index_map), key=lambda m: len(set(core(m).ravel().tolist())), reverse=True)
+                self.pin(coarser, "two axes are folded into one")
+                index_map = finer
+            found[place] = index_map
+        return tuple(found.values())
+
+    def compressed(self, maps: Iterable[Map]) -> list[Map]:
+        """The maps without the dims along which they repeat themselves."""
+        return [compress(index_map) for index_map in maps]
+
+
+def base_name(operation: Any) -> str:
+    """The name under which an operation has its rule: ``aten::add`` for ``aten::add_.Tensor``."""
+    name: str = operation._schema.name
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def is_pointwise(operation: Any) -> bool:
+    """Whether torch itself says that the operation works element by element."""
+    return torch.Tag.pointwise in getattr(operation, "tags", ())

@@ -1,0 +1,89 @@
+"""Edits: what is cut from which tensor, and what has to change beside it. Plain values; nothing is done here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What is left of a tensor.
+
+    Attributes:
+        tensor: Its name.
+        kept: By axis, the indices that stay. Where the in-channels of a grouped convolution's weight differ from group
+            to group, the entry of axis 1 is a matrix: for each row that stays, the columns that stay.
+        before: Its shape now.
+        after: Its shape then.
+    """
+
+    tensor: str
+    kept: dict[int, Indices]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A module's attribute that gets a new value; `item` is which entry of a tuple or list."""
+
+    module: str
+    attribute: str
+    item: int | None
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A BatchNorm that from now on reads these of its input's channels."""
+
+    module: str
+    channels: Indices
+
+
+@dataclass(frozen=True)
+class Edits:
+    """All that one shrink does to a model.
+
+    Attributes:
+        units: The units that go, those included that had to go with them.
+        cuts: Tensors.
+        settings: Attributes.
+        selections: BatchNorms that read a selection.
+        headwise: Attentions that lose heads.
+    """
+
+    units: Indices
+    cuts: tuple[Cut, ...]
+    settings: tuple[Setting, ...]
+    selections: tuple[Selection, ...]
+    headwise: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __str__(self) -> str:
+        """How much goes, in a line."""
+        before = sum(int(np.prod(cut.before)) for cut in self.cuts)
+        after = sum(int(np.prod(cut.after)) for cut in self.cuts)
+        return f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {before - after:,} of their {before:,} numbers gone"
+
+
+def read_attribute(module: Any, setting: Setting) -> Any:
+    """The value that a setting is about."""
+    value = getattr(module, setting.attribute)
+    return value if setting.item is None else value[setting.item]
+
+
+def write_attribute(module: Any, setting: Setting, value: Any) -> None:
+    """Give an attribute, or one entry of it, a value."""
+    if setting.item is not None:
+        entries = list(getattr(module, setting.attribute))
+        entries[setting.item] = value
+        value = type(getattr(module, setting.attribute))(entries)
+    setattr(module, setting.attribute, value)

@@ -1,0 +1,322 @@
+"""The graph of a model: its units, their spaces, what is fixed and why, and what a removal would cut."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepk.errors import ShrinkError
+from keepk.graph.atoms import Axis
+from keepk.graph.attributes import Sized
+from keepk.graph.edits import Cut, Edits, Indices, Selection, Setting
+from keepk.graph.facts import Role
+from keepk.graph.maps import Flags, Map, predict, support
+from keepk.graph.solve import Solution, alive_atoms
+from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number in a module that must follow a size of the forward pass, found by trying.
+
+    Attributes:
+        module: The module's path.
+        attribute: Its attribute.
+        item: Which entry, if the attribute is a tuple or list.
+        shape: The shape of the tensor whose size it is.
+        maps: The maps of that tensor.
+        dim: Which of its dims.
+    """
+
+    module: str
+    attribute: str
+    item: int | None
+    shape: tuple[int, ...]
+    maps: tuple[Map, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What a trace found, before anything is removed; never changes.
+
+    Attributes:
+        axes: Every run of atoms.
+        tensors: By name, the maps of each parameter and buffer.
+        shapes: By name, its shape.
+        parameters: The names that are parameters.
+        roles: What each axis does.
+        sized: Attributes that repeat sizes.
+        headwise: By path of an attention, the name of its in-projection.
+    """
+
+    axes: list[Axis]
+    tensors: dict[str, tuple[Map, ...]]
+    shapes: dict[str, tuple[int, ...]]
+    parameters: set[str]
+    roles: dict[tuple[str, int], Role]
+    sized: tuple[Sized, ...]
+    headwise: dict[str, str]
+
+
+@dataclass(eq=False)
+class Graph:
+    """How a model is wired; made by `keepk.trace`.
+
+    Units are numbered from 0; a number keeps its meaning through any number of shrinks.
+    """
+
+    wiring: Wiring
+    solution: Solution
+    constants: list[Constant] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        wiring, solution = self.wiring, self.solution
+        self.units: Units = find_units(wiring.axes, wiring.parameters, solution)
+        self.spaces: tuple[GraphSpace, ...] = tuple(find_spaces(self.units, wiring.axes, solution, wiring.roles))
+        self.fixed: tuple[Fixed, ...] = tuple(find_fixed(wiring.axes, solution))
+        self._alive_atoms: Flags = np.ones(len(solution.classes), bool)
+        self._unit_of = np.full(len(solution.classes), -1, np.int64)
+        self._unit_of[self.units.classes] = np.arange(len(self.units))
+        self.bindings: tuple[tuple[Indices, ...], ...] = tuple(self._blocks())
+
+    @property
+    def alive(self) -> NDArray[np.bool_]:
+        """Which units are still there."""
+        return self._alive_atoms[self.units.classes]
+
+    def slices(self, unit: int) -> list[tuple[str, int, int]]:
+        """(tensor, axis, index) of every slice of a unit, in the model as it was traced.
+
+        On the second axis of a grouped convolution's weight the index is group * channels of a group + channel.
+        """
+        axes = self.wiring.axes
+        return [(axes[axis].tensor, axes[axis].dim, index) for axis, index in self.units.slices(unit)]
+
+    def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
+        """About this share of the units of every space that can go together: the first ones, or random ones by seed.
+
+        Equal numbers are taken of blocks that are bound, and something is left everywhere.
+        """
+        order = np.arange(len(self.units))
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(order)
+        free = self.alive & (np.full(len(order), lossy) | ~self.units.lossy)
+        free[[unit for space in self.spaces if space.kind == "source" for unit in space.units]] = False
+        chosen = [self._first_of(blocks, order, free, share) for blocks in self._choices()]
+        return np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)]))
+
+    def _first_of(self, blocks: Sequence[Indices], order: Indices, free: Flags, share: float) -> Indices:
+        """The same number of each block."""
+        rank = np.argsort(order)
+        living = [block[self.alive[block]] for block in blocks]
+        members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
+        count = min(min(int(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))
+        return np.concatenate([some[: max(count, 0)] for some in members])
+
+    def _choices(self) -> list[tuple[Indices, ...]]:
+        """What is chosen from as one: bound blocks, and what is not bound space by space."""
+        bound = np.zeros(len(self.units), bool)
+        for blocks in self.bindings:
+            bound[np.concatenate(blocks)] = True
+        loose = [space.units[~bound[space.units]] for space in self.spaces]
+        return [*self.bindings, *((units,) for units in loose if len(units))]
+
+    def _blocks(self) -> Iterable[tuple[Indices, ...]]:
+        for binding in self.solution.bindings:
+            blocks = tuple(self._unit_of[block] for block in binding.blocks)
+            blocks = tuple(block[block >= 0] for block in blocks)
+            if any(len(block) for block in blocks):
+                yield blocks
+
+    def edits(self, units: Iterable[int]) -> Edits:
+        """What removing these units would do; nothing is done."""
+        removed = self._closed(self._checked(units))
+        after = self._alive_atoms & alive_atoms(self.solution.classes, self.units.classes[removed])
+        cuts = [cut for name in self.wiring.tensors if (cut := self._cut(name, after)) is not None]
+        shapes = {name: self.shape(name) for name in self.wiring.shapes} | {cut.tensor: cut.after for cut in cuts}
+        touched = {cut.tensor for cut in cuts}
+        return Edits(
+            units=removed,
+            cuts=tuple(cuts),
+            settings=tuple(self._settings(after, shapes)),
+            selections=tuple(self._selections(after)),
+            headwise=tuple(path for path, name in self.wiring.headwise.items() if name in touched),
+        )
+
+    def removed(self, edits: Edits) -> None:
+        """Take note that a model was cut by these edits."""
+        self._alive_atoms &= alive_atoms(self.solution.classes, self.units.classes[edits.units])
+
+    def restored(self, edits: Edits) -> None:
+        """Take note that it was not cut after all."""
+        self._alive_atoms |= ~alive_atoms(self.solution.classes, self.units.classes[edits.units])
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """The shape that a tensor has after what was removed so far."""
+        sizes = list(self.wiring.shapes[tensor])
+        for dim, kept in self._kept_atoms(tensor, self._alive_atoms).items():
+            sizes[dim] = kept.shape[-1]
+        return tuple(sizes)
+
+    def _checked(self, units: Iterable[int]) -> Indices:
+        asked = np.unique(np.fromiter((int(unit) for unit in units), np.int64))
+        if len(asked) and (asked[0] < 0 or asked[-1] >= len(self.units)):
+            raise ShrinkError(
+                f"shrink: unit {asked[-1] if asked[0] >= 0 else asked[0]} does not exist; the graph has "
+                f"{len(self.units)} units, 0 to {len(self.units) - 1}. Take them from graph.spaces."
+            )
+        gone = asked[~self.alive[asked]]
+        if len(gone):
+            raise ShrinkError(
+                f"shrink: unit {gone[0]} of {self._home(gone[0])!r} ({len(gone)} in all) was removed before. "
+                f"Choose among those where graph.alive is True."
+            )
+        return asked
+
+    def _home(self, unit: int) -> str:
+        return self.spaces[int(self.units.space[unit])].name
+
+    def _closed(self, asked: Indices) -> Indices:
+        """With a source all of its readings go; a source that nobody reads any more goes too."""
+        gone = ~self.alive
+        gone[asked] = True
+        links = self._links()
+        if len(links):
+            sources, readers = links[:, 0], links[:, 1]
+            gone[readers[gone[sources]]] = True
+            still_read = np.zeros(len(self.units), bool)
+            still_read[sources[~gone[readers]]] = True
+            idle = np.unique(sources[~still_read[sources]])
+            gone[idle[~self._otherwise_used()[idle]]] = True
+        removed = np.flatnonzero(gone & self.alive)
+        self._refuse_unequal(removed)
+        return removed
+
+    def _links(self) -> NDArray[np.int64]:
+        """(source, reader) pairs of units."""
+        pairs = [
+            np.stack([self._unit_of[self.solution.classes[r.sources]], self._unit_of[self.solution.classes[r.readers]]], 1)
+            for r in self.solution.reads
+        ]
+        links = np.concatenate(pairs) if pairs else np.zeros((0, 2), np.int64)
+        return links[(links >= 0).all(axis=1)]
+
+    def _otherwise_used(self) -> Flags:
+        used = np.zeros(len(self.units), bool)
+        found = self._unit_of[self.solution.used]
+        used[found[found >= 0]] = True
+        return used
+
+    def _refuse_unequal(self, removed: Indices) -> None:
+        going = np.zeros(len(self.units), bool)
+        going[removed] = True
+        for blocks, binding in zip(self.bindings, self._bound_reasons(), strict=True):
+            counts = [int(going[block].sum()) for block in blocks]
+            if len(set(counts)) > 1:
+                raise ShrinkError(
+                    f"shrink: {self._home(int(blocks[0][0]))!r} must lose equally many of each of its {len(blocks)} parts, "
+                    f"because it {binding}; got {', '.join(map(str, counts[:8]))}. "
+                    f"Choose equal numbers of each part in graph.bindings."
+                )
+
+    def _bound_reasons(self) -> list[str]:
+        return [
+            str(binding.reason)
+            for binding in self.solution.bindings
+            if any((self._unit_of[block] >= 0).any() for block in binding.blocks)
+        ]
+
+    def _kept_atoms(self, tensor: str, alive: Flags) -> dict[int, Map]:
+        """By axis, the atoms that are left; a matrix where they differ from row to row."""
+        maps = self.wiring.tensors[tensor]
+        kept = {dims[0]: m.ravel()[alive[m.ravel()]] for m in maps if len(dims := support(m)) == 1}
+        for index_map in maps:
+            if len(support(index_map)) > 1:
+                kept[1] = self._kept_by_row(index_map, kept, maps, alive)
+        return kept
+
+    def _kept_by_row(self, index_map: Map, kept: dict[int, Map], maps: Sequence[Map], alive: Flags) -> Map:
+        matrix = index_map.reshape(index_map.shape[:2])
+        rows = next((m.ravel() for m in maps if support(m) == (0,)), None)
+        if rows is not None and 0 in kept:
+            matrix = matrix[alive[rows]]
+        living = alive[matrix]
+        counts = living.sum(axis=1)
+        if len(counts) == 0 or (counts != counts[0]).any():
+            return matrix[:, :0]
+        return matrix[living].reshape(len(matrix), int(counts[0]))
+
+    def _cut(self, tensor: str, after: Flags) -> Cut | None:
+        maps = self.wiring.tensors[tensor]
+        if all(after[m].sum() == self._alive_atoms[m].sum() for m in maps):
+            return None
+        now, then = self._kept_atoms(tensor, self._alive_atoms), self._kept_atoms(tensor, after)
+        shape = list(self.shape(tensor))
+        kept = dict[int, Indices]()
+        for dim in now:
+            if then[dim].size == 0:
+                raise ShrinkError(
+                    f"shrink: nothing would be left of axis {dim} of {tensor!r} ({shape[dim]} now). "
+                    f"Leave at least one unit of each layer."
+                )
+            if now[dim].shape[-1] != then[dim].shape[-1]:
+                kept[dim] = _positions(now, then, dim, after)
+                shape[dim] = then[dim].shape[-1]
+        return Cut(tensor, kept, self.shape(tensor), tuple(shape))
+
+    def _settings(self, after: Flags, shapes: dict[str, tuple[int, ...]]) -> Iterable[Setting]:
+        groups = dict[str, int]()
+        for sized in self.wiring.sized:
+            now, then = self._measure(sized, self._alive_atoms, None), self._measure(sized, after, shapes)
+            if sized.attribute == "groups":
+                groups[sized.module] = then
+            if now != then:
+                yield Setting(sized.module, sized.attribute, sized.item, now, then)
+        for constant in self.constants:
+            now_shape = predict(constant.shape, constant.maps, self._alive_atoms)
+            then_shape = predict(constant.shape, constant.maps, after)
+            if now_shape and then_shape and now_shape[constant.dim] != then_shape[constant.dim]:
+                old, new = now_shape[constant.dim], then_shape[constant.dim]
+                yield Setting(constant.module, constant.attribute, constant.item, old, new)
+
+    def _measure(self, sized: Sized, alive: Flags, shapes: dict[str, tuple[int, ...]] | None) -> int:
+        if sized.blocks:
+            return self._living_blocks(sized.tensor, sized.blocks, alive)
+        size = (self.shape(sized.tensor) if shapes is None else shapes[sized.tensor])[sized.dim]
+        if sized.times_groups:
+            size *= next(
+                (
+                    self._living_blocks(other.tensor, other.blocks, alive)
+                    for other in self.wiring.sized
+                    if other.module == sized.module and other.attribute == "groups"
+                ),
+                1,
+            )
+        return size // sized.parts
+
+    def _living_blocks(self, tensor: str, blocks: int, alive: Flags) -> int:
+        rows = next((m.ravel() for m in self.wiring.tensors[tensor] if support(m) == (0,)), None)
+        return blocks if rows is None else int(alive[rows].reshape(blocks, -1).any(axis=1).sum())
+
+    def _selections(self, after: Flags) -> Iterable[Selection]:
+        for read in self.solution.reads:
+            sources, readers = after[read.sources], after[read.readers]
+            changed = (self._alive_atoms[read.sources] != sources).any() or (
+                self._alive_atoms[read.readers] != readers
+            ).any()
+            if changed and (sources != readers).any():
+                positions = np.cumsum(sources) - 1
+                yield Selection(read.module, positions[readers])
+
+
+def _positions(now: dict[int, Map], then: dict[int, Map], dim: int, after: Flags) -> Indices:
+    """Where what is left then stands in what is left now."""
+    if now[dim].ndim == 1:
+        return np.flatnonzero(after[now[dim]])
+    rows = now[dim]
+    if 0 in now and len(now[0]) != len(then[0]):
+        rows = rows[after[now[0]]]
+    living = after[rows]
+    return np.nonzero(living)[1].reshape(then[dim].shape)

@@ -1,0 +1,125 @@
+"""The two layers that stand in for torch's own after a cut; both are subclasses, so that ``isinstance`` holds."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class HeadwiseAttention(nn.MultiheadAttention):
+    """A `MultiheadAttention` that has lost heads.
+
+    torch takes all sizes from the query's width; here they come from the weights, so that heads can go while the width
+    stays. Parameters, arguments and results are those of torch.
+    """
+
+    # torch's fused path would take the sizes from the query again, and looks here before.
+    _qkv_same_embed_dim = property(lambda _: False, lambda _self, _value: None)  # type: ignore[assignment]
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether a module is a plain attention that can lose heads."""
+        return (
+            isinstance(module, nn.MultiheadAttention)
+            and module.in_proj_weight is not None
+            and module.bias_k is None
+            and not module.add_zero_attn
+        )
+
+    def forward(  # noqa: D102 - torch's own, argument by argument
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,  # noqa: ARG002 - torch wants the mask as well
+    ) -> tuple[Tensor, Tensor | None]:
+        single = query.dim() == 2
+        swap = not single and not self.batch_first
+        sequences = [_batched(tensor, single=single, swap=swap) for tensor in (query, key, value)]
+        queries, keys, values = self._projected(sequences)
+        mask = self._mask(attn_mask, key_padding_mask, queries)
+        mixed, weights = self._attend(queries, keys, values, mask, need_weights=need_weights)
+        output = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(dim=1)
+        if single:
+            return output[0], None if weights is None else weights[0]
+        return (output.transpose(0, 1) if swap else output), weights
+
+    def _projected(self, sequences: list[Tensor]) -> list[Tensor]:
+        """Queries, keys and values as (batch, heads, length, head width)."""
+        weights = self.in_proj_weight.chunk(3)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        return [
+            F.linear(tensor, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for tensor, weight, bias in zip(sequences, weights, biases, strict=True)
+        ]
+
+    def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
+        masks = [] if padding is None else [_additive(padding, like)[:, None, None, :]]
+        if attn_mask is not None:
+            mask = _additive(attn_mask, like)
+            masks.append(mask.unflatten(0, (-1, self.num_heads)) if mask.dim() == 3 else mask)
+        return sum(masks[1:], masks[0]) if masks else None
+
+    def _attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rate = self.dropout if self.training else 0.0
+        if not need_weights:
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=rate), None
+        scores = queries / math.sqrt(queries.shape[-1]) @ keys.transpose(-2, -1)
+        weights = (scores if mask is None else scores + mask).softmax(dim=-1)
+        weights = F.dropout(weights, rate)
+        return weights @ values, weights
+
+
+def _batched(tensor: Tensor, *, single: bool, swap: bool) -> Tensor:
+    if single:
+        return tensor[None]
+    return tensor.transpose(0, 1) if swap else tensor
+
+
+def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
+
+
+SELECTED = "selected_channels"
+_SELECTING: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def selecting(kind: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a BatchNorm that reads a selection of its input's channels.
+
+    >>> selecting(nn.BatchNorm2d)
+    <class 'keepk.graph.layers.SelectingBatchNorm2d'>
+    """
+    if hasattr(kind, "reads_selection"):
+        return kind
+    if kind not in _SELECTING:
+
+        def forward(self: Any, channels: Tensor) -> Tensor:
+            return kind.forward(self, channels.index_select(1, getattr(self, SELECTED)))  # type: ignore[no-any-return]
+
+        name = f"Selecting{kind.__name__}"
+        body = {"forward": forward, "reads_selection": True, "__reduce_ex__": _reduce, "__module__": __name__}
+        _SELECTING[kind] = type(name, (kind,), body)
+    return _SELECTING[kind]
+
+
+def _reduce(self: nn.Module, _protocol: int) -> Any:
+    """A class made at run time is pickled by the class that it extends."""
+    return _rebuilt, (type(self).__mro__[1],), self.__dict__
+
+
+def _rebuilt(kind: type[nn.Module]) -> nn.Module:
+    made = selecting(kind)
+    return made.__new__(made)

@@ -1,0 +1,202 @@
+"""Trying out: cut copies of the model are traced again until every operation does what the maps predict.
+
+Where one does not, a number in the model's Python stands in the way (``num_heads``, ``split_size``). Attributes of the
+module and its parents that have the old size are tried; what helps is kept, for every module of that class at that line
+of source. Nothing helps: the axis is fixed, with operation and place. A number that is computed from a size and is not
+itself a size (1 / sqrt(d)) makes the units lossy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import nn
+
+from keepk.errors import ShrinkError
+from keepk.graph.edits import Edits, Indices
+from keepk.graph.facts import Bound, Reason
+from keepk.graph.graph import Constant, Graph, Wiring
+from keepk.graph.maps import Flags, Map, predict
+from keepk.graph.replay import Mismatch, Replay
+from keepk.graph.shell import Workshop
+from keepk.graph.solve import alive_atoms, solve
+from keepk.graph.tracer import Step, Tracer
+
+ROUNDS = 60
+PARENTS = 3  # how far up a number may be kept
+
+
+@dataclass
+class Probe:
+    """A graph that is being tried out."""
+
+    workshop: Workshop
+    tracer: Tracer
+    wiring: Wiring
+    pins: list[Bound]
+    lossy: list[Bound]
+    constants: list[Constant]
+
+    def __post_init__(self) -> None:
+        self._modules = dict(self.workshop.model.named_modules())
+        self._tried = set[tuple[object, ...]]()
+        self._literal = set[tuple[str, str]]()  # slices with numbers of their own, which bind no parts
+        self.graph = self._solved()
+
+    def _solved(self) -> Graph:
+        known = self.tracer.facts
+        even = [bound for bound in known.even if (bound.reason.operation, bound.reason.place) not in self._literal]
+        facts = replace(known, lossy=[*known.lossy, *self.lossy], even=even)
+        return Graph(self.wiring, solve(facts, self.tracer.atoms.count, self.pins), self.constants)
+
+    def settle(self) -> Graph:
+        """Try half of the exact units of every space, then of all units, until everything fits."""
+        for lossy in (False, True):
+            for _ in range(ROUNDS):
+                units = self.graph.choose(0.5, seed=0, lossy=lossy)
+                if not len(units) or (lossy and not self.graph.units.lossy[units].any()):
+                    break
+                found = self._attempt(units)
+                if found is None:
+                    break
+                if not self._repaired(found, units):
+                    self._give_up(found, units, lossy=lossy)
+        return self.graph
+
+    def _attempt(self, units: Indices, constants: Sequence[Constant] | None = None) -> Mismatch | None:
+        """Cut a copy and trace it again; where it went another way."""
+        graph = self.graph if constants is None else Graph(self.wiring, self.graph.solution, list(constants))
+        try:
+            edits = graph.edits(units)
+        except ShrinkError as error:
+            return Mismatch(-1, str(error))
+        return self._replayed(graph, edits)
+
+    def _replayed(self, graph: Graph, edits: Edits) -> Mismatch | None:
+        alive = alive_atoms(graph.solution.classes, graph.units.classes[edits.units])
+        twin = self.workshop.copy(edits)
+        replay = Replay(twin, self.tracer, graph.solution.classes, alive, edits.selections)
+        try:
+            with self.workshop.running() as example:
+                replay.follow(example.arguments, example.by_name)
+            replay.finish()
+        except Mismatch as mismatch:
+            return mismatch
+        except Exception as error:  # noqa: BLE001 - whatever the user's forward raises says that the sizes do not fit
+            return Mismatch(replay.position, f"{type(error).__name__}: {error}")
+        return None
+
+    def _repaired(self, found: Mismatch, units: Indices) -> bool:
+        """Try the numbers that could be the one in the way; keep what moves the failure on."""
+        if found.step < 0 or found.number:
+            return False
+        candidates = list(self._candidates(found.step, units))
+        best, reached = list[Constant](), found.step
+        for group in [[one] for one in candidates] + ([candidates] if len(candidates) > 1 else []):
+            key = (found.step, *((c.module, c.attribute, c.item, c.dim) for c in group))
+            if key in self._tried:
+                continue
+            self._tried.add(key)
+            after = self._attempt(units, [*self.constants, *group])
+            if after is None or after.step > reached:
+                best, reached = group, len(self.tracer.steps) if after is None else after.step
+            if after is None:
+                break
+        for constant in best:
+            self.constants += [c for c in self._siblings(constant, found.step) if c not in self.constants]
+        return bool(best)
+
+    def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
+        """Attributes of the module and its parents that are the old size of something that should have shrunk."""
+        step, alive = self.tracer.steps[number], self._alive(units)
+        for shape, maps in step.outputs:
+            after = predict(shape, maps, alive)
+            for dim, (old, new) in enumerate(zip(shape, after or (), strict=False)):
+                if old != new:
+                    for path in _upwards(step.module):
+                        for attribute, item in _holding(self._modules.get(path), old):
+                            yield Constant(path, attribute, item, shape, maps, dim)
+
+    def _siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
+        """The same attribute in every module of that class, wherever the same line did the same operation."""
+        yield constant
+        origin = self.tracer.steps[number]
+        up = len(origin.module.split(".")) - len(constant.module.split(".")) if constant.module else None
+        output = next(i for i, (shape, maps) in enumerate(origin.outputs) if maps is constant.maps)
+        for step in self.tracer.steps:
+            same_line = step is not origin and step.name == origin.name and step.place == origin.place
+            if not same_line or len(step.outputs) <= output or up is None:
+                continue
+            path = ".".join(step.module.split(".")[: len(step.module.split(".")) - up])
+            shape, maps = step.outputs[output]
+            if self._holds(path, constant, shape):
+                yield replace(constant, module=path, shape=shape, maps=maps)
+
+    def _holds(self, path: str, constant: Constant, shape: tuple[int, ...]) -> bool:
+        module, known = self._modules.get(path), self._modules.get(constant.module)
+        if module is None or type(module) is not type(known) or len(shape) <= constant.dim:
+            return False
+        return (constant.attribute, constant.item) in _holding(module, shape[constant.dim])
+
+    def _give_up(self, found: Mismatch, units: Indices, *, lossy: bool) -> None:
+        """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
+        atoms = self._blamed(found, units)
+        step = self.tracer.steps[max(found.step, 0)]
+        if found.number and not lossy:
+            why = f"a number that depends on the size is used: {found.why}"
+            reason = Reason(why, step.name, step.module, step.place)
+            self.lossy.append(Bound(np.stack([atoms, np.zeros_like(atoms)], axis=1), reason))
+        else:
+            why = f"the size is written in the model's Python: {found.why}"[:200]
+            self.pins.append(Bound(atoms, Reason(why, step.name, step.module, step.place)))
+            if step.name == "aten::slice":
+                self._literal.add((step.name, step.place))
+        self.graph = self._solved()
+
+    def _blamed(self, found: Mismatch, units: Indices) -> Map:
+        """The atoms of units that go through the failing operation, or through the last one before it that has any."""
+        graph, steps = self.graph, self.tracer.steps
+        kind = graph.units.lossy == bool(graph.units.lossy[units].any())
+        removable = np.zeros(len(graph.solution.classes), bool)
+        removable[graph.units.classes[kind]] = True
+        if found.step >= 0:
+            origin = steps[found.step]
+            same = [s for s in steps if s.name == origin.name and s.place == origin.place and s.place] or [origin]
+            for tried in (same, *([step] for step in reversed(steps[: found.step]))):
+                atoms = self._passing(tried, removable)
+                if len(atoms):
+                    return atoms
+        return graph.units.classes[units].astype(np.int32)
+
+    def _passing(self, steps: Sequence[Step], removable: Flags) -> Map:
+        found = [m.ravel() for step in steps for _, maps in step.outputs for m in maps]
+        if not found:
+            return np.zeros(0, np.int32)
+        atoms = np.unique(np.concatenate(found))
+        return atoms[removable[self.graph.solution.classes[atoms]]]
+
+    def _alive(self, units: Indices) -> Flags:
+        removed = self.graph.edits(units).units
+        return alive_atoms(self.graph.solution.classes, self.graph.units.classes[removed])
+
+
+def _upwards(path: str) -> Iterator[str]:
+    """A module's path, and those of its parents."""
+    for _ in range(PARENTS):
+        yield path
+        if not path:
+            return
+        path = path.rpartition(".")[0]
+
+
+def _holding(module: nn.Module | None, size: int) -> list[tuple[str, int | None]]:
+    """The attributes, and entries of attributes, that are this number."""
+    found = list[tuple[str, int | None]]()
+    for attribute, value in vars(module).items() if module is not None else ():
+        if attribute.startswith("_") or isinstance(value, bool):
+            continue
+        if isinstance(value, int) and value == size:
+            found.append((attribute, None))
+        elif isinstance(value, list | tuple) and all(type(entry) is int for entry in value):
+            found += [(attribute, item) for item, entry in enumerate(value) if entry == size]
+    return found

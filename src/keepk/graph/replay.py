@@ -1,0 +1,150 @@
+"""Tracing a cut copy again: every operation must give what the maps predict, element by element.
+
+Shapes alone would not tell a shuffled order from the right one. The copy's weights carry the ids that survived, so that
+each operation's result can be held against the first trace with the removed ids taken out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor, nn
+
+from keepk.graph.call import Call
+from keepk.graph.edits import Indices, Selection
+from keepk.graph.facts import Facts
+from keepk.graph.label import label_of, set_label
+from keepk.graph.maps import Flags, Map, compress, predict, restrict_all, support
+from keepk.graph.solve import Classes
+from keepk.graph.tracer import Step, Tracer, numbers_of
+
+# Whether a reshape copies depends on sizes, so these come and go between two runs.
+MAY_DIFFER = {f"aten::{name}" for name in
+              ("clone", "_unsafe_view", "view", "alias", "expand", "slice", "contiguous", "_to_copy", "detach", "squeeze",
+               "unsqueeze", "lift_fresh")}  # fmt: skip
+# A linear layer is one operation or two, as its input's strides are.
+ADDMM, MM, ADD = "aten::addmm", "aten::mm", "aten::add"
+
+
+class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
+    """The cut copy did something else than predicted."""
+
+    def __init__(self, step: int, why: str, *, number: bool = False) -> None:
+        super().__init__(why)
+        self.step, self.why, self.number = step, why, number
+
+
+class Replay(Tracer):
+    """A trace of a cut copy, compared with the first trace as it goes."""
+
+    def __init__(
+        self, model: nn.Module, first: Tracer, classes: Classes, alive: Flags, selections: Sequence[Selection]
+    ) -> None:
+        super().__init__(model, first.groups)
+        self._first, self._classes, self._alive = first, classes, alive
+        self._selected = {selection.module: selection.channels for selection in selections}
+        self.atoms = first.atoms.branch()
+        self.facts = Facts()
+        self._known = first.atoms.count
+        self._position = 0
+        self._doubtful: int | None = None
+        left = {name: tuple(restrict_all(maps, alive) or ()) for name, maps in first.tensors.items()}
+        named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+        self.label_tensors(left | {name: () for name in named - set(left)})
+
+    @property
+    def position(self) -> int:
+        """The step that is to blame if the next operation fails."""
+        where = self._position if self._doubtful is None else self._doubtful
+        return min(where, len(self._first.steps) - 1)
+
+    def finish(self) -> None:
+        """Refuse a copy that did less than the first trace."""
+        if any(step.name not in MAY_DIFFER for step in self._first.steps[self._position :]):
+            raise Mismatch(self.position, "ends early")
+
+    def _apply_rule(self, call: Call) -> None:
+        if call.name == "aten::index_select" and self.module in self._selected and call["dim"] == 1:
+            maps = [_selected(m, self._selected[self.module]) for m in call.maps(call.inputs[0])]
+            call.leave(maps)
+        else:
+            super()._apply_rule(call)
+
+    def record(self, call: Call) -> None:
+        """Hold the operation against the first trace and give its outputs the ids that they had there."""
+        step = self._matching_movement(call) if call.name in MAY_DIFFER else self._matching(call)
+        if step is None:
+            return
+        blamed = self._position - 1 if self._doubtful is None else self._doubtful
+        self._compare_numbers(step, call, blamed)
+        for output, (shape, maps) in zip(call.outputs, step.outputs, strict=False):
+            self._compare(call, output, shape, maps, blamed)
+        self._doubtful = None
+
+    def _matching_movement(self, call: Call) -> Step | None:
+        """The step that an operation which only moves data repeats, if there is one with its shape."""
+        steps = self._first.steps
+        for number in range(self._position, len(steps)):
+            step = steps[number]
+            if step.name not in MAY_DIFFER:
+                break
+            if step.name == call.name and self._fits(step, call):
+                self._position = number + 1
+                return step
+            if step.name == call.name and self._doubtful is None:
+                self._doubtful = number
+        return None
+
+    def _fits(self, step: Step, call: Call) -> bool:
+        shapes = [predict(shape, maps, self._alive) for shape, maps in step.outputs]
+        return shapes == [tuple(output.shape) for output in call.outputs]
+
+    def _matching(self, call: Call) -> Step | None:
+        """The step that an operation repeats; None for one that torch adds or leaves out where strides differ."""
+        steps, number = self._first.steps, self._position
+        while number < len(steps) and steps[number].name in MAY_DIFFER:
+            number += 1
+        there = steps[number].name if number < len(steps) else "the end"
+        if there == call.name:
+            self._position = number + 1
+            return steps[number]
+        if call.name == "aten::index_select" and self.module in self._selected:
+            return None
+        if there == ADDMM and call.name in (MM, ADD):
+            self._position = number + 1 if call.name == ADD else self._position
+            return None
+        if there in (MM, ADD) and call.name == ADDMM:
+            self._position = next((n + 1 for n in range(number, len(steps)) if steps[n].name == ADD), number + 1)
+            return None
+        raise Mismatch(self.position, f"{there} became {call.name}")
+
+    def _compare_numbers(self, step: Step, call: Call, blamed: int) -> None:
+        if step.numbers != numbers_of(call):
+            raise Mismatch(blamed, f"a number {step.numbers} became {numbers_of(call)}", number=True)
+
+    def _compare(self, call: Call, output: Tensor, shape: tuple[int, ...], maps: Sequence[Map], blamed: int) -> None:
+        expected = predict(shape, maps, self._alive)
+        if expected != tuple(output.shape):
+            if not maps and output is not call.outputs[0]:
+                return  # statistics that nobody follows
+            raise Mismatch(blamed, f"{call.name} gave {tuple(output.shape)}, expected {expected}")
+        left = restrict_all(maps, self._alive) or []
+        found = {support(m): m for m in map(compress, label_of(output).maps) if support(m)}
+        wanted = {support(m): m for m in map(compress, left) if support(m)}
+        for place, index_map in wanted.items():
+            if place not in found or not self._same(index_map, found[place]):
+                raise Mismatch(blamed, f"{call.name} puts the channels in another order")
+        set_label(output, replace(label_of(output), maps=tuple(left)))
+
+    def _same(self, wanted: Map, found: Map) -> bool:
+        if wanted.shape != found.shape:
+            return False
+        known = found < self._known
+        if (self._classes[found[known]] != self._classes[wanted[known]]).any():
+            return False
+        fresh = np.stack([found[~known], self._classes[wanted[~known]]])
+        return len(np.unique(fresh, axis=1).T) == len(np.unique(fresh[0]))
+
+
+def _selected(index_map: Map, channels: Indices) -> Map:
+    return np.take(index_map, channels, axis=1) if index_map.shape[1] > 1 else index_map

@@ -1,0 +1,98 @@
+"""Convolutions of every kind: a product over input channels, group by group."""
+
+import numpy as np
+from torch import Tensor
+
+from keepk.graph.algebra import Operand
+from keepk.graph.call import Call
+from keepk.graph.facts import Line
+from keepk.graph.label import label_of
+from keepk.graph.maps import Map, along, compress, support
+from keepk.graph.table import rule
+
+
+@rule("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "thnn_conv2d", "conv_depthwise3d",
+      "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d", "cudnn_convolution")  # fmt: skip
+def convolved(call: Call) -> None:
+    """In-channels are read, out-channels are produced; the kernel's dims are neither."""
+    pictures, weight, bias = call.inputs[0], call.inputs[1], call.get("bias")
+    output = call.outputs[0]
+    groups, transposed = call.get("groups", 1), bool(call.get("transposed", False))
+    channels, passing = _channels(call, pictures)
+    kernel = _kernel(call, weight, groups)
+    sizes = (groups, output.shape[1] // groups, pictures.shape[1] // groups)
+    maps = _grouped(call, channels, kernel, sizes, transposed=transposed)
+    if bias is not None:
+        shape = (1, output.shape[1])
+        maps = call.merge([Operand(maps, shape), Operand([m[None, :] for m in call.maps(bias)], shape)], "has a bias")
+    call.weight_of(weight, read=0 if transposed else 1, produced=1 if transposed else 0)
+    if sizes[2] > 1 or groups == 1:
+        call.read_by(call.module or "model", call.maps(pictures), (1,))
+    zero = label_of(weight).zero and (bias is None or label_of(bias).zero)
+    call.leave([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zero)
+
+
+def _channels(call: Call, pictures: Tensor) -> tuple[list[Map], list[Map]]:
+    """The maps over the channels as rows, and those over the batch, which pass."""
+    rows, passing = [], []
+    for index_map in call.maps(pictures):
+        dims = support(index_map)
+        if 1 in dims:
+            rows.append(call.union_over(index_map, [dim for dim in dims if dim != 1]).reshape(1, -1))
+        elif dims == (0,):
+            passing.append(index_map)
+        else:
+            call.pin(index_map, "a convolution slides along the axis")
+    return rows, passing
+
+
+def _kernel(call: Call, weight: Tensor, groups: int) -> list[Map]:
+    """The weight's maps over its first two dims."""
+    kept = []
+    for index_map in call.maps(weight):
+        inner = [dim for dim in support(index_map) if dim > 1]
+        if inner and len(inner) == len(support(index_map)):
+            call.pin(index_map, "an axis of the kernel")
+            continue
+        flat = call.union_over(index_map, inner).reshape(index_map.shape[:2])
+        if groups > 1 and support(flat) == (1,):
+            call.needs_groups(flat, groups)
+            call.pin(flat, "the in-channels of a grouped convolution are shared")
+            continue
+        kept.append(flat)
+    return kept
+
+
+def _grouped(
+    call: Call, channels: list[Map], kernel: list[Map], sizes: tuple[int, int, int], *, transposed: bool
+) -> list[Map]:
+    """The maps over the output's channels, as one row; the joint index space is (group, out, in)."""
+    groups, outs, ins = sizes
+    left = [np.broadcast_to(m, (1, groups * ins)).reshape(groups, 1, ins) for m in channels]
+    right = [_by_group(m, sizes, transposed=transposed) for m in kernel]
+    if groups > 1 and ins > 1:
+        for index_map in left:
+            call.even(index_map, "goes into a grouped convolution")
+    operands = (Operand(left, (groups, 1, ins)), Operand(right, (groups, outs, ins)))
+    if groups == 1:
+        maps = call.contract(operands, 2, "is convolved")
+    else:
+        kind = Line.COLLAPSE if ins == 1 or outs == 1 else Line.LOOSE
+        merged = call.merge(operands, "is convolved by groups", kind, 2 if kind is Line.COLLAPSE else None)
+        maps = call.nest(call.reduce(merged, (2,), kind), kind)
+    rows = []
+    for index_map in maps:
+        spread = np.broadcast_to(index_map, (groups, outs, 1))
+        if groups > 1 and outs > 1 and len(support(index_map)) > 1:
+            call.even(spread[:, :, 0], "comes out of a grouped convolution")
+        rows.append(spread.reshape(1, groups * outs))
+    return [row for row in rows if row.size > 1]
+
+
+def _by_group(index_map: Map, sizes: tuple[int, int, int], *, transposed: bool) -> Map:
+    """A map over (out, in of the group), or (in, out of the group) if transposed, as (group, out, in)."""
+    groups, outs, ins = sizes
+    shape = (groups, ins, outs) if transposed else (groups, outs, ins)
+    full = (groups * ins, outs) if transposed else (groups * outs, ins)
+    spread = np.broadcast_to(index_map, full).reshape(shape)
+    return compress(spread.transpose(0, 2, 1) if transposed else spread)

@@ -1,0 +1,138 @@
+"""Indexing by tensors: along a dim with channels the positions are data, so the channels stay."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from keepk.graph.algebra import Operand
+from keepk.graph.call import Call
+from keepk.graph.label import label_of
+from keepk.graph.maps import Map, along, support
+from keepk.graph.table import rule
+
+BOOLEAN = (torch.bool, torch.uint8)
+
+
+@rule("index_select", "gather", "take_along_dim")
+def picked(call: Call) -> None:
+    """Elements of one dim in the order of an index."""
+    source = call.inputs[0]
+    dim = call["dim"] % source.ndim
+    kept = [m for m in call.maps(source) if m.shape[dim] == 1]
+    _pin_rest(call, call.maps(source), kept)
+    if call.name != "aten::index_select":
+        # An index of the tensor's rank also says how far the other dims go.
+        for index_map in kept:
+            if any(call.outputs[0].shape[d] != source.shape[d] for d in support(index_map)):
+                call.pin(index_map, "is gathered in part")
+    call.leave(kept)
+
+
+@rule("index", "_unsafe_index")
+def indexed(call: Call) -> None:
+    """Advanced indexing: the indexed dims make way for the index's own, in front unless they are neighbours."""
+    source, output = call["self"], call.outputs[0]
+    dims, width, mask = _indexed_dims(call["indices"])
+    kept = [m for m in call.maps(source) if not set(support(m)) & set(dims)]
+    _pin_rest(call, call.maps(source), kept)
+    for index in call["indices"]:
+        for index_map in call.maps(index) if isinstance(index, Tensor) else ():
+            call.pin(index_map, "is used as an index")
+    others = [dim for dim in range(source.ndim) if dim not in dims]
+    together = dims == list(range(dims[0], dims[0] + len(dims))) if dims else True
+    first = (dims[0] if dims else 0) if together else 0
+    fresh = 1 if mask else width
+    order = [*others[:first], *[None] * fresh, *others[first:]]
+    if len(order) == output.ndim:
+        call.leave([m.reshape([1 if dim is None else m.shape[dim] for dim in order]) for m in kept])
+    else:
+        for index_map in kept:
+            call.pin(index_map, "is indexed by tensors")
+
+
+def _indexed_dims(indices: list[Tensor | None]) -> tuple[list[int], int, bool]:
+    dims, dim, width, mask = list[int](), 0, 0, False
+    for index in indices:
+        count = index.ndim if index is not None and index.dtype in BOOLEAN else 1
+        if index is not None:
+            dims += range(dim, dim + count)
+            mask |= index.dtype in BOOLEAN
+            width = max(width, 1 if index.dtype in BOOLEAN else index.ndim)
+        dim += count
+    return dims, width, mask
+
+
+@rule("index_put", "_index_put_impl", "_unsafe_index_put")
+def put(call: Call) -> None:
+    """Rows are written: the dims behind the indexed ones must agree with the values'."""
+    target, values = call["self"], call["values"]
+    dims, _, _ = _indexed_dims(call["indices"])
+    tail = target.ndim - len(dims)
+    if dims != list(range(len(dims))) or values.ndim < tail:
+        if values.numel() == 1 and not any(set(support(m)) & set(dims) for m in call.maps(target)):
+            call.leave(call.maps(target), zero=False)
+            return
+        call.pin_inputs("is written by index")
+        return
+    _merge_tails(call, (target, values), tail, "is written by index", lambda m: m.reshape((1,) * len(dims) + m.shape))
+
+
+@rule("index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "index_fill", "masked_scatter",
+      "index_reduce")  # fmt: skip
+def scattered(call: Call) -> None:
+    """Rows are added along one dim; across it source and target must agree."""
+    target, source = call["self"], call.get("source", call.get("src"))
+    if call.name not in ("aten::index_add", "aten::index_copy") or not isinstance(source, Tensor):
+        call.pin_inputs("is scattered by index")
+        return
+    dim = call["dim"] % target.ndim
+    operands = []
+    for tensor in (target, source):
+        kept = [m for m in call.maps(tensor) if m.shape[dim] == 1]
+        _pin_rest(call, call.maps(tensor), kept)
+        shape = tuple(1 if place == dim else size for place, size in enumerate(tensor.shape))
+        operands.append(Operand(kept, shape, label_of(tensor).neutral))
+    call.leave(call.merge(operands, "is added by index"), zero=label_of(target).zero and label_of(source).zero)
+
+
+@rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
+def embedded(call: Call) -> None:
+    """Rows of a table: the vocabulary stays, the width is a channel."""
+    table, output = call["weight"], call.outputs[0]
+    kept = [m for m in call.maps(table) if m.shape[0] == 1]
+    _pin_rest(call, call.maps(table), kept, "rows of an embedding are picked by index")
+    call.leave([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=label_of(table).zero)
+    call.produced_by(table, 1)
+
+
+@rule("topk", "sort", "kthvalue", "argsort", "cummax", "cummin", "msort", "mode", "median", "nanmedian")
+def ordered(call: Call) -> None:
+    """By value along a dim."""
+    source = call.inputs[0]
+    dim = call.get("dim", -1) % source.ndim if source.ndim else 0
+    kept = [m for m in call.maps(source) if m.shape[dim] == 1]
+    _pin_rest(call, call.maps(source), kept, "is ordered by value along the axis")
+    for output in call.outputs:
+        if output.ndim == source.ndim:
+            call.leave(kept, to=output, zero=False)
+        else:
+            call.leave([m.squeeze(dim) for m in kept], to=output, zero=False)
+
+
+def _merge_tails(call: Call, pair: tuple[Tensor, Tensor], tail: int, why: str, back: Any) -> None:
+    operands = []
+    for tensor in pair:
+        head = tensor.ndim - tail
+        kept = [m for m in call.maps(tensor) if all(dim >= head for dim in support(m))]
+        _pin_rest(call, call.maps(tensor), kept, why)
+        maps = [m.reshape(m.shape[head:]) for m in kept]
+        operands.append(Operand(maps, tuple(tensor.shape[head:]), label_of(tensor).neutral or tensor.numel() == 1))
+    zero = all(label_of(tensor).zero for tensor in pair)
+    call.leave([back(m) for m in call.merge(operands, why)], zero=zero)
+
+
+def _pin_rest(call: Call, maps: tuple[Map, ...], kept: list[Map], why: str = "is picked by index along the axis") -> None:
+    for index_map in maps:
+        if not any(index_map is other for other in kept):
+            call.pin(index_map, why)

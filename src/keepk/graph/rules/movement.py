@@ -1,0 +1,255 @@
+"""Data movement, done on the maps themselves wherever it commutes with removal."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from keepk.graph.algebra import Operand
+from keepk.graph.call import Call
+from keepk.graph.label import label_of
+from keepk.graph.maps import Map, aligned, compress, support
+from keepk.graph.table import rule
+
+
+@rule("permute", "t", "transpose", "numpy_T", "mT", "swapaxes", "movedim")
+def permuted(call: Call) -> None:
+    """A map over several dims keeps its row-major order only if they keep theirs; else whole rows and columns go."""
+    rank = call.outputs[0].ndim
+    order = _order(call, rank)
+    moved = []
+    for index_map in call.maps(call.inputs[0]):
+        places = [order.index(dim) for dim in support(index_map)]
+        if places != sorted(places):
+            call.grid(index_map, "is transposed")
+        moved.append(index_map.transpose(order))
+    call.leave(moved)
+
+
+def _order(call: Call, rank: int) -> list[int]:
+    if call.name == "aten::permute":
+        return [dim % rank for dim in call["dims"]]
+    order = list(range(rank))
+    if call.name in ("aten::t", "aten::numpy_T"):
+        return order[::-1]
+    one, other = (call[name] % rank for name in (("dim0", "dim1") if "dim0" in call.arguments else ("axis0", "axis1")))
+    order[one], order[other] = order[other], order[one]
+    return order
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "flatten")
+def reshaped(call: Call) -> None:
+    """Runs of dims are folded and unfolded in row-major order."""
+    source, output = call.inputs[0], call.outputs[0]
+    if source.numel() == 0 or source.numel() != output.numel():
+        call.pin_inputs("is viewed as another dtype")
+        return
+    runs = _runs(tuple(source.shape), tuple(output.shape))
+    call.leave([_refolded(call, m, tuple(source.shape), tuple(output.shape), runs) for m in call.maps(source)])
+
+
+def _refolded(
+    call: Call, index_map: Map, old: tuple[int, ...], new: tuple[int, ...], runs: list[tuple[list[int], list[int]]]
+) -> Map:
+    spread, target = [1] * len(old), [1] * len(new)
+    unfolded = False
+    for old_dims, new_dims in runs:
+        hot = [dim for dim in old_dims if index_map.shape[dim] > 1]
+        if hot:
+            for dim in old_dims:
+                spread[dim] = old[dim]
+            for dim in new_dims:
+                target[dim] = new[dim]
+            unfolded |= sum(new[dim] > 1 for dim in new_dims) > 1
+    folded = compress(np.broadcast_to(index_map, spread).reshape(target))
+    if unfolded and len(support(folded)) > 1:
+        call.even(folded, "is unfolded into equal parts")
+    return folded
+
+
+def _runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Which runs of old dims become which runs of new dims.
+
+    >>> _runs((2, 12, 5), (2, 3, 4, 5))
+    [([0], [0]), ([1], [1, 2]), ([2], [3])]
+    """
+    runs, one, other = [], 0, 0
+    while one < len(old) or other < len(new):
+        left, right, size_left, size_right = list[int](), list[int](), 1, 1
+        while not (left or right) or size_left != size_right:
+            grow_left = size_left <= size_right and one < len(old) and not (size_left == size_right and left)
+            if grow_left or other >= len(new):
+                left.append(one)
+                size_left *= old[one]
+                one += 1
+            else:
+                right.append(other)
+                size_right *= new[other]
+                other += 1
+        runs.append((left, right))
+    return runs
+
+
+@rule("unsqueeze")
+def unsqueezed(call: Call) -> None:
+    """One more dim."""
+    dim = call["dim"] % call.outputs[0].ndim
+    call.leave([np.expand_dims(m, dim) for m in call.maps(call.inputs[0])])
+
+
+@rule("squeeze")
+def squeezed(call: Call) -> None:
+    """Dims of size 1 go."""
+    source = call.inputs[0]
+    gone = {dim for dim in call.dims("dim", source.ndim) if source.shape[dim] == 1}
+    kept = [dim for dim in range(source.ndim) if dim not in gone]
+    call.leave([m.reshape([m.shape[dim] for dim in kept]) for m in call.maps(source)])
+
+
+@rule("expand", "expand_as")
+def expanded(call: Call) -> None:
+    """Repeats along new dims, where a map has size 1."""
+    call.leave([aligned(m, call.outputs[0].ndim) for m in call.maps(call.inputs[0])])
+
+
+@rule("flip")
+def flipped(call: Call) -> None:
+    """Backwards, which commutes with removal where whole rows go."""
+    source = call.inputs[0]
+    dims = call.dims("dims", source.ndim)
+    moved = []
+    for index_map in call.maps(source):
+        over = tuple(dim for dim in dims if index_map.shape[dim] > 1)
+        if over and len(support(index_map)) > 1:
+            call.grid(index_map, "is flipped")
+        moved.append(np.flip(index_map, over))
+    call.leave(moved)
+
+
+@rule("repeat", "tile")
+def repeated(call: Call) -> None:
+    """Copies beside each other."""
+    repeats = call.get("repeats", call.get("dims"))
+    rank = call.outputs[0].ndim
+    moved = []
+    for index_map in (aligned(m, rank) for m in call.maps(call.inputs[0])):
+        times = [count if size > 1 else 1 for count, size in zip(repeats, index_map.shape, strict=True)]
+        copies = np.tile(index_map, times)
+        _repeats_only_outermost(call, index_map, [dim for dim, count in enumerate(times) if count > 1])
+        moved.append(copies)
+    call.leave(moved)
+
+
+@rule("repeat_interleave")
+def interleaved(call: Call) -> None:
+    """Each element several times in a row."""
+    if len(call.inputs) != 1 or not isinstance(call.get("repeats"), int) or call.get("dim") is None:
+        call.pin_inputs("is repeated by a tensor")
+        return
+    dim = call["dim"] % call.inputs[0].ndim
+    moved = []
+    for index_map in call.maps(call.inputs[0]):
+        many = call["repeats"] if index_map.shape[dim] > 1 else 1
+        _repeats_only_outermost(call, index_map, [dim] if many > 1 else [])
+        moved.append(np.repeat(index_map, many, axis=dim))
+    call.leave(moved)
+
+
+def _repeats_only_outermost(call: Call, index_map: Map, dims: list[int]) -> None:
+    if dims and len(support(index_map)) > 1:
+        call.grid(index_map, "is repeated")
+
+
+@rule("roll")
+def rolled(call: Call) -> None:
+    """Which element wraps around depends on the size."""
+    source = call.inputs[0]
+    dims = call.dims("dims", source.ndim)
+    kept = []
+    for index_map in call.maps(source):
+        if set(support(index_map)) & set(dims):
+            call.pin(index_map, "roll along the axis does not commute with removal")
+        else:
+            kept.append(index_map)
+    call.leave(kept)
+
+
+@rule("cat", "concat", "concatenate")
+def concatenated(call: Call) -> None:
+    """Beside each other along one dim; along the others the parts must agree."""
+    parts = [tensor for tensor in call["tensors"] if tensor.numel()]
+    rank = call.outputs[0].ndim
+    dim = call.get("dim", 0) % rank
+    along_dim = [[m for m in call.maps(part) if m.shape[dim] > 1] for part in parts]
+    across = [[m for m in call.maps(part) if m.shape[dim] == 1] for part in parts]
+    merged = _agreeing(call, parts, across, dim)
+    if any(along_dim):
+        merged.append(_joined(call, parts, along_dim, dim))
+    call.leave(merged, zero=all(label_of(part).zero for part in parts))
+
+
+@rule("stack")
+def stacked(call: Call) -> None:
+    """As `cat` along a new dim."""
+    parts = call["tensors"]
+    rank = call.outputs[0].ndim
+    dim = call.get("dim", 0) % rank
+    maps = [[np.expand_dims(m, dim) for m in call.maps(part)] for part in parts]
+    places = {support(m): None for part in maps for m in part}
+    stacked_maps = []
+    for place in places:
+        pieces = [next((m for m in part if support(m) == place), None) for part in maps]
+        if any(piece is None for piece in pieces):
+            for piece in pieces:
+                if piece is not None:
+                    call.pin(piece, "is stacked with a tensor that has no channels")
+            continue
+        joint = compress(np.concatenate([piece for piece in pieces if piece is not None], axis=dim))
+        if len(support(joint)) > 1:
+            call.even(np.moveaxis(joint, dim, 0), "is stacked")
+            if support(joint)[0] != dim:
+                call.grid(joint, "is stacked")
+        stacked_maps.append(joint)
+    call.leave(stacked_maps, zero=all(label_of(part).zero for part in parts))
+
+
+def _agreeing(call: Call, parts: list[Tensor], across: list[list[Map]], dim: int) -> list[Map]:
+    operands = []
+    for part, maps in zip(parts, across, strict=True):
+        shape = tuple(1 if place == dim else size for place, size in enumerate(part.shape))
+        operands.append(Operand(maps, shape, label_of(part).neutral))
+    return call.merge(operands, "is concatenated") if len(operands) > 1 else list(operands[0].maps)
+
+
+def _joined(call: Call, parts: list[Tensor], along_dim: list[list[Map]], dim: int) -> Map:
+    """The parts' maps beside each other; a part without one has no atoms there."""
+    places = {place for maps in along_dim for m in maps[:1] for place in support(m)} | {dim}
+    pieces = []
+    for part, maps in zip(parts, along_dim, strict=True):
+        shape = [size if place in places else 1 for place, size in enumerate(part.shape)]
+        for extra in maps[1:]:
+            call.pin(extra, "two axes are folded into one and concatenated")
+        pieces.append(np.broadcast_to(maps[0], shape) if maps else np.zeros(shape, np.int32))
+    joint = compress(np.concatenate(pieces, axis=dim))
+    if len(support(joint)) > 1:
+        call.even(joint, "is concatenated")
+    return joint
+
+
+@rule("as_strided", "diagonal", "diag_embed", "rot90", "unfold_backward")
+def restrided(call: Call) -> None:
+    """Elements by memory address or position: only what has no channels passes."""
+    call.pin_inputs("elements are picked by position")
+
+
+@rule("unfold")
+def windows(call: Call) -> None:
+    """Sliding windows along one dim, which becomes two."""
+    dim = call["dimension"] % call.inputs[0].ndim
+    kept = []
+    for index_map in call.maps(call.inputs[0]):
+        if index_map.shape[dim] > 1:
+            call.pin(index_map, "windows slide along the axis")
+        else:
+            kept.append(index_map[..., None])
+    call.leave(kept)

@@ -1,0 +1,115 @@
+"""Normalisations: exact where whole groups go, lossy where a part of a group does."""
+
+from torch import Tensor
+
+from keepk.graph.algebra import Operand
+from keepk.graph.call import Call
+from keepk.graph.facts import Line
+from keepk.graph.label import label_of
+from keepk.graph.maps import Map, along, support
+from keepk.graph.table import rule
+
+
+@rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",
+      "batch_norm", "_batch_norm_no_update", "_batch_norm_with_update", "_batch_norm_with_update_functional",
+      "miopen_batch_norm")  # fmt: skip
+def batch_normalised(call: Call) -> None:
+    """Channel by channel. Reading channels that others read too, it may drop some of its readings."""
+    pictures, output = call.inputs[0], call.outputs[0]
+    carriers = [tensor for tensor in call.inputs[1:] if tensor.ndim == 1 and tensor.shape[0] == pictures.shape[1]]
+    maps = [_over_channels(call, m) for m in call.maps(pictures)]
+    for tensor in carriers:
+        call.carried_by(tensor)
+    zero = len([tensor for tensor in carriers if label_of(tensor).parameter]) >= 2
+    if call.reads(maps, carriers):
+        call.leave(_read(call, maps, carriers, output.ndim), zero=zero)
+        return
+    shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(pictures.shape))
+    operands = [Operand(maps, tuple(pictures.shape), label_of(pictures).neutral)]
+    operands += [Operand([along(m, 1, output.ndim) for m in call.maps(t)], shape) for t in carriers]
+    for index_map in maps:
+        if 1 not in support(index_map):
+            call.lossy(index_map, support(index_map), "is normalised over")
+    call.leave(call.merge(operands, "is normalised"), zero=zero)
+
+
+def _over_channels(call: Call, index_map: Map) -> Map:
+    dims = support(index_map)
+    return call.union_over(index_map, [dim for dim in dims if dim != 1]) if 1 in dims else index_map
+
+
+def _read(call: Call, maps: list[Map], carriers: list[Tensor], rank: int) -> list[Map]:
+    """The output has the normalisation's own atoms, linked with those that it reads."""
+    own = call.maps(carriers[0])[0]
+    for tensor in carriers[1:]:
+        call.facts.add_equal(own, call.maps(tensor)[0])
+    source = next(m for m in maps if 1 in support(m))
+    call.read(source.ravel(), own.ravel())
+    return [along(own, 1, rank), *(m for m in maps if 1 not in support(m))]
+
+
+@rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
+def layer_normalised(call: Call) -> None:
+    """Over the last dims: a part of them changes the rest."""
+    source, rank = call.inputs[0], call.outputs[0].ndim
+    over = range(rank - len(call["normalized_shape"]), rank)
+    for index_map in call.maps(source):
+        call.lossy(index_map, over, "is normalised over")
+    carriers = call.inputs[1:]
+    for tensor in carriers:
+        call.carried_by(tensor)
+    merged = call.merge([call.operand(tensor, rank) for tensor in call.inputs], "is normalised")
+    call.leave(merged, zero=bool(carriers) and all(label_of(tensor).zero for tensor in carriers))
+    for output in call.outputs[1:]:
+        kept = [m for m in call.maps(source) if not set(support(m)) & set(over)]
+        call.leave([m for m in kept if m.ndim == output.ndim], to=output, zero=False)
+
+
+@rule("native_group_norm")
+def group_normalised(call: Call) -> None:
+    """By groups of channels, which go as a whole."""
+    pictures, rank, groups = call.inputs[0], call.outputs[0].ndim, call["group"]
+    channels = pictures.shape[1]
+    maps = [_over_channels(call, m) for m in call.maps(pictures)]
+    for index_map in maps:
+        if support(index_map) == (1,):
+            matrix = index_map.reshape(groups, channels // groups)
+            call.lossy(matrix, (1,), "is normalised over")
+            if groups > 1 and channels > groups:
+                call.facts.add_line(call.atoms.new(groups).reshape(groups, 1), matrix, Line.COLLAPSE)
+                call.even(matrix, "is normalised by groups")
+        else:
+            call.lossy(index_map, support(index_map), "is normalised over")
+    carriers = [tensor for tensor in (call.get("weight"), call.get("bias")) if tensor is not None]
+    for tensor in carriers:
+        call.carried_by(tensor)
+    operands = [Operand(maps, tuple(pictures.shape), label_of(pictures).neutral)]
+    shape = tuple(channels if dim == 1 else 1 for dim in range(rank))
+    operands += [Operand([along(m, 1, rank) for m in call.maps(t)], shape) for t in carriers]
+    call.leave(call.merge(operands, "is normalised"), zero=bool(carriers) and all(label_of(t).zero for t in carriers))
+
+
+@rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "_softmax_backward_data")
+def over_a_dim(call: Call) -> None:
+    """Along a dim: a part of it changes the rest."""
+    source = call.inputs[0]
+    dim = call["dim"] % source.ndim if source.ndim else 0
+    for index_map in call.maps(source):
+        call.lossy(index_map, (dim,), "is normalised over")
+    call.leave(call.maps(source), zero=False)
+
+
+@rule("_weight_norm_interface")
+def weight_normalised(call: Call) -> None:
+    """v times g over the norm of v: cutting v along the normed dims would rescale the rest."""
+    direction, size = call.inputs[0], call.inputs[1]
+    dim = call.get("dim", 0) % direction.ndim
+    rank = direction.ndim
+    merged = call.merge([call.operand(direction, rank), call.operand(size, rank)], "is normalised")
+    for index_map in merged:
+        call.lossy(index_map, [d for d in range(rank) if d != dim], "is normalised over")
+    call.leave(merged, zero=True)
+    for output in call.outputs[1:]:
+        call.leave(call.maps(size) if output.ndim == rank else (), to=output, zero=False)
+
+

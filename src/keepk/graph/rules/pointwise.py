@@ -1,0 +1,85 @@
+"""Element by element: operations that torch does not tag as pointwise, and those that only pass on."""
+
+from dataclasses import replace
+
+import torch
+
+from keepk.graph.call import Call
+from keepk.graph.label import label_of, set_label
+from keepk.graph.maps import support
+from keepk.graph.table import rule
+
+
+@rule("where", "masked_fill", "_prelu_kernel", "lerp", "addcmul", "addcdiv", "rrelu_with_noise", "celu", "fill", "zero",
+      "bernoulli", "normal", "uniform", "exponential", "polar", "complex", "log_sigmoid_forward", "clamp")  # fmt: skip
+def elementwise(call: Call) -> None:
+    """As any pointwise operation."""
+    call.pointwise()
+
+
+@rule("copy")
+def copy_into(call: Call) -> None:
+    """Writing into a tensor, perhaps a slice of another: the target's own atoms tie the whole together."""
+    target, source = call["self"], call["src"]
+    call.merge([call.operand(target, target.ndim), call.operand(source, target.ndim)], "is written over")
+    written = label_of(source)
+    base = target._base if target._base is not None else target
+    if target._base is not None and not label_of(target).maps:
+        for index_map in written.maps:
+            call.pin(index_map, "is written into a slice that has no channels")
+    maps = label_of(target).maps or (written.maps if target._base is None else ())
+    set_label(call.outputs[0], replace(written, maps=maps, neutral=False))
+    for tensor in {id(base): base, id(target): target}.values():
+        known = label_of(tensor)
+        held = known.maps or (maps if tensor is target else ())
+        set_label(tensor, replace(known, maps=held, neutral=False, parameter=False, zero=known.zero and written.zero))
+
+
+@rule("detach", "alias", "_to_copy", "clone", "lift_fresh", "lift_fresh_copy", "contiguous", "_conj", "_neg_view",
+      "resolve_conj", "isnan", "view_of")  # fmt: skip
+def passed_on(call: Call) -> None:
+    """The same elements at the same places."""
+    for output in call.outputs:
+        call.leave(call.maps(call.inputs[0]), to=output)
+
+
+@rule("native_dropout", "dropout", "alpha_dropout", "feature_dropout")
+def dropped_out(call: Call) -> None:
+    """The same places; the mask as well."""
+    for output in call.outputs:
+        call.leave(call.maps(call.inputs[0]), to=output)
+
+
+@rule("tril", "triu")
+def triangle(call: Call) -> None:
+    """A triangle over the last two dims is about positions."""
+    rank = call.inputs[0].ndim
+    kept = []
+    for index_map in call.maps(call.inputs[0]):
+        if set(support(index_map)) & {rank - 1, rank - 2} and not label_of(call.inputs[0]).neutral:
+            call.pin(index_map, "a triangle is cut along the axis")
+        elif not set(support(index_map)) & {rank - 1, rank - 2}:
+            kept.append(index_map)
+    call.leave(kept)
+
+
+@rule("view_as_complex", "view_as_real")
+def complex_pairs(call: Call) -> None:
+    """Real and imaginary parts belong together."""
+    kept = []
+    for index_map in call.maps(call.inputs[0]):
+        if call.name == "aten::view_as_real":
+            kept.append(index_map[..., None])
+        else:
+            last = index_map.ndim - 1
+            kept.append(call.union_over(index_map, [last] if index_map.shape[last] > 1 else []).squeeze(last))
+    call.leave(kept)
+
+
+@rule("_local_scalar_dense", "is_nonzero", "item", "equal", "_assert_async", "_assert_scalar", "nonzero", "bincount",
+      "_assert_tensor_metadata", "sym_size", "record_stream", "histc", "unique_dim", "_unique2", "allclose")  # fmt: skip
+def to_python(call: Call) -> None:
+    """Values leave the graph; what Python does with them is checked when a cut copy is traced again."""
+    for output in call.outputs:
+        if isinstance(output, torch.Tensor):
+            call.leave((), to=output, zero=False)

@@ -1,0 +1,39 @@
+"""Pooling and resampling of pictures: channel by channel, over the dims behind them."""
+
+from keepk.graph.call import Call
+from keepk.graph.label import label_of
+from keepk.graph.maps import support
+from keepk.graph.table import rule
+
+POOLS = (
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d",
+    "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "upsample_nearest1d",
+    "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_linear1d",
+    "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "grid_sampler_2d", "grid_sampler_3d", "mkldnn_max_pool2d",
+    "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
+    "replication_pad3d", "fractional_max_pool2d", "max_unpool2d", "cudnn_grid_sampler",
+)  # fmt: skip
+SPATIAL = {"1d": 1, "2d": 2, "3d": 3}
+
+
+@rule(*POOLS)
+def pooled(call: Call) -> None:
+    """The last one, two or three dims are moved over; the others stay."""
+    source = call.inputs[0]
+    count = next((n for mark, n in SPATIAL.items() if mark in call.name), 2)
+    moved = set(range(source.ndim - count, source.ndim))
+    kept = []
+    for index_map in call.maps(source):
+        inside = set(support(index_map)) & moved
+        if inside == set(support(index_map)):
+            call.pin(index_map, "is pooled or resampled along the axis")
+        else:
+            kept.append(call.union_over(index_map, sorted(inside)))
+    for other in call.inputs[1:]:
+        for index_map in call.maps(other):
+            call.pin(index_map, "says where to sample")
+    zero = label_of(source).zero
+    for output in call.outputs:
+        call.leave(kept, to=output, zero=zero)

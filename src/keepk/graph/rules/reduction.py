@@ -1,0 +1,46 @@
+"""Reductions over dims."""
+
+from keepk.graph.call import Call
+from keepk.graph.label import label_of
+from keepk.graph.maps import Map
+from keepk.graph.table import rule
+
+# These do not change when zeros are taken away.
+ZEROS_DO_NOT_COUNT = ("sum", "linalg_vector_norm", "norm", "any", "count_nonzero", "frobenius_norm", "nansum")
+
+
+@rule("sum", "mean", "amax", "amin", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "prod", "nansum",
+      "logsumexp", "any", "all", "argmax", "argmin", "count_nonzero", "frobenius_norm", "nanmean", "aminmax")  # fmt: skip
+def reduced(call: Call) -> None:
+    """A channel that is summed over must vanish from the sum; from a mean or a maximum it never does."""
+    source = call.inputs[0]
+    dims = call.dims("dim", source.ndim)
+    exact = call.name.removeprefix("aten::") in ZEROS_DO_NOT_COUNT and label_of(source).zero
+    for index_map in call.maps(source):
+        if not exact:
+            call.lossy(index_map, dims, f"{call.name.removeprefix('aten::')} over the axis")
+    call.read_by("a reduction", call.maps(source), dims)
+    maps = call.reduce(call.maps(source), dims)
+    for output in call.outputs:
+        call.leave([_shaped(m, dims, output.ndim) for m in maps], to=output, zero=_zero(call))
+
+
+@rule("max", "min")
+def extreme(call: Call) -> None:
+    """Of two tensors it is pointwise, of one a reduction."""
+    if len(call.inputs) == 2:
+        call.pointwise()
+    else:
+        reduced(call)
+
+
+def _shaped(index_map: Map, dims: list[int], rank: int) -> Map:
+    if rank == index_map.ndim:
+        return index_map
+    return index_map.reshape([size for dim, size in enumerate(index_map.shape) if dim not in dims])
+
+
+def _zero(call: Call) -> bool:
+    return label_of(call.inputs[0]).zero and call.name not in ("aten::logsumexp", "aten::all", "aten::prod")
+
+

@@ -1,0 +1,93 @@
+"""Parts of a tensor: slices, splits, single rows."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from keepk.graph.call import Call
+from keepk.graph.maps import Map, compress, support
+from keepk.graph.table import rule
+
+
+@rule("slice", "narrow")
+def sliced(call: Call) -> None:
+    """A run of a dim. Whether it moves with the size is seen when a cut copy is traced again."""
+    source, output = call.inputs[0], call.outputs[0]
+    dim = call.get("dim", 0) % source.ndim
+    kept = []
+    for index_map in call.maps(source):
+        if index_map.shape[dim] == 1 or source.shape[dim] == output.shape[dim]:
+            kept.append(index_map)
+        elif call.get("step", 1) != 1:
+            call.pin(index_map, "a slice with a step does not commute with removal")
+        else:
+            start = _start(call, source.shape[dim])
+            kept.append(_run(call, index_map, dim, start, output.shape[dim]))
+    call.leave(kept)
+
+
+def _start(call: Call, size: int) -> int:
+    start = call.get("start", 0)
+    return int(max(start + size, 0) if start < 0 else min(start, size))
+
+
+def _run(call: Call, index_map: Map, dim: int, start: int, length: int) -> Map:
+    part = np.take(index_map, range(start, start + length), axis=dim)
+    if length > 1 and index_map.shape[dim] % length == 0 and start % length == 0:
+        # Halves and thirds: `x[:, : c // 2]` moves with the size if all parts keep the same number.
+        _bind(call, np.split(index_map, index_map.shape[dim] // length, axis=dim), dim, "is sliced in equal parts")
+    elif len(support(index_map)) > 1:
+        call.grid(index_map, "is sliced")
+    return compress(part)
+
+
+@rule("select")
+def selected(call: Call) -> None:
+    """One row of a dim."""
+    source = call.inputs[0]
+    dim, index = call["dim"] % source.ndim, call["index"]
+    rows = [np.take(m, [index], axis=dim) if m.shape[dim] > 1 else m for m in call.maps(source)]
+    for index_map in call.maps(source):
+        if index_map.shape[dim] > 1 and support(index_map)[0] != dim:
+            call.grid(index_map, "a row is selected")
+    call.leave([compress(row).squeeze(dim) for row in rows])
+
+
+@rule("unbind")
+def unbound(call: Call) -> None:
+    """All rows of a dim, one by one."""
+    source = call.inputs[0]
+    dim = call.get("dim", 0) % source.ndim
+    _split(call, [1] * len(call.outputs), dim, squeeze=True)
+
+
+@rule("split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "chunk", "unsafe_chunk", "tensor_split",
+      "split_copy", "split_with_sizes_copy")  # fmt: skip
+def split(call: Call) -> None:
+    """Runs of a dim, one after the other."""
+    dim = call.get("dim", 0) % call.inputs[0].ndim
+    _split(call, [output.shape[dim] for output in call.outputs], dim, squeeze=False)
+
+
+def _split(call: Call, sizes: Sequence[int], dim: int, *, squeeze: bool) -> None:
+    ends = np.cumsum(sizes)[:-1]
+    parts: list[list[Map]] = [[] for _ in sizes]
+    for index_map in call.maps(call.inputs[0]):
+        pieces = [index_map] * len(sizes) if index_map.shape[dim] == 1 else np.split(index_map, ends, axis=dim)
+        if index_map.shape[dim] > 1:
+            _bind(call, pieces, dim, "is split in equal parts")
+        for part, piece in zip(parts, pieces, strict=True):
+            folded = compress(piece)
+            part.append(folded.squeeze(dim) if squeeze else folded)
+    for output, maps in zip(call.outputs, parts, strict=True):
+        call.leave(maps, to=output)
+
+
+def _bind(call: Call, pieces: Sequence[Map], dim: int, why: str) -> None:
+    """Equal parts keep equal numbers; a part of a map over several dims is a column if the dim is not the first."""
+    index_map = pieces[0]
+    inner = len(support(index_map)) > 1 and dim != support(index_map)[0]
+    if inner:
+        call.grid(np.concatenate(pieces, axis=dim), why)
+    if len(pieces) > 1 and len({piece.shape for piece in pieces}) == 1 and index_map.size > 1:
+        call.even(np.stack([piece.ravel() for piece in pieces]), why)

@@ -1,0 +1,184 @@
+"""Copies of a model to trace: without weights where that works, and cut by edits where that is wanted."""
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from keepk.errors import TraceError
+from keepk.graph.edits import Cut, Edits, write_attribute
+from keepk.graph.layers import SELECTED, HeadwiseAttention, selecting
+from keepk.graph.tracer import named_tensors
+
+
+@dataclass(frozen=True)
+class Example:
+    """What forward is called with."""
+
+    arguments: tuple[Any, ...]
+    by_name: dict[str, Any]
+
+    @staticmethod
+    def of(given: object) -> "Example":
+        """From a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
+        if isinstance(given, Tensor):
+            return Example((given,), {})
+        if isinstance(given, tuple | list):
+            return Example(tuple(given), {})
+        if isinstance(given, Mapping):
+            return Example((), dict(given))
+        raise TraceError(
+            f"example: got {type(given).__name__}. Give a tensor, a tuple of positional arguments, or a dict of keyword "
+            f"arguments, as the model's forward takes them."
+        )
+
+    def on(self, device: torch.device | None) -> "Example":
+        """The same with all tensors on a device; None: copies where they are."""
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return value.detach().clone() if device is None else value.detach().to(device)
+
+        return Example(tree_map(moved, self.arguments), tree_map(moved, self.by_name))
+
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Makes copies of one model that may be labelled, run and cut; the model itself is never touched.
+
+    Args:
+        model: The user's model.
+        example: What its forward is called with.
+        device: Where the copies live: the meta device, or None for where the model is.
+    """
+
+    model: nn.Module
+    example: Example
+    device: torch.device | None
+
+    def copy(self, edits: Edits | None = None, *, training: bool = False) -> nn.Module:
+        """A copy, cut by edits if there are any."""
+        cuts = {cut.tensor: cut for cut in edits.cuts} if edits else {}
+        memo = dict[int, Any]()
+        for name, tensor, parameter in named_tensors(self.model):
+            made = self._tensor(tensor.detach(), cuts.get(name))
+            memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if parameter else made
+        for tensor in _plain_tensors(self.model):
+            memo.setdefault(id(tensor), self._tensor(tensor.detach(), None))
+        try:
+            twin = copy.deepcopy(self.model, memo)
+        except Exception as error:
+            raise TraceError(
+                f"model {type(self.model).__name__}: cannot be copied ({type(error).__name__}: {error}). The trace works on "
+                f"a copy; make copy.deepcopy(model) work."
+            ) from error
+        _adapt(twin, edits)
+        return twin.train(training)
+
+    def _tensor(self, tensor: Tensor, cut: Cut | None) -> Tensor:
+        if self.device is not None:
+            return torch.empty(cut.after if cut else tensor.shape, dtype=tensor.dtype, device=self.device)
+        return cut_tensor(tensor, cut) if cut else tensor.clone()
+
+    @contextmanager
+    def running(self) -> Iterator[Example]:
+        """The surroundings of a forward pass that is watched: no gradients, no fused kernels, no trace left behind."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_fused_attention_off())
+            stack.enter_context(_random_state_kept(self.model))
+            if any(isinstance(module, nn.RNNBase) for module in self.model.modules()):
+                stack.enter_context(_mkldnn_off())
+            if self.device is not None:
+                stack.enter_context(self.device)
+            yield self.example.on(self.device)
+
+
+def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
+    """What is left of a tensor, in the memory format that it had."""
+    for axis, kept in sorted(cut.kept.items()):
+        index = torch.from_numpy(np.ascontiguousarray(kept)).to(tensor.device)
+        if index.ndim == 1:
+            tensor = tensor.index_select(axis, index)
+        else:
+            rows = torch.arange(tensor.shape[0], device=tensor.device)
+            tensor = tensor[rows[:, None], index]
+    return tensor
+
+
+def _adapt(twin: nn.Module, edits: Edits | None) -> None:
+    """Attentions take their sizes from their weights, as they do once they have lost heads; then the settings."""
+    modules = dict(twin.named_modules())
+    for module in modules.values():
+        if type(module) is nn.MultiheadAttention and HeadwiseAttention.fits(module):
+            module.__class__ = HeadwiseAttention
+    if edits is None:
+        return
+    for setting in edits.settings:
+        write_attribute(modules[setting.module], setting, setting.new)
+    for selection in edits.selections:
+        module = modules[selection.module]
+        device = next(chain(module.parameters(), module.buffers())).device
+        module.register_buffer(SELECTED, torch.from_numpy(selection.channels).to(device))
+        module.__class__ = selecting(type(module))
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules keep as plain attributes, or one level deeper in lists and dicts."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, list | tuple):
+                yield from (item for item in value if isinstance(item, Tensor))
+            elif isinstance(value, dict):
+                yield from (item for item in value.values() if isinstance(item, Tensor))
+
+
+@contextmanager
+def _fused_attention_off() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _mkldnn_off() -> Iterator[None]:
+    """oneDNN runs a whole recurrent layer as one operation; without it torch takes it apart."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _random_state_kept(model: nn.Module) -> Iterator[None]:
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's forward may draw from it
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+

@@ -1,0 +1,157 @@
+"""`trace`: find what one channel is in any network."""
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from keepk.errors import TraceError
+from keepk.graph.attributes import sized_attributes
+from keepk.graph.facts import Bound, Reason
+from keepk.graph.graph import Graph, Wiring
+from keepk.graph.label import tensors_in
+from keepk.graph.layers import HeadwiseAttention
+from keepk.graph.maps import support
+from keepk.graph.probe import Probe
+from keepk.graph.shell import META, Example, Workshop
+from keepk.graph.tracer import Tracer, named_tensors, output_maps
+
+
+def trace(model: nn.Module, example: Any) -> Graph:
+    """Find the channels of a model: which slices of which tensors go together, what is fixed, and why.
+
+    One forward pass is watched, on a copy without weights; nothing of the model changes. Where the model's Python looks
+    at values, the copy has weights.
+
+    Args:
+        model: Any module whose forward works on the example.
+        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments. Two or more pictures or
+            sequences, so that the batch is not taken for something else.
+
+    Examples:
+        >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+        >>> graph = trace(net, torch.zeros(2, 8))
+        >>> [(space.name, len(space.units)) for space in graph.spaces]
+        [('0', 6)]
+        >>> graph.slices(0)
+        [('0.weight', 0, 0), ('0.bias', 0, 0), ('2.weight', 1, 0)]
+    """
+    given = Example.of(example)
+    _refuse_strange(model, given)
+    try:
+        return _traced(Workshop(model, given, META))
+    except (TraceError, _NotOnMeta) as error:
+        if isinstance(error, TraceError):
+            raise
+    return _traced(Workshop(model, given, None))
+
+
+class _NotOnMeta(Exception):  # noqa: N818 - says only that the copy needs weights
+    """The model's Python looks at values."""
+
+
+def _traced(workshop: Workshop) -> Graph:
+    tracer = _watch(workshop)
+    wiring = _wiring(workshop.model, tracer)
+    return Probe(workshop, tracer, wiring, pins=[], lossy=[], constants=[]).settle()
+
+
+def _watch(workshop: Workshop) -> Tracer:
+    """The first trace; begun again once if weights turn out to belong to grouped convolutions."""
+    groups = dict[str, int]()
+    while True:
+        known = len(groups)
+        tracer = Tracer(workshop.copy(), groups)
+        tracer.label_tensors()
+        _bind_recurrent(tracer)
+        output = _run(workshop, tracer)
+        if len(groups) == known:
+            break
+    for index_map in output_maps(output):
+        tracer.facts.add_pin(index_map, Reason("is an output of the model", place=_place_of_forward(workshop.model)))
+    return tracer
+
+
+def _place_of_forward(model: nn.Module) -> str:
+    """File and line where the model's forward begins."""
+    try:
+        source, line = inspect.getsourcefile(type(model).forward), inspect.getsourcelines(type(model).forward)[1]
+    except (OSError, TypeError):
+        return type(model).__qualname__
+    return f"{Path(source or '').name}:{line}"
+
+
+def _run(workshop: Workshop, tracer: Tracer) -> Any:
+    try:
+        with workshop.running() as example:
+            return tracer.follow(example.arguments, example.by_name)
+    except Exception as error:
+        if workshop.device is not None:
+            raise _NotOnMeta from error
+        raise TraceError(
+            f"model {type(workshop.model).__name__}: its forward failed on the example "
+            f"({type(error).__name__}: {error}). Give an example on which model(*example) works."
+        ) from error
+
+
+def _bind_recurrent(tracer: Tracer) -> None:
+    """torch's recurrent layers have one hidden size for all layers and directions."""
+    for path, module in tracer.model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            prefix = f"{path}." if path else ""
+            rows = [
+                index_map.ravel()
+                for name, maps in tracer.tensors.items()
+                if name.startswith(f"{prefix}weight_hh") and name.rpartition(".")[0] == path
+                for index_map in maps
+                if support(index_map) == (1,)
+            ]
+            if len(rows) > 1:
+                why = Reason("has one hidden size for all layers and directions", module=path)
+                tracer.facts.even.append(Bound(np.stack(rows), why))
+
+
+def _wiring(model: nn.Module, tracer: Tracer) -> Wiring:
+    tensors = list(named_tensors(model))
+    names = {id(tensor): name for name, tensor, _ in tensors}
+    return Wiring(
+        axes=tracer.atoms.axes,
+        tensors=tracer.tensors,
+        shapes={name: tuple(tensor.shape) for name, tensor, _ in tensors},
+        parameters={name for name, _, parameter in tensors if parameter},
+        roles=tracer.facts.roles,
+        sized=tuple(sized_attributes(model, names)),
+        headwise=dict(_attentions(model, names)),
+    )
+
+
+def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]]:
+    for path, module in model.named_modules():
+        if HeadwiseAttention.fits(module):
+            yield path, names[id(module.in_proj_weight)]
+
+
+def _refuse_strange(model: object, example: Example) -> None:
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"trace: got {type(model).__name__} as the model. Give a torch.nn.Module.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TraceError(f"parameter {name!r} has no shape yet. Run one forward pass of the lazy module first.")
+    devices = {tensor.device.type for tensor, _ in _tensors(model)}
+    for tensor in tensors_in([*example.arguments, example.by_name]):
+        if devices and tensor.device.type not in devices:
+            raise TraceError(
+                f"example: a tensor is on {tensor.device}, the model on {', '.join(sorted(devices))}. "
+                f"Move one of them."
+            )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
+    for name, tensor, _ in named_tensors(model):
+        yield tensor, name
+
+

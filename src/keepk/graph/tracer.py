@@ -1,0 +1,177 @@
+"""One forward pass under a dispatch mode: every operation is seen, whatever the Python around it."""
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import keepk.graph.rules  # noqa: F401 - fills the table
+from keepk.graph.atoms import Atoms
+from keepk.graph.call import Call, is_pointwise
+from keepk.graph.facts import Facts
+from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
+from keepk.graph.maps import Map, along
+from keepk.graph.table import rule_for
+
+FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), functools.__file__)
+CREATES = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
+           "new_empty_strided", "scalar_tensor")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation as it was seen.
+
+    Attributes:
+        name: The operation.
+        outputs: Shape and maps of each output.
+        numbers: Its arguments that are plain numbers and say nothing about shapes.
+        module: In whose forward it ran.
+        place: File and line in the user's program.
+    """
+
+    name: str
+    outputs: tuple[tuple[tuple[int, ...], tuple[Map, ...]], ...]
+    numbers: tuple[float, ...]
+    module: str
+    place: str
+
+
+class Tracer(TorchDispatchMode):
+    """Follows index maps through a forward pass and writes down facts and steps.
+
+    Args:
+        model: A copy of the user's model that may be labelled.
+        groups: By name of a weight, the groups of the convolution that uses it, as far as they are known.
+    """
+
+    def __init__(self, model: nn.Module, groups: dict[str, int]) -> None:
+        super().__init__()
+        self.model, self.groups = model, groups
+        self.atoms, self.facts = Atoms(), Facts()
+        self.steps: list[Step] = []
+        self.tensors: dict[str, tuple[Map, ...]] = {}
+        self.touched: set[str] = set()
+        self._stack = [""]
+        self._modules = dict(model.named_modules())
+
+    @property
+    def module(self) -> str:  # type: ignore[override]
+        """The path of the module whose forward is under way."""
+        return self._stack[-1]
+
+    def is_batch_norm(self, module: str) -> bool:
+        """Whether a path names a BatchNorm of the model."""
+        return isinstance(self._modules.get(module), nn.modules.batchnorm._BatchNorm)
+
+    def place(self) -> str:
+        """File and line of the innermost frame that is the user's own."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(FOREIGN):
+                return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            if frame.f_code.co_name == "follow":
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+    def label_tensors(self, maps: dict[str, tuple[Map, ...]] | None = None) -> None:
+        """Give atoms to every parameter and buffer, or those of an earlier trace."""
+        for name, tensor, parameter in named_tensors(self.model):
+            found = self._fresh(name, tensor) if maps is None else maps[name]
+            self.tensors[name] = found
+            set_label(tensor, Label(found, parameter=parameter, zero=parameter))
+
+    def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
+        groups = self.groups.get(name, 1)
+        maps = []
+        for dim, size in enumerate(tensor.shape):
+            if dim == 1 and groups > 1 and size > 1:
+                ids = self.atoms.new(groups * size, name, dim, groups).reshape(groups, 1, size)
+                rows = np.broadcast_to(ids, (groups, tensor.shape[0] // groups, size)).reshape(tensor.shape[0], size)
+                maps.append(rows.reshape(*rows.shape, *(1,) * (tensor.ndim - 2)))
+            elif size > 1:
+                maps.append(along(self.atoms.new(size, name, dim), dim, tensor.ndim))
+        return tuple(maps)
+
+    def follow(self, arguments: Sequence[Any], by_name: dict[str, Any]) -> Any:
+        """Run the model's forward and return its output."""
+        with self._watching_modules(), self:
+            return self.model(*arguments, **by_name)
+
+    @contextmanager
+    def _watching_modules(self) -> Iterator[None]:
+        handles = []
+        for path, module in self._modules.items():
+            handles.append(module.register_forward_pre_hook(functools.partial(self._enter, path), prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str, _module: nn.Module, _arguments: Any) -> None:
+        self._stack.append(path)
+
+    def _leave(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
+        self._stack.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        arguments = (args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        call = Call(self, func, arguments, result)
+        if call.name.removeprefix("aten::") in CREATES or any(map(is_labelled, call.inputs)):
+            self._apply_rule(call)
+        self.record(call)
+        return result
+
+    def _apply_rule(self, call: Call) -> None:
+        rule = rule_for(call)
+        why = f"{call.name} has no rule; keepk.rule teaches one"
+        if rule is not None:
+            try:
+                rule(call)
+            except Exception as error:  # noqa: BLE001 - what is not understood is left alone, with the reason
+                why = f"the rule of {call.name} failed: {type(error).__name__}: {error}"
+            else:
+                return
+        call.pin_inputs(why)
+        for output in call.outputs:
+            set_label(output, Label())
+
+    def record(self, call: Call) -> None:
+        """Write the operation down."""
+        outputs = tuple((tuple(output.shape), label_of(output).maps) for output in call.outputs)
+        self.steps.append(Step(call.name, outputs, numbers_of(call), self.module, call.place))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every parameter and buffer once, under its first name; whether it is a parameter."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter, True
+    for name, buffer in model.named_buffers():
+        yield name, buffer, False
+
+
+def numbers_of(call: Call) -> tuple[float, ...]:
+    """The plain numbers among an operation's arguments that are values and not sizes or dims."""
+    kinds = int | float if is_pointwise(call.operation) else float
+    values = (value for value in call.arguments.values() if isinstance(value, kinds) and not isinstance(value, bool))
+    return tuple(float(value) for value in values)
+
+
+def output_maps(output: Any) -> Iterator[Map]:
+    """The maps of everything that a model returns."""
+    for tensor in tensors_in(output):
+        yield from label_of(tensor).maps
+
+

@@ -1,0 +1,161 @@
+"""Units as arrays: which slices of which tensors go together, and the spaces that units fall into."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepk.graph.atoms import Axis
+from keepk.graph.edits import Indices
+from keepk.graph.facts import Reason, Role
+from keepk.graph.solve import Solution
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An axis, or a part of one, that cannot shrink."""
+
+    tensor: str
+    axis: int
+    channels: int
+    reason: Reason
+
+    @property
+    def why(self) -> str:
+        """The reason in a line."""
+        return str(self.reason)
+
+    @property
+    def place(self) -> str:
+        """File and line, where there is one."""
+        return self.reason.place
+
+
+@dataclass(frozen=True)
+class GraphSpace:
+    """Units that have their slices in the same axes.
+
+    Attributes:
+        name: The module that produces them.
+        units: Their ids.
+        axes: (tensor, axis, role) of their slices.
+        kind: "channel"; "read", a BatchNorm's reading of a channel that others read too; or "source", such a channel,
+            which goes when nobody reads it any more.
+        lossy: Why removing one changes more than setting it to zero would; empty where it does not.
+    """
+
+    name: str
+    units: Indices
+    axes: tuple[tuple[str, int, Role | None], ...]
+    kind: str
+    lossy: str
+
+
+@dataclass(frozen=True)
+class Units:
+    """All units of a graph, no object for each.
+
+    Attributes:
+        classes: The class of atoms of each unit.
+        space: The number of its space.
+        lossy: Whether removing it changes more than zeroing it would.
+        starts: Where its slices begin in `axis` and `index`; one entry more than units.
+        axis: For each slice, the number of its axis in the list of axes.
+        index: For each slice, its index in the axis.
+    """
+
+    classes: Indices
+    space: Indices
+    lossy: NDArray[np.bool_]
+    starts: Indices
+    axis: Indices
+    index: Indices
+
+    def __len__(self) -> int:
+        return len(self.classes)
+
+    def slices(self, unit: int) -> Iterator[tuple[int, int]]:
+        """Axis number and index of each slice of a unit."""
+        for place in range(self.starts[unit], self.starts[unit + 1]):
+            yield int(self.axis[place]), int(self.index[place])
+
+
+def find_units(axes: list[Axis], parameters: set[str], solution: Solution) -> Units:
+    """Every class that has an atom of a parameter and is not pinned."""
+    numbers = [number for number, axis in enumerate(axes) if axis.tensor]
+    classes = np.concatenate([_classes(axes[n], solution) for n in numbers] or [np.zeros(0, np.int32)]).astype(np.int64)
+    axis = np.concatenate([np.full(axes[n].size, n) for n in numbers] or [np.zeros(0, np.int64)])
+    index = np.concatenate([np.arange(axes[n].size) for n in numbers] or [np.zeros(0, np.int64)])
+    free = np.ones(len(solution.classes), bool)
+    free[list(solution.pinned)] = False
+    owned = np.zeros(len(solution.classes), bool)
+    for number in numbers:
+        if axes[number].tensor in parameters:
+            owned[_classes(axes[number], solution)] = True
+    kept = (free & owned)[classes]
+    classes, axis, index = classes[kept], axis[kept], index[kept]
+    lossy = np.zeros(len(solution.classes), bool)
+    lossy[list(solution.lossy)] = True
+    space = _space_numbers(classes, axis, lossy[classes], len(axes))
+    order = np.lexsort((index, axis, classes, space))
+    classes, axis, index, space = classes[order], axis[order], index[order], space[order]
+    firsts = np.flatnonzero(np.r_[True, classes[1:] != classes[:-1]]) if len(classes) else np.zeros(0, np.int64)
+    return Units(
+        classes=classes[firsts],
+        space=space[firsts],
+        lossy=lossy[classes[firsts]],
+        starts=np.r_[firsts, len(classes)],
+        axis=axis,
+        index=index,
+    )
+
+
+def _classes(axis: Axis, solution: Solution) -> NDArray[np.int32]:
+    return solution.classes[axis.start : axis.start + axis.size]
+
+
+def _space_numbers(classes: Indices, axis: Indices, lossy: NDArray[np.bool_], axes: int) -> Indices:
+    """A number for each set of axes, in the order of their first axes; lossy units are apart from exact ones."""
+    if not len(classes):
+        return np.zeros(0, np.int64)
+    pairs = np.unique(classes * axes + axis)
+    # A sum of random numbers, one for each axis, tells sets of axes apart.
+    marks = np.random.default_rng(0).integers(1, 2**62, size=axes, dtype=np.int64)
+    sums = np.zeros(int(classes.max()) + 1, np.int64)
+    np.add.at(sums, pairs // axes, marks[pairs % axes])
+    first = np.full(len(sums), axes, np.int64)
+    np.minimum.at(first, classes, axis)
+    keys = np.stack([first[classes], sums[classes], lossy.astype(np.int64)])
+    _, numbers = np.unique(keys, axis=1, return_inverse=True)
+    return numbers.ravel().astype(np.int64)
+
+
+def find_spaces(units: Units, axes: list[Axis], solution: Solution, roles: dict[tuple[str, int], Role]) -> list[GraphSpace]:
+    """The spaces, with the name of the module that produces their units."""
+    readers = {int(c) for read in solution.reads for c in solution.classes[read.readers]}
+    sources = {int(c) for read in solution.reads for c in solution.classes[read.sources]}
+    spaces = []
+    for number in range(int(units.space.max()) + 1 if len(units) else 0):
+        members = np.flatnonzero(units.space == number)
+        first = int(members[0])
+        numbers = dict.fromkeys(axis for axis, _ in units.slices(first))
+        described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
+        home = next((tensor for tensor, _, role in described if role is Role.PRODUCER), described[0][0])
+        found = int(units.classes[first])
+        kind = "read" if found in readers else "source" if found in sources else "channel"
+        lossy = next((solution.lossy[c] for c in units.classes[members].tolist() if c in solution.lossy), None)
+        name = home.rpartition(".")[0] if home.endswith((".weight", ".bias")) else home
+        spaces.append(GraphSpace(name or home, members, described, kind, "" if lossy is None else str(lossy)))
+    return spaces
+
+
+def find_fixed(axes: list[Axis], solution: Solution) -> list[Fixed]:
+    """The axes of parameters and buffers that cannot shrink, or only in part."""
+    found = []
+    for axis in axes:
+        if axis.tensor:
+            pinned = [c for c in _classes(axis, solution).tolist() if c in solution.pinned]
+            if pinned:
+                found.append(Fixed(axis.tensor, axis.dim, len(pinned), solution.pinned[pinned[0]]))
+    return found

@@ -1,0 +1,18 @@
+"""One small network for each wiring pattern that channel removal meets, and the verdict expected on it."""
+
+from networks import attention, convolutions, joins, moves, recurrent, refused, weights
+from networks.registry import EXPECTED, NETWORKS, Expected, spread
+
+__all__ = [
+    "EXPECTED",
+    "NETWORKS",
+    "Expected",
+    "attention",
+    "convolutions",
+    "joins",
+    "moves",
+    "recurrent",
+    "refused",
+    "spread",
+    "weights",
+]

@@ -1,0 +1,126 @@
+"""Attention: by hand, fused, grouped queries, and torch's own modules."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from networks.registry import network, sequences
+
+
+def heads(x, count):
+    """[batch, time, count * size] -> [batch, count, time, size]"""
+    return x.view(x.shape[0], x.shape[1], count, -1).transpose(1, 2)
+
+
+def joined(x):
+    return x.transpose(1, 2).flatten(2)
+
+
+@network("attention_by_hand", "exact", "value.weight", 0, example=sequences)
+class AttentionByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.scale = 2, 0.4
+        self.query = nn.Linear(7, 12)
+        self.key = nn.Linear(7, 12)
+        self.value = nn.Linear(7, 8)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x):
+        query, key, value = (heads(layer(x), self.num_heads) for layer in (self.query, self.key, self.value))
+        weights = (query @ key.transpose(-1, -2) * self.scale).softmax(-1)
+        return self.out(joined(weights @ value))
+
+
+@network("fused_qkv", "exact", "qkv.weight", 0, example=sequences)
+class FusedQkv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 2
+        self.qkv = nn.Linear(7, 36)
+        self.out = nn.Linear(12, 5)
+
+    def forward(self, x):
+        query, key, value = (heads(part, self.num_heads) for part in self.qkv(x).chunk(3, -1))
+        return self.out(joined(F.scaled_dot_product_attention(query, key, value, scale=0.4)))
+
+
+@network("grouped_query_attention", "exact", "value.weight", 0, example=sequences)
+class GroupedQueryAttention(nn.Module):
+    """Four heads of queries share two heads of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = 4, 2, 6
+        self.query = nn.Linear(7, 24, bias=False)
+        self.key = nn.Linear(7, 12, bias=False)
+        self.value = nn.Linear(7, 12, bias=False)
+        self.out = nn.Linear(24, 5)
+
+    def split(self, x, count):
+        return x.view(x.shape[0], x.shape[1], count, self.head_dim).transpose(1, 2)
+
+    def forward(self, x):
+        query = self.split(self.query(x), self.num_heads)
+        key, value = (self.split(layer(x), self.num_key_value_heads) for layer in (self.key, self.value))
+        copies = self.num_heads // self.num_key_value_heads
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        return self.out(joined(F.scaled_dot_product_attention(query, key, value, scale=0.4, is_causal=True)))
+
+
+@network("multihead_attention", "exact", "attention.in_proj_weight", 0, example=sequences)
+class TorchAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 12)
+        self.attention = nn.MultiheadAttention(12, 4, batch_first=True)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+@network("encoder_layer", "exact", "layer.linear1.weight", 0, example=sequences)
+class EncoderLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 12)
+        self.layer = nn.TransformerEncoderLayer(12, 4, 16, dropout=0.1, batch_first=True, norm_first=True)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.head(self.layer(self.first(x)))
+
+
+@network("scale_from_shape", "inexact", "query.weight", 0, example=sequences)
+class ScaleFromShape(nn.Module):
+    """A narrower query changes the temperature: 1 / sqrt(d) is read from the shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(7, 12)
+        self.key = nn.Linear(7, 12)
+        self.value = nn.Linear(7, 8)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x):
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        weights = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).softmax(-1)
+        return self.out(weights @ value)
+
+
+@network("scale_from_default", "inexact", "query.weight", 0, example=sequences)
+class ScaleFromDefault(nn.Module):
+    """The same temperature, inside torch's fused attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(7, 12)
+        self.key = nn.Linear(7, 12)
+        self.value = nn.Linear(7, 8)
+        self.out = nn.Linear(8, 5)
+
+    def forward(self, x):
+        parts = (layer(x).unsqueeze(1) for layer in (self.query, self.key, self.value))
+        return self.out(F.scaled_dot_product_attention(*parts).squeeze(1))

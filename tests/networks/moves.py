@@ -1,0 +1,168 @@
+"""Data that moves between axes and comes through: splits, shuffles, stacks, copies."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from networks.registry import Pictured, network
+
+
+@network("channel_shuffle", "exact", "expand.weight", 0)
+class ChannelShuffle(Pictured):
+    def __init__(self):
+        super().__init__(8, 7)
+        self.groups = 2
+        self.expand = nn.Conv2d(8, 12, 1, groups=2)
+        self.reduce = nn.Conv2d(12, 8, 1, groups=2)
+        self.last = nn.Conv2d(8, 7, 1)
+
+    def pattern(self, x):
+        x = F.relu(self.expand(x))
+        batch, channels, height, width = x.shape
+        x = x.view(batch, self.groups, channels // self.groups, height, width).transpose(1, 2)
+        return self.last(F.relu(self.reduce(x.reshape(batch, channels, height, width))))
+
+
+@network("glu", "exact", "second.weight", 0)
+class Glu(Pictured):
+    def __init__(self):
+        super().__init__(8, 6)
+        self.second = nn.Conv2d(8, 12, 1)
+
+    def pattern(self, x):
+        return F.glu(self.second(x), 1)
+
+
+@network("chunk", "exact", "first.weight", 0)
+class Chunk(Pictured):
+    def __init__(self):
+        super().__init__(12, 7)
+        self.left = nn.Conv2d(6, 7, 1)
+        self.right = nn.Conv2d(6, 7, 1)
+
+    def pattern(self, x):
+        left, right = x.chunk(2, 1)
+        return F.relu(self.left(left)) + self.right(right)
+
+
+@network("split_sizes", "exact", "first.weight", 0)
+class SplitSizes(Pictured):
+    """The sizes are attributes, so that they can follow."""
+
+    def __init__(self):
+        super().__init__(12, 7)
+        self.small, self.large = 4, 8
+        self.left = nn.Conv2d(4, 7, 1)
+        self.right = nn.Conv2d(8, 7, 1)
+
+    def pattern(self, x):
+        left, right = x.split([self.small, self.large], 1)
+        return F.relu(self.left(left)) + self.right(right)
+
+
+@network("halves", "exact", "first.weight", 0)
+class Halves(Pictured):
+    """Two slices whose borders are computed from the shape."""
+
+    def __init__(self):
+        super().__init__(12, 7)
+        self.left = nn.Conv2d(6, 7, 1)
+        self.right = nn.Conv2d(6, 7, 1)
+
+    def pattern(self, x):
+        half = x.shape[1] // 2
+        return F.relu(self.left(x[:, :half])) + self.right(x[:, half:])
+
+
+@network("pixel_shuffle", "exact", "second.weight", 0)
+class PixelShuffle(Pictured):
+    def __init__(self):
+        super().__init__(8, 7)
+        self.second = nn.Conv2d(8, 24, 1)
+        self.last = nn.Conv2d(6, 7, 1)
+
+    def pattern(self, x):
+        return self.last(F.relu(F.pixel_shuffle(self.second(x), 2)))
+
+
+@network("pixel_unshuffle", "exact", "first.weight", 0)
+class PixelUnshuffle(Pictured):
+    def __init__(self):
+        super().__init__(6, 7)
+        self.last = nn.Conv2d(24, 7, 1)
+
+    def pattern(self, x):
+        return self.last(F.relu(F.pixel_unshuffle(x, 2)))
+
+
+@network("filled_by_slices", "exact", "left.weight", 0)
+class FilledBySlices(Pictured):
+    def __init__(self):
+        super().__init__(8, 10)
+        self.left = nn.Conv2d(8, 4, 1)
+        self.right = nn.Conv2d(8, 6, 1)
+
+    def pattern(self, x):
+        left, right = self.left(x), self.right(x)
+        border = left.shape[1]
+        both = x.new_zeros(x.shape[0], border + right.shape[1], *x.shape[2:])
+        both[:, :border] = left
+        both[:, border:] = right
+        return F.relu(both)
+
+
+@network("stack_flatten", "exact", "left.weight", 0)
+class StackFlatten(Pictured):
+    def __init__(self):
+        super().__init__(8, 12)
+        self.left = nn.Conv2d(8, 6, 1)
+        self.right = nn.Conv2d(8, 6, 1)
+
+    def pattern(self, x):
+        return F.relu(torch.stack([self.left(x), self.right(x)], 2).flatten(1, 2))
+
+
+@network("expand", "exact", "second.weight", 0)
+class Expand(Pictured):
+    """Every channel twice, neighbours: a copy by broadcasting."""
+
+    def __init__(self):
+        super().__init__(8, 12)
+        self.second = nn.Conv2d(8, 6, 1)
+
+    def pattern(self, x):
+        x = self.second(x)
+        return F.relu(x.unsqueeze(2).expand(-1, -1, 2, -1, -1).flatten(1, 2))
+
+
+@network("repeat", "exact", "second.weight", 0)
+class Repeat(Pictured):
+    """All channels, and all again behind them."""
+
+    def __init__(self):
+        super().__init__(8, 12)
+        self.second = nn.Conv2d(8, 6, 1)
+
+    def pattern(self, x):
+        return F.relu(self.second(x).repeat(1, 2, 1, 1))
+
+
+@network("flip", "exact", "first.weight", 0)
+class Flip(Pictured):
+    def __init__(self):
+        super().__init__(8, 7)
+        self.last = nn.Conv2d(8, 7, 1)
+
+    def pattern(self, x):
+        return self.last(x.flip(1))
+
+
+@network("zero_preserving_sum", "exact", "first.weight", 0)
+class ZeroPreservingSum(Pictured):
+    """A sum over channels that are zero when removed loses nothing."""
+
+    def __init__(self):
+        super().__init__(8, 1)
+
+    def pattern(self, x):
+        return torch.tanh(x).sum(1, keepdim=True)

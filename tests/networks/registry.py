@@ -1,0 +1,93 @@
+"""The table of small networks: each is registered beside what channel removal must say about it."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+NETWORKS = {}
+EXPECTED = {}
+
+
+class Expected(NamedTuple):
+    """The verdict on one axis of one tensor.
+
+    exact    a unit that can be removed exactly has a slice there
+    lossy    it has units, each with a reason why removing it is not exact
+    inexact  it has no exact unit: lossy or fixed, whichever the tool can tell
+    fixed    it has no unit, and a record says why
+    """
+
+    verdict: str
+    tensor: str
+    axis: int
+
+
+def pictures():
+    return torch.randn(3, 3, 6, 10)
+
+
+def vectors():
+    return torch.randn(3, 7)
+
+
+def sequences():
+    return torch.randn(3, 5, 7)
+
+
+def words():
+    return torch.randint(0, 11, (3, 5))
+
+
+def network(name, *expected, example=pictures):
+    """Register a class under a name: `NETWORKS[name]()` is a float64 model with its example."""
+
+    def register(cls):
+        assert name not in NETWORKS, f"two networks are called {name!r}"
+        NETWORKS[name] = lambda seed=0: made(cls, example, seed)
+        EXPECTED[name] = Expected(*expected)
+        return cls
+
+    return register
+
+
+def made(build, example, seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build().double()
+        spread(model)
+        return model, in_float64(example())
+
+
+def in_float64(example):
+    if isinstance(example, dict):
+        return {key: in_float64(value) for key, value in example.items()}
+    if isinstance(example, tuple):
+        return tuple(in_float64(value) for value in example)
+    return example.double() if example.is_floating_point() else example
+
+
+@torch.no_grad()
+def spread(model):
+    """Distinct biases, scales and statistics: zeros and ones would hide a slice that was left behind."""
+    for parameter in model.parameters():
+        if parameter.dim() < 2 or parameter.unique().numel() == 1:
+            parameter.uniform_(0.4, 1.2).mul_(torch.randint(0, 2, parameter.shape) * 2 - 1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.normal_()
+        elif name.endswith("running_var"):
+            buffer.uniform_(0.5, 2.0)
+
+
+class Pictured(nn.Module):
+    """first (convolution), ReLU, the pattern, the mean over all pixels, head."""
+
+    def __init__(self, width, out):
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.head = nn.Linear(out, 5)
+
+    def forward(self, x):
+        return self.head(self.pattern(F.relu(self.first(x))).mean((2, 3)))

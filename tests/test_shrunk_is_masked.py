@@ -1,0 +1,370 @@
+"""Removing channels: the shrunk network computes what the masked one computes, and everything else stays as it was.
+
+The long run over random networks is `KEEPK_SLOW=1 pytest tests/test_shrunk_is_masked.py -k slow`.
+"""
+
+import copy
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+import keepk
+from masked import call, leaves, masked, relative_error, without_dropout, zero_slices
+from networks import EXPECTED, NETWORKS
+from random_networks import random_network, random_networks
+from strategies import seeds
+
+TOLERANCE = 1e-10
+SLOW_SEEDS = range(1_000) if os.environ.get("KEEPK_SLOW") == "1" else ()
+SWAPPED = (nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)  # a subclass of theirs may take their place
+
+# Their removed channels are zero wherever they are read: no gradient reaches a masked slice, and it stays zero.
+ZERO_PRESERVING = (
+    "linears",
+    "conv_bn_flatten",
+    "residual",
+    "preactivation_residual",
+    "depthwise",
+    "grouped",
+    "concat",
+    "dense_block",
+    "se_gate",
+    "attention_by_hand",
+    "lstm",
+    "gru",
+    "tied_autoencoder",
+    "tied_embedding",
+)
+
+
+def chosen(network, share=0.5, seed=0):
+    """A traced network with about that share of its exact units."""
+    model, example = network
+    graph = keepk.trace(model, example)
+    return model, example, graph, graph.choose(share, seed=seed)
+
+
+def output(model, example):
+    with torch.no_grad():
+        return call(model.eval(), example)
+
+
+def training_output(model, example):
+    """In train mode without dropout, whose random numbers depend on the shape."""
+    with torch.no_grad():
+        return call(without_dropout(model), example)
+
+
+def check_shrunk_is_masked(network, share=0.5, seed=0):
+    """In eval and in train mode.
+
+    Every slice of a unit is zero in the oracle, its readers' too, and a BatchNorm works on each channel alone. So the
+    batch statistics of a masked channel reach nobody, and train mode agrees wherever eval mode does. What a unit shares
+    with others in a norm (LayerNorm, a part of a GroupNorm's group) makes it lossy, and it is not chosen here.
+    """
+    model, example, graph, units = chosen(network, share, seed)
+    oracle = masked(model, graph, units)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    keepk.shrink(model, graph, units)
+    after = sum(parameter.numel() for parameter in model.parameters())
+    assert (after < before) == (len(units) > 0)
+    assert relative_error(output(oracle, example), output(model, example)) < TOLERANCE
+    assert relative_error(training_output(oracle, example), training_output(model, example)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("share", "seed"), [(0.5, None), (0.5, 0), (0.25, 1), (0.9, 2)])
+def test_shrunk_is_masked(name, share, seed):
+    check_shrunk_is_masked(NETWORKS[name](), share, seed)
+
+
+@given(network=random_networks(), seed=seeds)
+@settings(deadline=None, max_examples=60)
+def test_shrunk_is_masked_in_random_networks(network, seed):
+    check_shrunk_is_masked(network, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SLOW_SEEDS)
+def test_slow_shrunk_is_masked_in_a_thousand_networks(seed):
+    check_shrunk_is_masked(random_network(seed), seed=seed)
+
+
+def halves(graph, units):
+    """Two parts of a choice, each of which takes equal numbers of every block."""
+    wanted, first = set(units.tolist()), set()
+    bound = {unit for blocks in graph.bindings for block in blocks for unit in block.tolist()}
+    loose = [[unit for unit in space.units.tolist() if unit not in bound] for space in graph.spaces]
+    for block in [*(block.tolist() for blocks in graph.bindings for block in blocks), *loose]:
+        inside = [unit for unit in block if unit in wanted]
+        first.update(inside[: len(inside) // 2])
+    return sorted(first), sorted(wanted - first)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_two_shrinks_in_a_row_are_one(name):
+    """The ids of a trace stay valid: a second removal needs no new trace, and nothing depends on the order."""
+    model, example, graph, units = chosen(NETWORKS[name](), share=0.6)
+    oracle = masked(model, graph, units)
+    for part in halves(graph, units):
+        keepk.shrink(model, graph, part)
+        output(model, example)
+    assert relative_error(output(oracle, example), output(model, example)) < TOLERANCE
+    at_once, _, graph, same = chosen(NETWORKS[name](), share=0.6)
+    assert np.array_equal(units, same)
+    keepk.shrink(at_once, graph, units)
+    assert model.state_dict().keys() == at_once.state_dict().keys()
+    assert all(torch.equal(value, at_once.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+# What the graph says
+
+
+def units_of(graph, tensor, axis):
+    """The units with a slice on that axis, each with its space's reasons to be lossy."""
+    return {
+        int(unit): space.lossy
+        for space in graph.spaces
+        for unit in space.units
+        if any(slice_[:2] == (tensor, axis) for slice_ in graph.slices(int(unit)))
+    }
+
+
+def reasons(graph, tensor, axis):
+    return [(record.why, record.place) for record in graph.fixed if (record.tensor, record.axis) == (tensor, axis)]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_verdict_is_the_expected_one(name):
+    verdict, tensor, axis = EXPECTED[name]
+    graph = keepk.trace(*NETWORKS[name]())
+    units, why = units_of(graph, tensor, axis), reasons(graph, tensor, axis)
+    if verdict == "exact":
+        assert any(not lossy for lossy in units.values()), why
+    elif verdict == "fixed":
+        assert not units
+    else:
+        assert all(units.values()), "a unit that is not exact is called exact"
+    if verdict == "lossy":
+        assert units, why
+    if not units:
+        assert why
+        assert all(reason and place for reason, place in why)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_an_axis_without_units_has_a_reason(name):
+    model, example = NETWORKS[name]()
+    graph = keepk.trace(model, example)
+    covered = {slice_[:2] for space in graph.spaces for unit in space.units for slice_ in graph.slices(int(unit))}
+    for tensor, parameter in model.named_parameters():
+        for axis, size in enumerate(parameter.shape[:2]):  # further axes may be those of a kernel
+            if size > 1 and (tensor, axis) not in covered:
+                assert any(why for why, _ in reasons(graph, tensor, axis)), f"{tensor}, axis {axis}"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_slice_belongs_to_one_unit(name):
+    graph = keepk.trace(*NETWORKS[name]())
+    units = [int(unit) for space in graph.spaces for unit in space.units]
+    assert len(units) == len(set(units))
+    slices = [slice_ for unit in units for slice_ in graph.slices(unit)]
+    assert len(slices) == len(set(slices))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_choice_keeps_the_rules(name, share):
+    graph = keepk.trace(*NETWORKS[name]())
+    units = graph.choose(share, seed=3)
+    assert np.array_equal(units, graph.choose(share, seed=3))
+    removed = set(units.tolist())
+    assert len(removed) == len(units)
+    for space in graph.spaces:
+        gone = removed & set(space.units.tolist())
+        assert not (gone and space.lossy)
+        assert len(gone) < len(space.units)
+    for blocks in graph.bindings:
+        assert len({len(removed & set(block.tolist())) for block in blocks}) == 1
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_lossy_units_can_go_as_well(name):
+    """Not equal to the masked network, but whole: it runs, with the same shapes."""
+    model, example = NETWORKS[name]()
+    graph = keepk.trace(model, example)
+    before = output(model, example)
+    keepk.shrink(model, graph, graph.choose(0.5, seed=0, lossy=True))
+    for old, new in zip(leaves(before), leaves(output(model, example)), strict=True):
+        assert old.shape == new.shape
+        assert new.isfinite().all()
+
+
+# What stays
+
+
+def parameter_facts(model):
+    return {
+        name: (id(parameter), parameter.dtype, parameter.requires_grad, parameter.is_leaf)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def freeze_some(model):
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 3 != 1)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_trace_changes_nothing(name):
+    model, example = NETWORKS[name]()
+    model.train()
+    next(iter(model.children())).eval()
+    freeze_some(model)
+    facts, values = parameter_facts(model), copy.deepcopy(model.state_dict())
+    modules = {path: (type(module), module.training) for path, module in model.named_modules()}
+    state = torch.random.get_rng_state()
+    keepk.trace(model, example)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert parameter_facts(model) == facts
+    assert {path: (type(module), module.training) for path, module in model.named_modules()} == modules
+    assert model.state_dict().keys() == values.keys()
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_objects_stay(name):
+    """Parameters with their ties, module classes but for two, and the keys of the state."""
+    model, example = NETWORKS[name]()
+    freeze_some(model)
+    facts, keys = parameter_facts(model), list(model.state_dict())
+    classes = {path: type(module) for path, module in model.named_modules()}
+    _, _, graph, units = chosen((model, example))
+    keepk.shrink(model, graph, units)
+    assert parameter_facts(model) == facts
+    assert classes.keys() == dict(model.named_modules()).keys()
+    for path, module in model.named_modules():
+        assert type(module) is classes[path] or issubclass(classes[path], SWAPPED), path
+        assert isinstance(module, classes[path])
+    state = model.state_dict()
+    assert [key for key in state if key in keys] == keys
+    for key in state.keys() - set(keys):
+        module = model.get_submodule(key.rpartition(".")[0])
+        assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+        assert not state[key].is_floating_point()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_channels_last_stays(name):
+    model, example = NETWORKS[name]()
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    _, _, graph, units = chosen((model, example))
+    keepk.shrink(model, graph, units)
+    for path, parameter in model.named_parameters():
+        assert parameter.dim() != 4 or parameter.is_contiguous(memory_format=torch.channels_last), path
+
+
+def train_once(model, example, optimizer):
+    optimizer.zero_grad()
+    sum(leaf.square().mean() for leaf in leaves(call(without_dropout(model), example))).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_shrunk_network_trains_on(name):
+    """The optimizer holds exactly the model's parameters, with state of their shapes, and its next step moves them."""
+    model, example = NETWORKS[name]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    train_once(model, example, optimizer)
+    _, _, graph, units = chosen((model, example))
+    keepk.shrink(model, graph, units, optimizer=optimizer)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert list(map(id, held)) == list(map(id, model.parameters()))
+    assert {id(parameter) for parameter in optimizer.state} <= set(map(id, held))
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == parameter.shape
+    before = {path: parameter.detach().clone() for path, parameter in model.named_parameters()}
+    train_once(model, example, optimizer)
+    for path, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            assert parameter.grad.shape == parameter.shape
+            assert not torch.equal(before[path], parameter), path
+
+
+OPTIMIZERS = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", ZERO_PRESERVING)
+def test_training_goes_on_as_the_masked_network_would(name, kind):
+    """The state of the optimizer is cut along: two more steps lead both to the same outputs."""
+    model, example = NETWORKS[name]()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train_once(model, example, optimizer)
+    _, _, graph, units = chosen((model, example))
+    oracle, its_optimizer = copy.deepcopy((model, optimizer))
+    mask_in_place(oracle, its_optimizer, graph, units)
+    keepk.shrink(model, graph, units, optimizer=optimizer)
+    for _ in range(2):
+        train_once(oracle, example, its_optimizer)
+        train_once(model, example, optimizer)
+    assert relative_error(output(oracle, example), output(model, example)) < 1e-8
+
+
+def mask_in_place(model, optimizer, graph, units):
+    named = dict(model.named_parameters(remove_duplicate=False))
+    zero_slices(named, model, graph, units)
+    keys = {key for state in optimizer.state.values() for key, value in state.items() if torch.is_tensor(value)}
+    for key in keys - {"step"}:
+        zero_slices({name: optimizer.state[parameter][key] for name, parameter in named.items()}, model, graph, units)
+
+
+@pytest.mark.parametrize("name", ["linears", "conv_bn_flatten", "dense_block", "lstm", "multihead_attention"])
+def test_hooks_fire_as_before(name):
+    model, example = NETWORKS[name]()
+    fired = set()
+    for path, parameter in model.named_parameters():
+        parameter.register_hook(lambda _, path=path: fired.add(("gradient", path)))
+        parameter.register_post_accumulate_grad_hook(lambda _, path=path: fired.add(("accumulated", path)))
+    for path, module in model.named_modules():
+        module.register_forward_hook(lambda *_, path=path: fired.add(("forward", path)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train_once(model, example, optimizer)
+    before = set(fired)
+    _, _, graph, units = chosen((model, example))
+    assert len(units) > 0
+    keepk.shrink(model, graph, units, optimizer=optimizer)
+    fired.clear()
+    train_once(model, example, optimizer)
+    assert before <= fired
+
+
+@pytest.mark.parametrize("name", ZERO_PRESERVING)
+def test_followers_are_cut_along(name):
+    """A copy with other weights, as a moving average is, follows the same edits."""
+    model, example, graph, units = chosen(NETWORKS[name]())
+    follower = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in follower.parameters():
+            parameter.mul_(0.7)
+    oracle = masked(follower, graph, units)
+    keepk.shrink(model, graph, units, followers=(follower,))
+    assert relative_error(output(oracle, example), output(follower, example)) < TOLERANCE
+
+
+def test_removing_nothing_changes_nothing():
+    model, example, graph, _ = chosen(NETWORKS["residual"]())
+    facts, values = parameter_facts(model), copy.deepcopy(model.state_dict())
+    assert len(keepk.shrink(model, graph, [])) == 0
+    assert parameter_facts(model) == facts
+    assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items())
+    call(model, example)
