@@ -54,7 +54,7 @@ class Algebra:
             id(index_map)
             for (one, operand), (other, against) in permutations(enumerate(operands), 2)
             for index_map in operand.maps
-            if not self._meet(index_map, against, meeting, first=one < other)
+            if not self._meet(index_map, against, meeting, first=one < other, folded=_is_folded(index_map, operand.maps))
         }
         return _merged([[m for m in operand.maps if id(m) not in dropped] for operand in operands])
 
@@ -67,7 +67,7 @@ class Algebra:
 
     def reduce(self, maps: Iterable[Map], dims: Sequence[int], kind: Line = Line.LOOSE) -> list[Map]:
         """The maps after `dims` are summed away; they keep their places with size 1."""
-        left = dict[tuple[int, ...], Map]()
+        left = list[Map]()
         for index_map in maps:
             kept = [dim for dim in support(index_map) if dim not in dims]
             if len(kept) == len(support(index_map)):
@@ -77,12 +77,9 @@ class Algebra:
             else:
                 rows = compress(self.rows(index_map, kept))
                 self.facts.add_line(rows, index_map, kind)
-            place = support(rows)
-            if place in left:
-                self.facts.add_equal(left[place], rows)
-            elif place:
-                left[place] = rows
-        return list(left.values())
+            if support(rows) and not any(rows is other for other in left):
+                left.append(rows)
+        return left
 
     def rows(self, index_map: Map, dims: Sequence[int]) -> Map:
         """A fresh atom for each distinct fibre over `dims`: copies along a batch share one."""
@@ -130,15 +127,27 @@ class Algebra:
             others = [dim for dim in support(index_map) if dim not in over]
             self.facts.lossy.append(Bound(fibres(index_map, others), self._reason(why)))
 
-    def _meet(self, index_map: Map, other: Operand, meeting: Meeting, *, first: bool) -> bool:
-        """Write down what `other` says about a map; False if it cannot go on."""
+    def _meet(self, index_map: Map, other: Operand, meeting: Meeting, *, first: bool, folded: bool) -> bool:
+        """Write down what `other` says about a map; False if it cannot go on.
+
+        `folded`: the map shares its dims with another one, as two axes that were folded into one do.
+        """
         own = set(support(index_map))
         covered = set[int]()
+        strange = False
         for against in other.maps:
             theirs = set(support(against))
-            if theirs & own:
-                covered |= theirs
+            if not theirs & own:
+                continue
+            covered |= theirs
+            if theirs == own and (folded or _is_folded(against, other.maps)):
+                related = self._pair_folded(index_map, against, meeting, first=first)
+                strange = not related if len(other.maps) == 1 else strange
+            else:
                 self._pair(index_map, against, meeting, first=first, neutral=other.neutral)
+        if strange:
+            self.pin(index_map, f"{meeting.why} with an axis that is folded in another way")
+            return False
         missing = {dim for dim in own if other.shape[dim] > 1} - covered
         if not missing or other.neutral:
             return True
@@ -159,6 +168,18 @@ class Algebra:
             rows = self.rows(index_map, sorted(own & theirs))
             for cells in (index_map, against):
                 self._line(rows, cells, own & theirs, kind, meeting.why)
+
+    def _pair_folded(self, index_map: Map, against: Map, meeting: Meeting, *, first: bool) -> bool:
+        """Whether they have to do with each other. Two axes folded into one: each is equal to what repeats itself in the same way, and a parent of the whole."""
+        if _pattern(index_map) == _pattern(against):
+            if first:
+                self.facts.add_equal(index_map, against)
+            return True
+        if _is_coarser(against, index_map):
+            self.facts.add_line(against, index_map, Line.SHARE)
+            self.grid(_unfolded(index_map, against), meeting.why)
+            return True
+        return _is_coarser(index_map, against)
 
     def _line(self, parent: Map, cells: Map, dims: set[int], kind: Line, why: str) -> None:
         self.facts.add_line(parent, cells, kind)
@@ -184,16 +205,45 @@ def _with_last(index_map: Map, dims: set[int]) -> Map:
 
 def _merged(groups: Sequence[Sequence[Map]]) -> list[Map]:
     """One map for each support; a coarser one of another operand is said by the finer one."""
-    merged = dict[tuple[int, ...], Map]()
+    merged = dict[tuple[int, ...], list[Map]]()
     owners = dict[tuple[int, ...], set[int]]()
     for owner, maps in enumerate(groups):
-        for index_map in maps:
-            place = support(index_map)
-            known = merged.get(place)
-            merged[place] = index_map if known is None else np.where(known > 0, known, index_map)
+        for place in dict.fromkeys(map(support, maps)):
+            mine = [m for m in maps if support(m) == place]
+            merged[place] = _filled(merged[place], mine) if place in merged else mine
             owners.setdefault(place, set()).add(owner)
     return [
         index_map
-        for place, index_map in merged.items()
+        for place, maps in merged.items()
+        for index_map in maps
         if not any(set(place) < set(finer) and not owners[place] & owners[finer] for finer in merged)
     ]
+
+
+def _filled(known: list[Map], others: list[Map]) -> list[Map]:
+    """A map with what another one adds where it has no atoms; of a folded axis and a whole one, the whole one."""
+    if len(known) == len(others) == 1:
+        return [np.where(known[0] > 0, known[0], others[0])]
+    return known if len(known) <= len(others) else others
+
+
+def _is_folded(index_map: Map, maps: Sequence[Map]) -> bool:
+    return sum(support(m) == support(index_map) for m in maps) > 1
+
+
+def _pattern(index_map: Map) -> bytes:
+    """How a map repeats itself, whatever its ids are."""
+    _, first, which = np.unique(index_map, return_index=True, return_inverse=True)
+    return first[which.ravel()].tobytes()
+
+
+def _is_coarser(one: Map, other: Map) -> bool:
+    """Whether a map repeats itself where the other does not: one of two folded axes against the whole."""
+    pairs = np.unique(np.stack([one.ravel(), other.ravel()]), axis=1).shape[1]
+    return bool(one.min() > 0) and len(np.unique(one)) < len(np.unique(other)) == pairs
+
+
+def _unfolded(cells: Map, parents: Map) -> Map:
+    """Cells as a matrix with a column for each parent."""
+    order = np.argsort(parents.ravel(), kind="stable")
+    return cells.ravel()[order].reshape(len(np.unique(parents)), -1).T

@@ -11,7 +11,7 @@ from keepk.graph.algebra import Algebra, Operand
 from keepk.graph.atoms import Atoms
 from keepk.graph.facts import Facts, Read, Reason, Role
 from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
-from keepk.graph.maps import Map, aligned, compress, core, support
+from keepk.graph.maps import Map, aligned, compress, support
 from keepk.graph.zeros import stays_zero
 
 
@@ -185,19 +185,12 @@ class Call(Algebra):
                 self.facts.roles.setdefault((axis.tensor, axis.dim), role)
 
     def _distinct(self, maps: Iterable[Map]) -> tuple[Map, ...]:
-        """One map for each support: of two axes folded into one, the coarser one stays as it is."""
-        found = dict[tuple[int, ...], Map]()
+        """The maps that say something, each once."""
+        found = list[Map]()
         for index_map in maps:
-            place = support(index_map)
-            known = found.get(place)
-            if not place or known is index_map:
-                continue
-            if known is not None:
-                finer, coarser = sorted((known, index_map), key=lambda m: len(set(core(m).ravel().tolist())), reverse=True)
-                self.pin(coarser, "two axes are folded into one")
-                index_map = finer
-            found[place] = index_map
-        return tuple(found.values())
+            if support(index_map) and not any(index_map is other for other in found):
+                found.append(index_map)
+        return tuple(found)
 
     def compressed(self, maps: Iterable[Map]) -> list[Map]:
         """The maps without the dims along which they repeat themselves."""

@@ -105,7 +105,20 @@ class Graph:
         free = self.alive & (np.full(len(order), lossy) | ~self.units.lossy)
         free[[unit for space in self.spaces if space.kind == "source" for unit in space.units]] = False
         chosen = [self._first_of(blocks, order, free, share) for blocks in self._choices()]
-        return np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)]))
+        return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
+
+    def _with_sources_left(self, chosen: Indices) -> Indices:
+        """The choice without the readings of one source in each space that would lose all of its sources."""
+        links = self._links()
+        for space in self.spaces:
+            if space.kind == "source" and len(links):
+                gone = ~self.alive
+                gone[chosen] = True
+                own = links[np.isin(links[:, 0], space.units[self.alive[space.units]])]
+                if len(own) and gone[own[:, 1]].all():
+                    last = own[own[:, 0] == own[-1, 0], 1]
+                    chosen = chosen[~np.isin(chosen, last)]
+        return chosen
 
     def _first_of(self, blocks: Sequence[Indices], order: Indices, free: Flags, share: float) -> Indices:
         """The same number of each block."""
@@ -183,13 +196,14 @@ class Graph:
         gone = ~self.alive
         gone[asked] = True
         links = self._links()
-        if len(links):
-            sources, readers = links[:, 0], links[:, 1]
+        sources, readers = links[:, 0], links[:, 1]
+        used, count = self._otherwise_used(), -1
+        while gone.sum() != count:  # a reading may be a source for another
+            count = gone.sum()
             gone[readers[gone[sources]]] = True
-            still_read = np.zeros(len(self.units), bool)
+            still_read = used.copy()
             still_read[sources[~gone[readers]]] = True
-            idle = np.unique(sources[~still_read[sources]])
-            gone[idle[~self._otherwise_used()[idle]]] = True
+            gone[sources[~still_read[sources]]] = True
         removed = np.flatnonzero(gone & self.alive)
         self._refuse_unequal(removed)
         return removed

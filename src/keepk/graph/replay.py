@@ -129,10 +129,9 @@ class Replay(Tracer):
                 return  # statistics that nobody follows
             raise Mismatch(blamed, f"{call.name} gave {tuple(output.shape)}, expected {expected}")
         left = restrict_all(maps, self._alive) or []
-        found = {support(m): m for m in map(compress, label_of(output).maps) if support(m)}
-        wanted = {support(m): m for m in map(compress, left) if support(m)}
-        for place, index_map in wanted.items():
-            if place not in found or not self._same(index_map, found[place]):
+        found = [m for m in map(compress, label_of(output).maps) if support(m)]
+        for index_map in (m for m in map(compress, left) if support(m)):
+            if not any(self._same(index_map, other) for other in found):
                 raise Mismatch(blamed, f"{call.name} puts the channels in another order")
         set_label(output, replace(label_of(output), maps=tuple(left)))
 

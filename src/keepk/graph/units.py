@@ -143,7 +143,7 @@ def find_spaces(units: Units, axes: list[Axis], solution: Solution, roles: dict[
         described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
         home = next((tensor for tensor, _, role in described if role is Role.PRODUCER), described[0][0])
         found = int(units.classes[first])
-        kind = "read" if found in readers else "source" if found in sources else "channel"
+        kind = "source" if found in sources else "read" if found in readers else "channel"
         lossy = next((solution.lossy[c] for c in units.classes[members].tolist() if c in solution.lossy), None)
         name = home.rpartition(".")[0] if home.endswith((".weight", ".bias")) else home
         spaces.append(GraphSpace(name or home, members, described, kind, "" if lossy is None else str(lossy)))

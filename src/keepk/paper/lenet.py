@@ -40,7 +40,7 @@ LENET_300_PAPER = Recipe(
     ],
 )
 
-# Down in rounds: each takes a part of the weights in a few epochs, then trains on from a high rate to zero.
+# Down in rounds: each takes a part of the weights in half of its epochs or so, while the rate falls from .05 to zero.
 LENET_300_OURS = Recipe(
     name="keepk",
     network=LeNet300,
@@ -49,9 +49,8 @@ LENET_300_OURS = Recipe(
     stages=[
         Stage(40, lr=0.05, decay=2e-4, dropout=(0.1, 0.3, 0.2)),
         light_dropout(60, keep={"all": (17_329, Cubic(epochs=20))}),
-        light_dropout(30, keep={"all": (8_300, Cubic(epochs=10))}),
-        light_dropout(30, keep={"all": (5_600, Cubic(epochs=10))}),
-        light_dropout(60, keep={"all": (3_999, Cubic(epochs=10))}),
+        light_dropout(40, keep={"all": (8_300, Cubic(epochs=25))}),
+        light_dropout(80, keep={"all": (3_999, Cubic(epochs=40))}),
     ],
 )
 
