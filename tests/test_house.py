@@ -58,9 +58,15 @@ def test_the_public_names():
             "Phase",
             "Pruner",
             "errors",
+            "inspect",
+            "load",
             "load_checkpoint",
             "metrics",
+            "rule",
+            "save",
             "save_checkpoint",
+            "shrink",
+            "trace",
             "weights",
         ]
     )

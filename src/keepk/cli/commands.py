@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import keepk
+from keepk.cli.targets import input_from, model_from
 from keepk.errors import KeepkError
 from keepk.run.report import plan_report, whole
 from keepk.show.progress import epoch_progress
@@ -89,6 +90,46 @@ def plan(  # noqa: PLR0913 - one argument an option
         return
     console = Console(highlight=False)
     console.print(plan_table(report), PlanPlot(report), sep="")
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME",
+            help="Where the model is: a module (the current folder is searched first), and in it a torch.nn.Module "
+            "or a callable without arguments that makes one.",
+            show_default=False,
+        ),
+    ],
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="SHAPE[:DTYPE]",
+            help="Shape of an argument of the model's forward, such as 2x3x224x224, with a batch of two or more: "
+            "random float32 numbers. 2x12:int64 makes zeros of that type. For several arguments give it several times.",
+            show_default=False,
+        ),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: every space, reason, binding and layer.")
+    ] = False,
+) -> None:
+    """Say what of a model can shrink, what cannot and why, and what each layer costs.
+
+    Nothing is trained, changed or downloaded. MACs are multiply-accumulates of one forward pass.
+
+    Example: [cyan]keepk inspect mynet:make_model --input 2x3x224x224[/cyan] (make_model in mynet.py)
+    """
+    example = tuple(map(input_from, inputs))
+    report = keepk.inspect(model_from(model), example)
+    if as_json:
+        typer.echo(report.json())
+        return
+    Console(highlight=False).print(report)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Who else holds what is going to be cut: found and named before the first cut."""
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +10,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut, Edits
+from keepk.graph.edits import Edits
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
 
 
 def refuse_holders(model: nn.Module, edits: Edits) -> None:
-    """Refuse to cut what a DDP wrapper, shared memory or an exported program holds."""
+    """Refuse to cut what a DDP wrapper or another tensor holds, and tensors that cannot change."""
     _refuse_ddp(model)
-    _refuse_shared_memory(unwrap(model), {cut.tensor for cut in edits.cuts})
-    _refuse_strange_tensors(unwrap(model), {cut.tensor for cut in edits.cuts})
+    tensors = {name: tensor for name, tensor, _ in named_tensors(unwrap(model))}
+    _refuse_strange_tensors(tensors, edits)
+    _refuse_shared_memory(tensors, {cut.tensor for cut in edits.cuts})
 
 
 def refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], edits: Edits) -> None:
@@ -31,59 +32,91 @@ def refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], ed
         refuse_foreign_state(optimizer, touched)  # type: ignore[arg-type]  # the names are of parameters
 
 
-def refuse_follower(follower: object, tensors: Mapping[str, Tensor], cuts: Iterable[Cut], place: int) -> None:
-    """Refuse a follower that has not the model's tensors in the model's shapes."""
-    for cut in cuts:
-        found = tensors.get(cut.tensor)
-        if found is None:
+def refuse_follower(
+    follower: object, tensors: Mapping[str, Tensor], edits: Edits, names: Mapping[str, Sequence[str]], place: int
+) -> None:
+    """Refuse a follower that has not the model's tensors in the model's shapes.
+
+    Args:
+        follower: A module or a dict.
+        tensors: What it has, by name.
+        edits: What is going to be cut.
+        names: By the first name of a tensor all names under which it is tied.
+        place: Its place among the followers.
+    """
+    who = f"followers[{place}] ({type(follower).__name__})"
+    for cut in edits.cuts:
+        if not isinstance(tensors.get(cut.tensor), Tensor):
             raise ShrinkError(
-                f"followers[{place}] ({type(follower).__name__}): has no tensor {cut.tensor!r}. A follower is a copy of the "
-                f"model, an AveragedModel of it, or a dict of tensors with its names."
+                f"{who}: has no tensor {cut.tensor!r}. A follower is a copy of the model, an AveragedModel of it, or a "
+                f"dict of tensors with its names."
             )
-        if tuple(found.shape) != cut.before:
-            raise ShrinkError(
-                f"followers[{place}] ({type(follower).__name__}): {cut.tensor!r} has shape {tuple(found.shape)}, the model's "
-                f"{cut.before}. A follower must have followed every shrink before."
-            )
+        for name in names[cut.tensor]:
+            if name in tensors and tuple(tensors[name].shape) != cut.before:
+                raise ShrinkError(
+                    f"{who}: {name!r} has shape {tuple(tensors[name].shape)}, the model's {cut.before}. "
+                    f"A follower must have followed every shrink before."
+                )
+    if isinstance(follower, nn.Module):
+        _refuse_strange_tensors(tensors, edits, f"{who}: ")
 
 
 def _refuse_ddp(model: nn.Module) -> None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    inner = unwrap(model)
-    for held in gc.get_objects():
-        if isinstance(held, DistributedDataParallel) and unwrap(held) is inner:
-            raise ShrinkError(
-                f"model {type(inner).__name__}: a DistributedDataParallel wrapper holds its gradients, which would be out of "
-                f"step after a cut. Delete the wrapper, shrink its .module on every rank, and wrap it again."
-            )
+    mine = {id(parameter) for parameter in model.parameters()}
+    if _ddp_over(mine):
+        gc.collect()  # a wrapper that was deleted may wait for the collector
+    if _ddp_over(mine):
+        raise ShrinkError(
+            f"model {type(unwrap(model)).__name__}: a DistributedDataParallel wrapper holds its gradients, which would "
+            f"be out of step after a cut. Delete the wrapper, shrink its .module on every rank, and wrap it again."
+        )
 
 
-def _refuse_shared_memory(model: nn.Module, touched: set[str]) -> None:
-    """Two tensor objects over one memory would come apart."""
-    owners = dict[int, str]()
-    for name, tensor, _ in named_tensors(model):
-        if tensor.numel() == 0 or tensor.is_meta:
-            continue
-        address = tensor.untyped_storage().data_ptr()
-        other = owners.setdefault(address, name)
-        if other != name and touched & {name, other}:
+def _ddp_over(parameters: set[int]) -> bool:
+    # By type(), because isinstance() asks a dead weak proxy for its class, which raises.
+    wrappers = (held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel))
+    return any(id(parameter) in parameters for wrapper in wrappers for parameter in wrapper.parameters())
+
+
+def _refuse_shared_memory(tensors: Mapping[str, Tensor], touched: set[str]) -> None:
+    """Two tensor objects over the same numbers would come apart; neighbours in one piece of memory may."""
+    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta)
+    reached, holder = (-1, 0), ""  # -1 is the CPU
+    for place, start, end, name in spans:
+        if (place, start) < reached and touched & {name, holder}:
             raise ShrinkError(
-                f"tensors {other!r} and {name!r} share memory but are two objects, so a cut would take them apart. "
+                f"tensors {holder!r} and {name!r} share memory but are two objects, so a cut would take them apart. "
                 f"Tie them as one Parameter, or make one a copy."
             )
+        if (place, end) > reached:
+            reached, holder = (place, end), name
 
 
-def _refuse_strange_tensors(model: nn.Module, touched: set[str]) -> None:
-    for name, tensor, _ in named_tensors(model):
-        if name not in touched:
-            continue
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """The device, the first and the last address of a tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return tensor.get_device(), start, start + (last + 1) * tensor.element_size()
+
+
+def _refuse_strange_tensors(tensors: Mapping[str, Tensor], edits: Edits, who: str = "") -> None:
+    for name in (cut.tensor for cut in edits.cuts):
+        tensor = tensors[name]
         if tensor.is_inference():
-            raise ShrinkError(f"tensor {name!r} was made in inference mode and cannot change. Build the model outside of it.")
+            raise ShrinkError(
+                f"{who}tensor {name!r} was made in inference mode and cannot change. Build the model outside of it."
+            )
         if hasattr(tensor, "device_mesh") or tensor.layout != torch.strided or tensor.is_quantized:
             raise ShrinkError(
-                f"tensor {name!r} is {type(tensor).__name__}, {tensor.layout}: it cannot be cut. Shrink before sharding, "
-                f"sparsifying or quantizing."
+                f"{who}tensor {name!r} is {type(tensor).__name__}, {tensor.layout}: it cannot be cut. "
+                f"Shrink before sharding, sparsifying or quantizing."
             )
         if not tensor.is_leaf:
-            raise ShrinkError(f"tensor {name!r} is the result of a computation. Detach it before shrinking.")
+            raise ShrinkError(f"{who}tensor {name!r} is the result of a computation. Detach it before shrinking.")
+        if tensor.grad is not None and tensor.grad.layout != torch.strided:
+            raise ShrinkError(
+                f"{who}the gradient of {name!r} is {tensor.grad.layout}: it cannot be cut. "
+                f"Call zero_grad() before shrinking."
+            )

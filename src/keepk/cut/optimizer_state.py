@@ -5,7 +5,7 @@ Anything else cannot be told apart by weight: LBFGS keeps one flat history, whic
 state is refused by name, before anything is pruned.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +32,20 @@ def restart_flat_history(optimizer: torch.optim.Optimizer) -> None:
     """LBFGS mixes all weights in one history: after an event it starts anew."""
     if isinstance(optimizer, torch.optim.LBFGS):
         optimizer.state.clear()
+        optimizer._numel_cache = None  # it counts its weights once
+
+
+def flat_history(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """The history of LBFGS as it is now: what is returned brings it back."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return lambda: None
+    state, count = dict(optimizer.state), optimizer._numel_cache
+
+    def restore() -> None:
+        optimizer.state.update(state)
+        optimizer._numel_cache = count
+
+    return restore
 
 
 def refuse_foreign_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:

@@ -1,13 +1,12 @@
 """The record of what was cut from a model: plain data on the model itself, so that copies and pickles have it too."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from keepk.graph.edits import Cut, Edits
+from keepk.graph.edits import Cut, Edits, read_attribute
 
 ATTRIBUTE = "keepk_record"
 
@@ -15,19 +14,22 @@ ATTRIBUTE = "keepk_record"
 def record_of(model: nn.Module) -> dict[str, Any]:
     """What was done to a model since it was built; empty lists and dicts if nothing.
 
-    ``tensors`` has, by name, the dense shape and the kept indices of each axis; ``attributes`` the values that were set,
-    by module; ``selections`` the channels that BatchNorms read; ``headwise`` the attentions that lost heads.
+    ``tensors`` has, by name, the dense shape and the kept indices of each axis; ``attributes``, by module, the values
+    that were set (``now``) and those of the dense model; ``selections`` the channels that BatchNorms read; ``headwise``
+    the attentions that lost heads.
     """
     found = model.__dict__.get(ATTRIBUTE)
     return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
 
 
 def noted(model: nn.Module, edits: Edits) -> Callable[[], Callable[[], None]]:
-    """A change that adds edits to the record, and can be undone."""
+    """A change that adds edits to the record, and can be undone. Prepare it before the attributes change."""
+    modules = dict(model.named_modules())
+    before = [read_attribute(modules[setting.module], setting) for setting in edits.settings]
 
     def change() -> Callable[[], None]:
         old = model.__dict__.get(ATTRIBUTE)
-        model.__dict__[ATTRIBUTE] = _added(record_of(model), edits)
+        model.__dict__[ATTRIBUTE] = _added(record_of(model), edits, before)
 
         def undo() -> None:
             if old is None:
@@ -40,19 +42,25 @@ def noted(model: nn.Module, edits: Edits) -> Callable[[], Callable[[], None]]:
     return change
 
 
-def _added(record: dict[str, Any], edits: Edits) -> dict[str, Any]:
-    new = copy.deepcopy(record)
+def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str, Any]:
+    new = _copied(record)
     for cut in edits.cuts:
         entry = new["tensors"].setdefault(cut.tensor, {"shape": list(cut.before), "kept": {}})
         entry["kept"] = _composed(entry, cut)
-    for setting in edits.settings:
+    for setting, old in zip(edits.settings, before, strict=True):
         values = new["attributes"].setdefault(setting.module, {})
         key = setting.attribute if setting.item is None else f"{setting.attribute}.{setting.item}"
-        values[key] = setting.new
+        values[key] = {"dense": values.get(key, {"dense": old})["dense"], "now": setting.new}
     for selection in edits.selections:
         new["selections"][selection.module] = selection.channels.tolist()
     new["headwise"] = sorted({*new["headwise"], *edits.headwise})
     return new
+
+
+def _copied(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of its own that shares the lists of indices, which are replaced and never changed."""
+    nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
+    return {**record, **nested, "selections": dict(record["selections"])}
 
 
 def _composed(entry: dict[str, Any], cut: Cut) -> dict[str, Any]:
@@ -66,5 +74,5 @@ def _composed(entry: dict[str, Any], cut: Cut) -> dict[str, Any]:
         if indices.ndim == 2 and before.ndim == 2:
             kept[str(axis)] = np.take_along_axis(before, indices, axis=1).tolist()
         else:
-            kept[str(axis)] = before[indices].tolist()
+            kept[str(axis)] = before[..., indices].tolist()
     return kept

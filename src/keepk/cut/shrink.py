@@ -3,27 +3,22 @@
 All new tensors are made before the first old one is touched; putting them in place is then all or nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from keepk.cut.changes import Change, Undo, all_or_nothing, cut_module, forget_compiled, new_entry, undone_by
 from keepk.cut.holders import refuse_follower, refuse_holders, refuse_optimizers
-from keepk.cut.optimizer_state import restart_flat_history, state_per_weight
-from keepk.cut.record import noted
-from keepk.cut.tensors import index_tensor, left_of, replace_contents
+from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
+from keepk.cut.tensors import left_of
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut, Edits, Setting, write_attribute
+from keepk.graph.edits import Cut, Edits
 from keepk.graph.graph import Graph
-from keepk.graph.layers import SELECTED, HeadwiseAttention, selecting
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
-
-Undo = Callable[[], None]
 
 
 def shrink(
@@ -44,8 +39,8 @@ def shrink(
         graph: What `keepk.trace` found.
         units: Numbers of units; see `Graph.spaces` and `Graph.choose`.
         optimizer: Its state of the cut parameters is cut along. Several may be given.
-        followers: Copies of the model, averages of it (`AveragedModel`) or dicts of tensors with its names, which are cut
-            along the same lines.
+        followers: Copies of the model, averages of it (`AveragedModel`) or dicts of tensors with its names, which are
+            cut along the same lines.
 
     Examples:
         >>> import keepk
@@ -60,27 +55,79 @@ def shrink(
           (2): Linear(in_features=4, out_features=3, bias=True)
         )
     """
+    _refuse_strange(model, graph)
+    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
+        return _shrink(model, graph, _numbers(units), _listed(optimizer), list(followers))
+
+
+def _shrink(
+    model: nn.Module,
+    graph: Graph,
+    units: list[int],
+    optimizers: list[torch.optim.Optimizer],
+    followers: list[nn.Module | dict[str, Tensor]],
+) -> Edits:
     inner = unwrap(model)
     named = {name: tensor for name, tensor, _ in named_tensors(inner)}
     _refuse_other_model(inner, graph, named)
     edits = graph.edits(units)
     if not len(edits.units):
         return edits
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     refuse_holders(model, edits)
     refuse_optimizers(optimizers, named, edits)
     following = [_tensors_of(follower) for follower in followers]
+    names = _all_names(inner)
     for place, (follower, tensors) in enumerate(zip(followers, following, strict=True)):
-        refuse_follower(follower, tensors, edits.cuts, place)
-    changes = [_cut_module(inner, named, edits), *(_cut_states(o, named, edits.cuts) for o in optimizers)]
+        refuse_follower(follower, tensors, edits, names, place)
+    changes = cut_module(inner, named, edits)
+    for optimizer in optimizers:
+        changes += [*_cut_states(optimizer, named, edits.cuts), _new_history(optimizer)]
     for follower, tensors in zip(followers, following, strict=True):
-        changes.append(_cut_follower(follower, tensors, edits))
-    _all_or_nothing([change for each in changes for change in each])
-    graph.removed(edits)
-    for each in optimizers:
-        restart_flat_history(each)
-    _forget_compiled(model)
+        changes += _cut_follower(follower, tensors, edits, names)
+    all_or_nothing([*changes, _new_graph(graph, edits)])
+    for cut in edits.cuts:
+        torch.autograd.graph.increment_version(named[cut.tensor])  # torch then refuses what it saved for old losses
+    forget_compiled(model)
     return edits
+
+
+def _refuse_strange(model: object, graph: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise ShrinkError(f"shrink: got {type(model).__name__} as the model. Give the torch.nn.Module that was traced.")
+    if not isinstance(graph, Graph):
+        raise ShrinkError(
+            f"shrink: got {type(graph).__name__} as the graph. Give what keepk.trace(model, example) returns."
+        )
+
+
+def _numbers(units: Iterable[Any]) -> list[int]:
+    """The units as ints, each once; a mask or a share is not a number of a unit."""
+    given = [unit.tolist() if hasattr(unit, "tolist") else unit for unit in units]
+    for unit in given:
+        if not isinstance(unit, int) or isinstance(unit, bool):
+            raise ShrinkError(
+                f"shrink: units has {unit!r} ({type(unit).__name__}). Give the units' numbers as ints; of a mask over "
+                f"all units, numpy.flatnonzero(mask)."
+            )
+    if len(set(given)) < len(given):
+        twice = next(unit for unit in given if given.count(unit) > 1)
+        raise ShrinkError(f"shrink: unit {twice} is named more than once. Name each unit once.")
+    return given
+
+
+def _listed(optimizer: object) -> list[Any]:
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+
+
+def _all_names(model: nn.Module) -> dict[str, list[str]]:
+    """By the first name of a tensor all names under which it is tied."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first, names = dict[int, str](), dict[str, list[str]]()
+    for name, tensor in named:
+        names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    return names
 
 
 def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tensor]) -> None:
@@ -89,104 +136,9 @@ def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tens
         if name not in named or tuple(named[name].shape) != expected:
             got = f"has shape {tuple(named[name].shape)}" if name in named else "is not there"
             raise ShrinkError(
-                f"shrink: the graph does not fit the model {type(model).__name__}: {name!r} should have shape {expected} and "
-                f"{got}. Trace this very model; one that was cut elsewhere needs a trace of its own."
+                f"shrink: the graph does not fit the model {type(model).__name__}: {name!r} should have shape "
+                f"{expected} and {got}. Trace this very model; one that was cut elsewhere needs a trace of its own."
             )
-
-
-Change = Callable[[], Undo]
-
-
-def _all_or_nothing(changes: Sequence[Change]) -> None:
-    """Make all changes; at the first that fails, take back those before it."""
-    undos = list[Undo]()
-    try:
-        for change in changes:
-            undos.append(change())
-    except BaseException:
-        for undo in reversed(undos):
-            undo()
-        raise
-
-
-def _cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -> list[Change]:
-    """The tensors with their gradients, the attributes, the two special layers, the record, in this order."""
-    modules = dict(module.named_modules())
-    changes: list[Change] = [_new_contents(tensors[cut.tensor], cut) for cut in edits.cuts]
-    changes += [_new_setting(modules[setting.module], setting) for setting in edits.settings]
-    for selection in edits.selections:
-        changes.append(_new_selection(modules[selection.module], selection.channels))
-    for path in edits.headwise:
-        changes.append(_new_class(modules[path], HeadwiseAttention))
-    changes += [_flatten_again(found) for found in modules.values() if isinstance(found, nn.RNNBase)]
-    changes.append(noted(module, edits))
-    return changes
-
-
-def _new_contents(tensor: Tensor, cut: Cut) -> Change:
-    contents, grad = left_of(tensor, cut), None if tensor.grad is None else left_of(tensor.grad, cut)
-
-    def change() -> Undo:
-        old, old_grad = tensor.data, tensor.grad
-
-        def undo() -> None:
-            replace_contents(tensor, old)
-            tensor.grad = old_grad
-
-        replace_contents(tensor, contents)
-        if grad is not None:
-            tensor.grad = grad
-        return undo
-
-    return change
-
-
-def _new_setting(module: nn.Module, setting: Setting) -> Change:
-    def change() -> Undo:
-        old = getattr(module, setting.attribute)
-        write_attribute(module, setting, setting.new)
-        return lambda: setattr(module, setting.attribute, old)
-
-    return change
-
-
-def _new_selection(module: nn.Module, channels: np.ndarray) -> Change:
-    index = index_tensor(channels, next(chain(module.parameters(), module.buffers())))
-
-    def change() -> Undo:
-        kind, old = type(module), module._buffers.get(SELECTED)
-
-        def undo() -> None:
-            module.__class__ = kind
-            module._buffers.pop(SELECTED)
-            if old is not None:
-                module._buffers[SELECTED] = old
-
-        module.register_buffer(SELECTED, index)
-        module.__class__ = selecting(kind)
-        return undo
-
-    return change
-
-
-def _new_class(module: nn.Module, kind: type[nn.Module]) -> Change:
-    def change() -> Undo:
-        old = type(module)
-        if old is nn.MultiheadAttention:
-            module.__class__ = kind
-        return lambda: setattr(module, "__class__", old)
-
-    return change
-
-
-def _flatten_again(module: nn.RNNBase) -> Change:
-    """On CUDA a recurrent layer keeps its weights in one piece of memory."""
-
-    def change() -> Undo:
-        module.flatten_parameters()
-        return module.flatten_parameters
-
-    return change
 
 
 def _cut_states(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], cuts: Iterable[Cut]) -> list[Change]:
@@ -196,15 +148,27 @@ def _cut_states(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], c
         if isinstance(parameter, nn.Parameter):
             mine = {id(tensor) for tensor in state_per_weight(optimizer, parameter)}
             state = optimizer.state.get(parameter, {})
-            changes += [_new_entry(state, key, left_of(v, cut)) for key, v in state.items() if id(v) in mine]
+            changes += [new_entry(state, key, left_of(v, cut)) for key, v in state.items() if id(v) in mine]
     return changes
 
 
-def _new_entry(entries: dict[Any, Any], key: Any, value: Tensor) -> Change:
+def _new_history(optimizer: torch.optim.Optimizer) -> Change:
     def change() -> Undo:
-        old = entries[key]
-        entries[key] = value
-        return lambda: entries.__setitem__(key, old)
+        with undone_by(undo := flat_history(optimizer)):
+            restart_flat_history(optimizer)
+            return undo
+
+    return change
+
+
+def _new_graph(graph: Graph, edits: Edits) -> Change:
+    def change() -> Undo:
+        def undo() -> None:
+            graph.restored(edits)
+
+        with undone_by(undo):
+            graph.removed(edits)
+            return undo
 
     return change
 
@@ -215,7 +179,8 @@ def _tensors_of(follower: object) -> Mapping[str, Tensor]:
     if isinstance(follower, nn.Module):
         return {name: tensor for name, tensor, _ in named_tensors(_followed(follower))}
     raise ShrinkError(
-        f"followers: got {type(follower).__name__}. Give modules (a copy, an AveragedModel) or dicts of tensors by name."
+        f"followers: got {type(follower).__name__}. "
+        f"Give modules (a copy, an AveragedModel) or dicts of tensors by name."
     )
 
 
@@ -223,15 +188,12 @@ def _followed(follower: nn.Module) -> nn.Module:
     return unwrap(follower.module if isinstance(follower, AveragedModel) else follower)
 
 
-def _cut_follower(follower: object, tensors: Mapping[str, Tensor], edits: Edits) -> Iterator[Change]:
+def _cut_follower(
+    follower: object, tensors: Mapping[str, Tensor], edits: Edits, names: Mapping[str, list[str]]
+) -> Iterator[Change]:
     if isinstance(follower, nn.Module):
-        yield from _cut_module(_followed(follower), tensors, edits)
+        yield from cut_module(_followed(follower), tensors, edits)
     elif isinstance(follower, dict):
         for cut in edits.cuts:
-            yield _new_entry(follower, cut.tensor, left_of(tensors[cut.tensor], cut))
-
-
-def _forget_compiled(model: nn.Module) -> None:
-    """torch.compile gives up after a few changes of shape, unless it starts anew."""
-    if unwrap(model) is not model or getattr(unwrap(model), "_compiled_call_impl", None) is not None:
-        torch.compiler.reset()
+            tied = [name for name in names[cut.tensor] if name in follower]
+            yield from (new_entry(follower, name, left_of(follower[name], cut)) for name in tied)

@@ -1,35 +1,66 @@
 """Giving a tensor object new contents of another shape, so that everybody who holds the object follows.
 
-``parameter.data = small`` keeps the object, its hooks and its name. The node that accumulates its gradient remembers the
-old shape, and lives on as long as any loss that was computed with it: torch makes a new one only if dtype or device
+``parameter.data = small`` keeps the object, its hooks and its name. The node that accumulates its gradient remembers
+the old shape, and lives on as long as any loss that was computed with it: torch makes a new one only if dtype or device
 change, so the contents pass through another dtype for a moment.
+
+A loss from before the cut can no longer be back-propagated: its graph has the old sizes. Mostly torch fails by itself,
+because shapes differ; where it would not, the gradient would have the old shape, so the old node refuses.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut
 from keepk.graph.shell import cut_tensor
+
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def left_of(tensor: Tensor, cut: Cut) -> Tensor:
     """What is left of a tensor, as memory of its own in the memory format that it had."""
-    left = cut_tensor(tensor.detach(), cut)
-    for layout in (torch.channels_last, torch.channels_last_3d):
-        rank = 4 if layout is torch.channels_last else 5
-        if tensor.dim() == rank and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous():
-            return left.contiguous(memory_format=layout)
-    return left.contiguous()
+    left, layout = cut_tensor(tensor.detach(), cut), _layout(tensor)
+    if layout is torch.contiguous_format:
+        return left.contiguous()
+    return torch.empty(left.shape, dtype=left.dtype, device=left.device, memory_format=layout).copy_(left)
+
+
+def _layout(tensor: Tensor) -> torch.memory_format:
+    """The memory format by the strides: with one channel or one pixel a tensor is contiguous in both."""
+    layout = LAYOUTS.get(tensor.dim())
+    if layout is None or not tensor.is_contiguous(memory_format=layout):
+        return torch.contiguous_format
+    usual = torch.empty(tensor.shape, device="meta", memory_format=layout).stride()
+    return layout if not tensor.is_contiguous() or tensor.stride() == usual else torch.contiguous_format
 
 
 def replace_contents(tensor: Tensor, contents: Tensor) -> None:
     """Put other contents into a tensor object; its gradient is the caller's affair."""
-    if tensor.requires_grad:
-        other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
-        tensor.grad = None
-        tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
+    tensor.grad = None
+    tensor.data = torch.empty(0, dtype=other, device=tensor.device)
     tensor.data = contents
+
+
+def refuse_old_losses(tensor: Tensor, name: str) -> Callable[[], None]:
+    """Losses computed so far cannot reach this tensor any more; what is returned takes that back."""
+    if not tensor.requires_grad:
+        return lambda: None
+
+    def refuse(_gradients: Any) -> None:
+        raise ShrinkError(
+            f"backward: this loss was computed before {name!r} was cut to shape {tuple(tensor.shape)}, so its gradient "
+            f"does not fit. Run the forward pass again."
+        )
+
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    handle = node.register_prehook(refuse)
+    return handle.remove
 
 
 def index_tensor(indices: np.ndarray, like: Tensor) -> Tensor:

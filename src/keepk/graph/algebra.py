@@ -141,7 +141,7 @@ class Algebra:
                 continue
             covered |= theirs
             if theirs == own and (folded or _is_folded(against, other.maps)):
-                related = self._pair_folded(index_map, against, meeting, first=first)
+                related = self._pair_folded(index_map, against, other.maps, meeting, first=first)
                 strange = not related if len(other.maps) == 1 else strange
             else:
                 self._pair(index_map, against, meeting, first=first, neutral=other.neutral)
@@ -169,17 +169,25 @@ class Algebra:
             for cells in (index_map, against):
                 self._line(rows, cells, own & theirs, kind, meeting.why)
 
-    def _pair_folded(self, index_map: Map, against: Map, meeting: Meeting, *, first: bool) -> bool:
-        """Whether they have to do with each other. Two axes folded into one: each is equal to what repeats itself in the same way, and a parent of the whole."""
+    def _pair_folded(
+        self, index_map: Map, against: Map, others: Sequence[Map], meeting: Meeting, *, first: bool
+    ) -> bool:
+        """Two axes folded into one: each is equal to what repeats itself in the same way. Returns whether they are related.
+
+        Against a whole axis, an element goes if it goes along either; only the finer of the two is let go.
+        """
         if _pattern(index_map) == _pattern(against):
             if first:
                 self.facts.add_equal(index_map, against)
             return True
-        if _is_coarser(against, index_map):
-            self.facts.add_line(against, index_map, Line.SHARE)
-            self.grid(_unfolded(index_map, against), meeting.why)
-            return True
-        return _is_coarser(index_map, against)
+        if not _is_coarser(against, index_map):
+            return _is_coarser(index_map, against)
+        finest = max((m for m in others if support(m) == support(against)), key=lambda m: len(np.unique(m)))
+        if against is finest:
+            self.facts.add_line(against, index_map, Line.COLLAPSE)
+        else:
+            self.pin(against, f"{meeting.why} while it is folded with a finer axis")
+        return True
 
     def _line(self, parent: Map, cells: Map, dims: set[int], kind: Line, why: str) -> None:
         self.facts.add_line(parent, cells, kind)
@@ -241,9 +249,3 @@ def _is_coarser(one: Map, other: Map) -> bool:
     """Whether a map repeats itself where the other does not: one of two folded axes against the whole."""
     pairs = np.unique(np.stack([one.ravel(), other.ravel()]), axis=1).shape[1]
     return bool(one.min() > 0) and len(np.unique(one)) < len(np.unique(other)) == pairs
-
-
-def _unfolded(cells: Map, parents: Map) -> Map:
-    """Cells as a matrix with a column for each parent."""
-    order = np.argsort(parents.ravel(), kind="stable")
-    return cells.ravel()[order].reshape(len(np.unique(parents)), -1).T

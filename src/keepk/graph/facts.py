@@ -62,7 +62,7 @@ class Bound:
     reason: Reason
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Read:
     """A normalisation that reads channels which others read as well: it can drop its reading of one."""
 

@@ -80,6 +80,8 @@ class Graph:
         self._unit_of = np.full(len(solution.classes), -1, np.int64)
         self._unit_of[self.units.classes] = np.arange(len(self.units))
         self.bindings: tuple[tuple[Indices, ...], ...] = tuple(self._blocks())
+        self._shapes = dict[str, tuple[int, ...]]()  # of the model as it is now
+        self._groups = {sized.module: sized for sized in wiring.sized if sized.attribute == "groups"}
 
     @property
     def alive(self) -> NDArray[np.bool_]:
@@ -103,8 +105,11 @@ class Graph:
         if seed is not None:
             order = np.random.default_rng(seed).permutation(order)
         free = self.alive & (np.full(len(order), lossy) | ~self.units.lossy)
-        free[[unit for space in self.spaces if space.kind == "source" for unit in space.units]] = False
-        chosen = [self._first_of(blocks, order, free, share) for blocks in self._choices()]
+        for space in self.spaces:
+            if space.kind == "source":
+                free[space.units] = False
+        rank, alive = np.argsort(order), self.alive
+        chosen = [_first_of(blocks, rank, alive, free, share) for blocks in self._choices()]
         return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
 
     def _with_sources_left(self, chosen: Indices) -> Indices:
@@ -120,21 +125,18 @@ class Graph:
                     chosen = chosen[~np.isin(chosen, last)]
         return chosen
 
-    def _first_of(self, blocks: Sequence[Indices], order: Indices, free: Flags, share: float) -> Indices:
-        """The same number of each block."""
-        rank = np.argsort(order)
-        living = [block[self.alive[block]] for block in blocks]
-        members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
-        count = min(min(int(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))
-        return np.concatenate([some[: max(count, 0)] for some in members])
-
     def _choices(self) -> list[tuple[Indices, ...]]:
         """What is chosen from as one: bound blocks, and what is not bound space by space."""
+        bound = self._bound()
+        loose = [space.units[~bound[space.units]] for space in self.spaces]
+        return [*self.bindings, *((units,) for units in loose if len(units))]
+
+    def _bound(self) -> Flags:
+        """Which units are in a binding."""
         bound = np.zeros(len(self.units), bool)
         for blocks in self.bindings:
             bound[np.concatenate(blocks)] = True
-        loose = [space.units[~bound[space.units]] for space in self.spaces]
-        return [*self.bindings, *((units,) for units in loose if len(units))]
+        return bound
 
     def _blocks(self) -> Iterable[tuple[Indices, ...]]:
         for binding in self.solution.bindings:
@@ -161,17 +163,21 @@ class Graph:
     def removed(self, edits: Edits) -> None:
         """Take note that a model was cut by these edits."""
         self._alive_atoms &= alive_atoms(self.solution.classes, self.units.classes[edits.units])
+        self._shapes.clear()
 
     def restored(self, edits: Edits) -> None:
         """Take note that it was not cut after all."""
         self._alive_atoms |= ~alive_atoms(self.solution.classes, self.units.classes[edits.units])
+        self._shapes.clear()
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """The shape that a tensor has after what was removed so far."""
-        sizes = list(self.wiring.shapes[tensor])
-        for dim, kept in self._kept_atoms(tensor, self._alive_atoms).items():
-            sizes[dim] = kept.shape[-1]
-        return tuple(sizes)
+        if tensor not in self._shapes:
+            sizes = list(self.wiring.shapes[tensor])
+            for dim, kept in self._kept_atoms(tensor, self._alive_atoms).items():
+                sizes[dim] = kept.shape[-1]
+            self._shapes[tensor] = tuple(sizes)
+        return self._shapes[tensor]
 
     def _checked(self, units: Iterable[int]) -> Indices:
         asked = np.unique(np.fromiter((int(unit) for unit in units), np.int64))
@@ -197,11 +203,11 @@ class Graph:
         gone[asked] = True
         links = self._links()
         sources, readers = links[:, 0], links[:, 1]
-        used, count = self._otherwise_used(), -1
+        used, bound, count = self._otherwise_used(), self._bound(), -1
         while gone.sum() != count:  # a reading may be a source for another
             count = gone.sum()
             gone[readers[gone[sources]]] = True
-            still_read = used.copy()
+            still_read = used | bound
             still_read[sources[~gone[readers]]] = True
             gone[sources[~still_read[sources]]] = True
         removed = np.flatnonzero(gone & self.alive)
@@ -211,7 +217,9 @@ class Graph:
     def _links(self) -> NDArray[np.int64]:
         """(source, reader) pairs of units."""
         pairs = [
-            np.stack([self._unit_of[self.solution.classes[r.sources]], self._unit_of[self.solution.classes[r.readers]]], 1)
+            np.stack(
+                [self._unit_of[self.solution.classes[r.sources]], self._unit_of[self.solution.classes[r.readers]]], 1
+            )
             for r in self.solution.reads
         ]
         links = np.concatenate(pairs) if pairs else np.zeros((0, 2), np.int64)
@@ -299,15 +307,9 @@ class Graph:
         if sized.blocks:
             return self._living_blocks(sized.tensor, sized.blocks, alive)
         size = (self.shape(sized.tensor) if shapes is None else shapes[sized.tensor])[sized.dim]
-        if sized.times_groups:
-            size *= next(
-                (
-                    self._living_blocks(other.tensor, other.blocks, alive)
-                    for other in self.wiring.sized
-                    if other.module == sized.module and other.attribute == "groups"
-                ),
-                1,
-            )
+        groups = self._groups.get(sized.module) if sized.times_groups else None
+        if groups is not None:
+            size *= self._living_blocks(groups.tensor, groups.blocks, alive)
         return size // sized.parts
 
     def _living_blocks(self, tensor: str, blocks: int, alive: Flags) -> int:
@@ -320,9 +322,19 @@ class Graph:
             changed = (self._alive_atoms[read.sources] != sources).any() or (
                 self._alive_atoms[read.readers] != readers
             ).any()
+            if (readers & ~sources).any():
+                raise ShrinkError(f"shrink: {read.module!r} would read channels that go. Remove its readings as well.")
             if changed and (sources != readers).any():
                 positions = np.cumsum(sources) - 1
                 yield Selection(read.module, positions[readers])
+
+
+def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, share: float) -> Indices:
+    """The same number of each block."""
+    living = [block[alive[block]] for block in blocks]
+    members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
+    count = min(min(int(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))
+    return np.concatenate([some[: max(count, 0)] for some in members])
 
 
 def _positions(now: dict[int, Map], then: dict[int, Map], dim: int, after: Flags) -> Indices:

@@ -37,8 +37,8 @@ class Example:
         if isinstance(given, Mapping):
             return Example((), dict(given))
         raise TraceError(
-            f"example: got {type(given).__name__}. Give a tensor, a tuple of positional arguments, or a dict of keyword "
-            f"arguments, as the model's forward takes them."
+            f"example: got {type(given).__name__}. Give a tensor, a tuple of positional arguments, or a dict of "
+            f"keyword arguments, as the model's forward takes them."
         )
 
     def on(self, device: torch.device | None) -> "Example":
@@ -82,8 +82,8 @@ class Workshop:
             twin = copy.deepcopy(self.model, memo)
         except Exception as error:
             raise TraceError(
-                f"model {type(self.model).__name__}: cannot be copied ({type(error).__name__}: {error}). The trace works on "
-                f"a copy; make copy.deepcopy(model) work."
+                f"model {type(self.model).__name__}: cannot be copied ({type(error).__name__}: {error}). "
+                f"The trace works on a copy; make copy.deepcopy(model) work."
             ) from error
         _adapt(twin, edits)
         return twin.train(training)
@@ -161,7 +161,7 @@ def _fused_attention_off() -> Iterator[None]:
 
 @contextmanager
 def _mkldnn_off() -> Iterator[None]:
-    """oneDNN runs a whole recurrent layer as one operation; without it torch takes it apart."""
+    """Without oneDNN, which runs a whole recurrent layer as one operation, torch takes it apart."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -173,12 +173,10 @@ def _mkldnn_off() -> Iterator[None]:
 @contextmanager
 def _random_state_kept(model: nn.Module) -> Iterator[None]:
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - a user's forward may draw from it
+    python, numpy = random.getstate(), np.random.get_state()  # a user's forward may draw from both
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-
-
+        np.random.set_state(numpy)

@@ -19,7 +19,7 @@ Classes = NDArray[np.int32]
 ROUNDS = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Binding:
     """Blocks of classes of which equal numbers must go."""
 
@@ -54,10 +54,19 @@ def solve(facts: Facts, count: int, extra_pins: Sequence[Bound] = ()) -> Solutio
     for lines in (*facts.equal, *facts.lines[Line.COLLAPSE]):
         united.add(lines.parents, lines.cells)
     reads = list(_apart(facts, united))
-    stuck = _straighten(facts, united)
-    bindings, uneven = _bind(facts.even, united, facts)
+    while True:
+        stuck = _straighten(facts, united)
+        bindings, uneven = _bind(facts.even, united, facts)
+        shared = _shared_parents(facts, united)
+        mixed = [read for read in reads if _is_mixed(read, united.classes)]
+        if not mixed:
+            break
+        for read in mixed:  # what reads and what is read go together anyway, so that it is no choice of its own
+            united.add(read.sources, read.readers)
+        united.settle()
+        reads = [read for read in reads if read not in mixed]
     solution = Solution(united.classes, bindings=bindings, reads=reads)
-    solution.pinned = _pinned([*facts.pins, *extra_pins, *stuck, *uneven, *_shared_parents(facts, united)], united)
+    solution.pinned = _pinned([*facts.pins, *extra_pins, *stuck, *uneven, *shared], united)
     solution.classes = united.classes
     _pin_with_blocks(solution)
     solution.lossy = _lossy(facts.lossy, united.classes)
@@ -124,18 +133,19 @@ def _apart(facts: Facts, united: Union) -> Iterator[Read]:
     united.settle()
 
 
+def _is_mixed(read: Read, classes: Classes) -> bool:
+    return bool(np.isin(classes[read.readers], classes[read.sources]).any())
+
+
 def _count_readers(facts: Facts, classes: Classes) -> NDArray[np.int64]:
     """How many different readers each class has."""
     names = {who: number for number, who in enumerate({who for _, who in facts.uses})}
     pairs = [
-        np.stack([found, np.full(len(found), names[who])])
-        for atoms, who in facts.uses
-        for found in [np.unique(classes[atoms[atoms > 0]])]
+        np.unique(classes[atoms[atoms > 0]]).astype(np.int64) * len(names) + names[who] for atoms, who in facts.uses
     ]
     if not pairs:
         return np.zeros(len(classes), np.int64)
-    distinct = np.unique(np.concatenate(pairs, axis=1), axis=1)
-    return np.bincount(distinct[0], minlength=len(classes))
+    return np.bincount(np.unique(np.concatenate(pairs)) // len(names), minlength=len(classes))
 
 
 def _straighten(facts: Facts, united: Union) -> list[Bound]:
@@ -320,12 +330,10 @@ def _lossy(bounds: Iterable[Bound], classes: Classes) -> dict[int, Reason]:
     return reasons
 
 
-def alive_atoms(classes: Classes, removed: Iterable[int]) -> Flags:
+def alive_atoms(classes: Classes, removed: NDArray[np.int64]) -> Flags:
     """Which atoms are left when classes are removed."""
     gone = np.zeros(len(classes), bool)
-    gone[list(removed)] = True
+    gone[removed] = True
     alive = ~gone[classes]
     alive[0] = True
     return alive
-
-

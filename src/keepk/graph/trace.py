@@ -19,6 +19,7 @@ from keepk.graph.maps import support
 from keepk.graph.probe import Probe
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.tracer import Tracer, named_tensors, output_maps
+from keepk.graph.wrappers import unwrap
 
 
 def trace(model: nn.Module, example: Any) -> Graph:
@@ -42,12 +43,11 @@ def trace(model: nn.Module, example: Any) -> Graph:
     """
     given = Example.of(example)
     _refuse_strange(model, given)
-    try:
-        return _traced(Workshop(model, given, META))
-    except (TraceError, _NotOnMeta) as error:
-        if isinstance(error, TraceError):
-            raise
-    return _traced(Workshop(model, given, None))
+    with torch.inference_mode(False):  # whose tensors tell nothing of where they come from
+        try:
+            return _traced(Workshop(unwrap(model), given, META))
+        except _NotOnMeta:
+            return _traced(Workshop(unwrap(model), given, None))
 
 
 class _NotOnMeta(Exception):  # noqa: N818 - says only that the copy needs weights
@@ -99,7 +99,7 @@ def _run(workshop: Workshop, tracer: Tracer) -> Any:
 
 
 def _bind_recurrent(tracer: Tracer) -> None:
-    """torch's recurrent layers have one hidden size for all layers and directions."""
+    """Recurrent layers of torch have one hidden size for all layers and directions."""
     for path, module in tracer.model.named_modules():
         if isinstance(module, nn.RNNBase):
             prefix = f"{path}." if path else ""
@@ -138,20 +138,12 @@ def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, 
 def _refuse_strange(model: object, example: Example) -> None:
     if not isinstance(model, nn.Module):
         raise TraceError(f"trace: got {type(model).__name__} as the model. Give a torch.nn.Module.")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise TraceError(f"parameter {name!r} has no shape yet. Run one forward pass of the lazy module first.")
-    devices = {tensor.device.type for tensor, _ in _tensors(model)}
+    for name, tensor, _ in named_tensors(model):
+        if nn.parameter.is_lazy(tensor):
+            raise TraceError(f"tensor {name!r} has no shape yet. Run one forward pass of the lazy module first.")
+    devices = {tensor.device.type for _, tensor, _ in named_tensors(model)}
     for tensor in tensors_in([*example.arguments, example.by_name]):
         if devices and tensor.device.type not in devices:
             raise TraceError(
-                f"example: a tensor is on {tensor.device}, the model on {', '.join(sorted(devices))}. "
-                f"Move one of them."
+                f"example: a tensor is on {tensor.device}, the model on {', '.join(sorted(devices))}. Move one of them."
             )
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[torch.Tensor, str]]:
-    for name, tensor, _ in named_tensors(model):
-        yield tensor, name
-
-

@@ -1,6 +1,7 @@
 """One forward pass under a dispatch mode: every operation is seen, whatever the Python around it."""
 
 import functools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_i
 from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
 
-FOREIGN = (str(Path(torch.__file__).parent), str(Path(__file__).parent), functools.__file__)
+FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
 CREATES = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
            "new_empty_strided", "scalar_tensor")  # fmt: skip
 

@@ -97,7 +97,7 @@ def find_units(axes: list[Axis], parameters: set[str], solution: Solution) -> Un
     classes, axis, index = classes[kept], axis[kept], index[kept]
     lossy = np.zeros(len(solution.classes), bool)
     lossy[list(solution.lossy)] = True
-    space = _space_numbers(classes, axis, lossy[classes], len(axes))
+    space = _space_numbers(classes, axis, lossy[classes] + 2 * _kinds(solution)[classes], len(axes))
     order = np.lexsort((index, axis, classes, space))
     classes, axis, index, space = classes[order], axis[order], index[order], space[order]
     firsts = np.flatnonzero(np.r_[True, classes[1:] != classes[:-1]]) if len(classes) else np.zeros(0, np.int64)
@@ -115,26 +115,46 @@ def _classes(axis: Axis, solution: Solution) -> NDArray[np.int32]:
     return solution.classes[axis.start : axis.start + axis.size]
 
 
-def _space_numbers(classes: Indices, axis: Indices, lossy: NDArray[np.bool_], axes: int) -> Indices:
-    """A number for each set of axes, in the order of their first axes; lossy units are apart from exact ones."""
+KINDS = ("channel", "read", "source")
+
+
+def _kinds(solution: Solution) -> Indices:
+    """For each class the number of its kind; what is read and reads itself is a source."""
+    kinds = np.zeros(len(solution.classes), np.int64)
+    for number, side in ((1, "readers"), (2, "sources")):
+        for read in solution.reads:
+            kinds[solution.classes[getattr(read, side)]] = number
+    return kinds
+
+
+def _space_numbers(classes: Indices, axis: Indices, sort: Indices, axes: int) -> Indices:
+    """A number for each set of axes, in the order of their first axes; units of different sorts are apart."""
     if not len(classes):
         return np.zeros(0, np.int64)
-    pairs = np.unique(classes * axes + axis)
+    pairs = np.sort(classes * axes + axis)
+    pairs = pairs[np.r_[True, pairs[1:] != pairs[:-1]]]
     # A sum of random numbers, one for each axis, tells sets of axes apart.
     marks = np.random.default_rng(0).integers(1, 2**62, size=axes, dtype=np.int64)
     sums = np.zeros(int(classes.max()) + 1, np.int64)
     np.add.at(sums, pairs // axes, marks[pairs % axes])
     first = np.full(len(sums), axes, np.int64)
     np.minimum.at(first, classes, axis)
-    keys = np.stack([first[classes], sums[classes], lossy.astype(np.int64)])
-    _, numbers = np.unique(keys, axis=1, return_inverse=True)
-    return numbers.ravel().astype(np.int64)
+    sorts = np.zeros(len(sums), np.int64)
+    sorts[classes] = sort
+    members = np.flatnonzero(first < axes)
+    keys = np.stack([first, sums, sorts])[:, members]
+    order = np.lexsort(keys[::-1])
+    begins = np.r_[False, (keys[:, order[1:]] != keys[:, order[:-1]]).any(axis=0)]
+    numbers = np.zeros(len(sums), np.int64)
+    numbers[members[order]] = np.cumsum(begins)
+    return numbers[classes]
 
 
-def find_spaces(units: Units, axes: list[Axis], solution: Solution, roles: dict[tuple[str, int], Role]) -> list[GraphSpace]:
+def find_spaces(
+    units: Units, axes: list[Axis], solution: Solution, roles: dict[tuple[str, int], Role]
+) -> list[GraphSpace]:
     """The spaces, with the name of the module that produces their units."""
-    readers = {int(c) for read in solution.reads for c in solution.classes[read.readers]}
-    sources = {int(c) for read in solution.reads for c in solution.classes[read.sources]}
+    kinds = _kinds(solution)
     spaces = []
     for number in range(int(units.space.max()) + 1 if len(units) else 0):
         members = np.flatnonzero(units.space == number)
@@ -142,8 +162,7 @@ def find_spaces(units: Units, axes: list[Axis], solution: Solution, roles: dict[
         numbers = dict.fromkeys(axis for axis, _ in units.slices(first))
         described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
         home = next((tensor for tensor, _, role in described if role is Role.PRODUCER), described[0][0])
-        found = int(units.classes[first])
-        kind = "source" if found in sources else "read" if found in readers else "channel"
+        kind = KINDS[kinds[units.classes[first]]]
         lossy = next((solution.lossy[c] for c in units.classes[members].tolist() if c in solution.lossy), None)
         name = home.rpartition(".")[0] if home.endswith((".weight", ".bias")) else home
         spaces.append(GraphSpace(name or home, members, described, kind, "" if lossy is None else str(lossy)))

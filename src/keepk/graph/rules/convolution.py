@@ -71,7 +71,7 @@ def _grouped(
     left = [np.broadcast_to(m, (1, groups * ins)).reshape(groups, 1, ins) for m in channels]
     right = [_by_group(m, sizes, transposed=transposed) for m in kernel]
     if groups > 1 and ins > 1:
-        for index_map in left:
+        for index_map in (*left, *(m for m in right if m.shape[0] > 1 and m.shape[2] > 1)):
             call.even(index_map, "goes into a grouped convolution")
     operands = (Operand(left, (groups, 1, ins)), Operand(right, (groups, outs, ins)))
     if groups == 1:

@@ -11,7 +11,9 @@ from keepk.graph.table import rule
 
 
 @rule("where", "masked_fill", "_prelu_kernel", "lerp", "addcmul", "addcdiv", "rrelu_with_noise", "celu", "fill", "zero",
-      "bernoulli", "normal", "uniform", "exponential", "polar", "complex", "log_sigmoid_forward", "clamp")  # fmt: skip
+      "bernoulli", "normal", "uniform", "exponential", "polar", "complex", "log_sigmoid_forward", "clamp", "hardswish",
+      "real", "imag", "floor_divide", "log_sigmoid", "prelu", "poisson", "geometric", "cauchy", "log_normal", "random",
+      "fake_quantize_per_tensor_affine_cachemask")  # fmt: skip
 def elementwise(call: Call) -> None:
     """As any pointwise operation."""
     call.pointwise()

@@ -1,0 +1,369 @@
+"""One removal event with a live Adam: keepk beside Torch-Pruning on four networks, and what keepk's trace costs.
+
+    python benchmarks/shrink_event.py --out results/benchmarks/shrink_event.json
+
+Pictures of 224 x 224, batch 2, one thread. Every measurement has a fresh copy of the network after one training step,
+so that weights, gradients and Adam's two moments exist; the contenders take turns. What is in a number:
+
+    forward    one forward pass of the batch, eval mode, no gradients
+    trace      keepk.trace: all that the later events need; done once
+    event      keepk: rank every unit by the L1 norm of all its slices, take the lowest 5 % of every space, keepk.shrink of
+               weights, gradients and the optimizer's state
+    weights    the same without the optimizer: weights and gradients, which is what Torch-Pruning cuts
+    build      Torch-Pruning: BasePruner, with its dependency graph; done once
+    step       Torch-Pruning: BasePruner.step, which ranks by group L1 norm and cuts weights and gradients: one of ten steps
+               towards half of all channels. Its parameters are new objects: the optimizer has to be made anew
+
+CPU seconds are user + system of the process. The garbage collector runs before each measurement. Needs torchvision and
+torch-pruning beside keepk (see zoo.py).
+"""
+
+import argparse
+import copy
+import gc
+import importlib.metadata
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import keepk
+import torchvision_on_cpu
+from keepk.paper.results import versions
+
+torchvision_on_cpu.make_importable()
+from torchvision import models  # noqa: E402 - after its operators are declared
+
+SHARE, STEPS, BATCH, PICTURE = 0.05, 10, 2, 224
+Times = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Network:
+    """How to build a network, its output layer, and the multiple that Torch-Pruning's own example rounds it to."""
+
+    name: str
+    build: Callable[..., nn.Module]
+    head: str
+    round_to: int | None = None
+
+
+NETWORKS = (
+    Network("VGG-16", models.vgg16_bn, "classifier.6"),
+    Network("ResNet-50", models.resnet50, "fc"),
+    Network("DenseNet-121", models.densenet121, "classifier"),
+    Network("ViT-B/16", models.vit_b_16, "heads", round_to=12),
+)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A network in training."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @staticmethod
+    def new(network: Network, pictures: Tensor) -> "Trained":
+        """After one step of Adam."""
+        torch.manual_seed(0)
+        model = network.build(weights=None)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+        F.cross_entropy(model(pictures), torch.arange(len(pictures))).backward()
+        optimizer.step()
+        return Trained(model, optimizer)
+
+    def copy(self) -> "Trained":
+        """Weights, gradients and optimizer state of its own."""
+        twin = Trained(*copy.deepcopy((self.model, self.optimizer)))
+        for mine, its in zip(self.model.parameters(), twin.model.parameters(), strict=True):
+            its.grad = None if mine.grad is None else mine.grad.clone()  # deepcopy leaves gradients out
+        return twin
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+    """What it returns, with its CPU and wall seconds."""
+    gc.collect()
+    cpu, wall = time.process_time(), time.perf_counter()
+    result = work()
+    return result, (time.process_time() - cpu, time.perf_counter() - wall)
+
+
+@torch.no_grad()
+def l1_scores(graph: Any, model: nn.Module) -> np.ndarray:
+    """By unit, the sum of the magnitudes of all its slices; of a model of which nothing was removed yet."""
+    units, named = graph.units, dict(model.named_parameters())
+    scores, owner = np.zeros(len(units)), np.repeat(np.arange(len(units)), np.diff(units.starts))
+    order = np.argsort(units.axis, kind="stable")
+    numbers, begins = np.unique(units.axis[order], return_index=True)
+    for number, members in zip(numbers, np.split(order, begins[1:]), strict=True):
+        axis = graph.wiring.axes[number]
+        if axis.tensor in named:
+            others = [dim for dim in range(named[axis.tensor].ndim) if dim != axis.dim]
+            sums = torch.linalg.vector_norm(named[axis.tensor], 1, dim=others) if others else named[axis.tensor].abs()
+            scores += np.bincount(owner[members], sums.numpy()[units.index[members]], len(units))
+    return scores
+
+
+def lowest(graph: Any, scores: np.ndarray) -> np.ndarray:
+    """The share of every space with the lowest scores, equal numbers of parts that are bound."""
+    bound = np.zeros(len(graph.units), bool)
+    for blocks in graph.bindings:
+        bound[np.concatenate(blocks)] = True
+    loose = [(space.units[~bound[space.units]],) for space in graph.spaces if space.kind != "source"]
+    chosen = []
+    for blocks in (*graph.bindings, *loose):
+        count = int(min(map(len, blocks)) * SHARE)
+        chosen += [block[np.argsort(scores[block], kind="stable")[:count]] for block in blocks]
+    return np.sort(np.concatenate(chosen))
+
+
+def keepk_event(trained: Trained, pictures: Tensor, *, optimizer: bool = True) -> Times:
+    model = trained.model
+    graph, traced = timed(lambda: keepk.trace(model, pictures))
+
+    def event() -> None:
+        units = lowest(graph, l1_scores(graph, model))
+        keepk.shrink(model, graph, units, optimizer=trained.optimizer if optimizer else None)
+
+    _, event_times = timed(event)
+    return {"trace": traced, "event": event_times}
+
+
+def torch_pruning_event(trained: Trained, pictures: Tensor, network: Network) -> Times:
+    import torch_pruning  # noqa: PLC0415 - a child that measures keepk alone does without
+
+    def build() -> Any:
+        return torch_pruning.pruner.BasePruner(
+            trained.model,
+            pictures,
+            importance=torch_pruning.importance.GroupMagnitudeImportance(p=1),
+            pruning_ratio=SHARE * STEPS,
+            iterative_steps=STEPS,
+            ignored_layers=[trained.model.get_submodule(network.head)],
+            round_to=network.round_to,
+        )
+
+    with warnings.catch_warnings(action="ignore"):
+        pruner, built = timed(build)
+        _, stepped = timed(pruner.step)
+    if isinstance(trained.model, models.VisionTransformer):  # its example sets the width by hand
+        trained.model.hidden_dim = trained.model.conv_proj.out_channels
+    return {"build": built, "step": stepped}
+
+
+CONTENDERS: dict[str, Callable[[Trained, Tensor, Network], Times]] = {
+    "keepk": lambda trained, pictures, _: keepk_event(trained, pictures),
+    "keepk_weights": lambda trained, pictures, _: {
+        "event": keepk_event(trained, pictures, optimizer=False)["event"],
+    },
+    "torch_pruning": torch_pruning_event,
+}
+
+
+@torch.no_grad()
+def forward(model: nn.Module, pictures: Tensor) -> tuple[float, float]:
+    training = model.training
+    model.eval()(pictures)  # warms up
+    _, seconds = timed(lambda: model(pictures))
+    model.train(training)
+    return seconds
+
+
+@contextmanager
+def counted_passes(kind: type[nn.Module]) -> Iterator[dict[str, int]]:
+    """How many forward passes of this class of network, copies too, and how many backward passes run inside."""
+    counts = {"forward": 0, "backward": 0}
+
+    def counting(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **by_name: Any) -> Any:
+            counts[key] += 1
+            return function(*arguments, **by_name)
+
+        return wrapped
+
+    with (
+        mock.patch.object(kind, "forward", counting(kind.forward, "forward")),
+        mock.patch.object(torch.autograd, "backward", counting(torch.autograd.backward, "backward")),
+        mock.patch.object(torch.autograd, "grad", counting(torch.autograd.grad, "backward")),
+    ):
+        yield counts
+
+
+def passes_of(run: Callable[[], Any], kind: type[nn.Module]) -> dict[str, dict[str, int]]:
+    """Passes of each part of a contender's work; `timed` is where its parts begin and end."""
+    parts = list[dict[str, int]]()
+
+    def watched(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
+        with counted_passes(kind) as counts:
+            parts.append(counts)
+            return work(), (0.0, 0.0)
+
+    with mock.patch(f"{__name__}.timed", watched):
+        names = list(run())
+    return dict(zip(names, parts, strict=True))
+
+
+def facts(trained: Trained, network: Network, pictures: Tensor, name: str) -> dict[str, Any]:
+    """What is not timed: the passes that a contender makes, how much it removes, and whether the rest runs."""
+    twin = trained.copy()
+    before = sum(parameter.numel() for parameter in twin.model.parameters())
+    passes = passes_of(lambda: CONTENDERS[name](twin, pictures, network), type(twin.model))
+    after = sum(parameter.numel() for parameter in twin.model.parameters())
+    output = twin.model.eval()(pictures)
+    runs = bool(output.isfinite().all()) and tuple(output.shape) == (len(pictures), 1000)
+    return {"passes": passes, "removed_percent": round(100 * (1 - after / before), 2), "runs": runs}
+
+
+def summary(runs: list[tuple[float, float]]) -> dict[str, float | list[float]]:
+    """Medians and quartiles."""
+    result: dict[str, float | list[float]] = {}
+    for key, values in zip(("cpu_seconds", "wall_seconds"), zip(*runs, strict=True), strict=True):
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        result[key], result[f"{key}_quartiles"] = round(middle, 4), [round(low, 4), round(high, 4)]
+    return result
+
+
+def measure(network: Network, repeats: int) -> dict[str, Any]:
+    pictures = torch.randn(BATCH, 3, PICTURE, PICTURE)
+    trained = Trained.new(network, pictures)
+    row: dict[str, Any] = {
+        "network": network.name,
+        "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
+    }
+    for name in ("keepk", "torch_pruning"):  # this warms up, too
+        row[name] = facts(trained, network, pictures, name)
+    row["keepk_weights"] = {}
+    runs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    forwards = []
+    for _ in range(repeats):
+        forwards.append(forward(trained.model, pictures))
+        for name, contender in CONTENDERS.items():
+            for part, seconds in contender(trained.copy(), pictures, network).items():
+                runs.setdefault((name, part), []).append(seconds)
+    row["forward"] = summary(forwards)
+    for (name, part), seconds in runs.items():
+        row[name][part] = summary(seconds)
+    return row
+
+
+def resident_mb(field: str) -> float:
+    """VmRSS, what is resident, or VmHWM, its peak since it was last forgotten."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure_first_trace(*, tiny_first: bool) -> dict[str, float]:
+    """In this process, which must be fresh: a forward pass of ResNet-50, then its first trace."""
+    pictures = torch.randn(BATCH, 3, PICTURE, PICTURE)
+    model = models.resnet50(weights=None)
+    result = {"forward_cpu_seconds": forward(model, pictures)[0]}
+    if tiny_first:
+        tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+        result |= _traced(tiny, torch.randn(2, 3, 8, 8), "imports_")
+    return result | _traced(model, pictures, "")
+
+
+def _traced(model: nn.Module, pictures: Tensor, prefix: str) -> dict[str, float]:
+    """A trace's seconds, and its memory above the peak so far and above what was resident before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak VmHWM, which ru_maxrss keeps
+    peak, before = peak_mb(), resident_mb("VmRSS")
+    graph, (cpu, wall) = timed(lambda: keepk.trace(model, pictures))
+    assert len(graph.units)
+    return {
+        f"{prefix}cpu_seconds": cpu,
+        f"{prefix}wall_seconds": wall,
+        f"{prefix}mb_above_peak": max(peak_mb(), resident_mb("VmHWM")) - peak,
+        f"{prefix}mb_above_resident": resident_mb("VmHWM") - before,
+    }
+
+
+def first_traces(repeats: int) -> dict[str, dict[str, float]]:
+    """Medians over fresh processes: the first trace ever, and the first after one of a tiny network."""
+    runs: dict[str, list[dict[str, float]]] = {"first": [], "after_a_tiny_one": []}
+    for _ in range(repeats):
+        for kind, found in runs.items():
+            command = [sys.executable, __file__, "--child", kind]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found.append(json.loads(done.stdout))
+    return {
+        kind: {key: round(statistics.median(run[key] for run in found), 4) for key in found[0]}
+        for kind, found in runs.items()
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{'CPU seconds':14}{'forward':>9}{'trace':>9}{'event':>9}{'weights':>9}{'build':>9}{'step':>9}{'ratio':>7}"
+    ]
+    for row in report["networks"]:
+        ours, theirs = row["keepk"], row["torch_pruning"]
+        parts = (
+            row["forward"],
+            ours["trace"],
+            ours["event"],
+            row["keepk_weights"]["event"],
+            theirs["build"],
+            theirs["step"],
+        )
+        seconds = [part["cpu_seconds"] for part in parts]
+        lines.append(f"{row['network']:14}" + "".join(f"{s:9.3f}" for s in seconds) + f"{seconds[5] / seconds[2]:7.1f}")
+    return "\n".join([*lines, json.dumps(report["first_trace"], indent=2)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="", help="names of networks, with commas between them")
+    parser.add_argument(
+        "--child", choices=("first", "after_a_tiny_one"), help="measure the first trace, in this process"
+    )
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.child:
+        print(json.dumps(measure_first_trace(tiny_first=options.child == "after_a_tiny_one")))
+        return
+    wanted = options.only.split(",") if options.only else [network.name for network in NETWORKS]
+    report = {
+        "benchmark": "shrink_event",
+        "batch": BATCH,
+        "picture": PICTURE,
+        "share": SHARE,
+        "threads": torch.get_num_threads(),
+        "optimizer": "Adam",
+        "repeats": options.repeats,
+        "networks": [measure(network, options.repeats) for network in NETWORKS if network.name in wanted],
+        "first_trace": first_traces(options.repeats),
+        "versions": {
+            **versions(),
+            **{name: importlib.metadata.version(name) for name in ("torchvision", "torch-pruning")},
+        },
+    }
+    print(table(report))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

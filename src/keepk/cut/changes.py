@@ -1,0 +1,171 @@
+"""Changes to a model, each with the way back: made all, or none.
+
+A change is ready before it is made: what it needs is computed, and making it only puts things in place.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from keepk.cut.record import noted
+from keepk.cut.tensors import index_tensor, left_of, refuse_old_losses, replace_contents
+from keepk.errors import ShrinkError
+from keepk.graph.edits import Cut, Edits, Setting, write_attribute
+from keepk.graph.layers import SELECTED, HeadwiseAttention, selecting
+
+Undo = Callable[[], None]
+Change = Callable[[], Undo]
+
+
+def all_or_nothing(changes: Sequence[Change]) -> None:
+    """Make all changes; at the first that fails, take back those before it."""
+    with ExitStack() as undos:
+        for change in changes:
+            undos.callback(change())
+        undos.pop_all()
+
+
+def _refuse_missing(module: nn.Module, modules: Mapping[str, nn.Module], edits: Edits) -> None:
+    paths = [*(it.module for it in edits.settings), *(it.module for it in edits.selections), *edits.headwise]
+    for path in paths:
+        if path not in modules:
+            raise ShrinkError(
+                f"shrink: {type(module).__name__} has no module {path!r}, which has to change with its tensors. "
+                f"Model and followers must be built like the model that was traced."
+            )
+
+
+@contextmanager
+def undone_by(undo: Undo) -> Iterator[None]:
+    """A change is itself all or nothing, up to the moment in which it hands out the way back."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
+def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -> list[Change]:
+    """The tensors with their gradients, the attributes, the two special layers, the record, in this order."""
+    modules = dict(module.named_modules())
+    _refuse_missing(module, modules, edits)
+    changes: list[Change] = [new_contents(tensors[cut.tensor], cut) for cut in edits.cuts]
+    changes += [new_setting(modules[setting.module], setting) for setting in edits.settings]
+    for selection in edits.selections:
+        changes.append(new_selection(modules[selection.module], selection.channels))
+    for path in edits.headwise:
+        changes.append(new_class(modules[path], HeadwiseAttention))
+    changes += [flatten_again(found) for found in modules.values() if isinstance(found, nn.RNNBase)]
+    changes.append(noted(module, edits))
+    return changes
+
+
+def new_contents(tensor: Tensor, cut: Cut) -> Change:
+    """What is left of a tensor and of its gradient, in the same tensor object."""
+    contents, grad = left_of(tensor, cut), None if tensor.grad is None else left_of(tensor.grad, cut)
+
+    def change() -> Undo:
+        old, old_grad = tensor.data, tensor.grad
+        allow_old_losses = refuse_old_losses(tensor, cut.tensor)
+
+        def undo() -> None:
+            replace_contents(tensor, old)
+            tensor.grad = old_grad
+            allow_old_losses()
+
+        with undone_by(undo):
+            replace_contents(tensor, contents)
+            tensor.grad = grad
+            return undo
+
+    return change
+
+
+def new_setting(module: nn.Module, setting: Setting) -> Change:
+    """Another value of an attribute."""
+
+    def change() -> Undo:
+        old = getattr(module, setting.attribute)
+
+        def undo() -> None:
+            setattr(module, setting.attribute, old)
+
+        with undone_by(undo):
+            write_attribute(module, setting, setting.new)
+            return undo
+
+    return change
+
+
+def new_selection(module: nn.Module, channels: np.ndarray) -> Change:
+    """A BatchNorm that reads these channels of its input."""
+    index = index_tensor(channels, next(chain(module.parameters(), module.buffers())))
+
+    def change() -> Undo:
+        kind, old = type(module), module._buffers.get(SELECTED)
+
+        def undo() -> None:
+            module.__class__ = kind
+            module._buffers.pop(SELECTED, None)
+            if old is not None:
+                module._buffers[SELECTED] = old
+
+        with undone_by(undo):
+            module.register_buffer(SELECTED, index)
+            module.__class__ = selecting(kind)
+            return undo
+
+    return change
+
+
+def new_class(module: nn.Module, kind: type[nn.Module]) -> Change:
+    """An attention that takes its sizes from its weights; a subclass of torch's has a forward of its own and stays."""
+
+    def change() -> Undo:
+        old = type(module)
+
+        def undo() -> None:
+            module.__class__ = old
+
+        with undone_by(undo):
+            module.__class__ = kind if old is nn.MultiheadAttention else old
+            return undo
+
+    return change
+
+
+def flatten_again(module: nn.RNNBase) -> Change:
+    """On CUDA a recurrent layer keeps its weights in one piece of memory."""
+
+    def change() -> Undo:
+        module.flatten_parameters()
+        return module.flatten_parameters
+
+    return change
+
+
+def new_entry(entries: dict[Any, Any], key: Any, value: Tensor) -> Change:
+    """Another tensor under a key."""
+
+    def change() -> Undo:
+        old = entries[key]
+
+        def undo() -> None:
+            entries[key] = old
+
+        with undone_by(undo):
+            entries[key] = value
+            return undo
+
+    return change
+
+
+def forget_compiled(model: nn.Module) -> None:
+    """torch.compile gives up after a few changes of shape, unless it starts anew."""
+    if any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules()):
+        torch.compiler.reset()

@@ -1,0 +1,99 @@
+"""`save` and `load`: a model as ``model.safetensors`` and ``arch.json``. Nothing is ever pickled or unpickled."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from keepk.cut.changes import forget_compiled
+from keepk.cut.holders import refuse_holders
+from keepk.deploy.arch_json import from_document, to_document
+from keepk.deploy.description import describe
+from keepk.deploy.folder import read_folder, write_folder
+from keepk.deploy.replay import edits_of, refuse_other_model, refuse_shrunk, replay, unpacked
+from keepk.errors import FileError
+from keepk.graph.tracer import named_tensors
+from keepk.graph.wrappers import unwrap
+from keepk.run.packing import pack
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a model into the folder `path`: its values, and what was cut from it since it was built.
+
+    A kill at any moment leaves the old files or the new ones. The same model gives the same bytes.
+
+    Args:
+        model: Shrunk any number of times, or never.
+        path: The folder; it is made if it is missing.
+
+    Examples:
+        >>> import keepk, tempfile
+        >>> def build():
+        ...     return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+        >>> net = build()
+        >>> edits = keepk.shrink(net, keepk.trace(net, torch.zeros(2, 8)), [0, 5])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(net, folder)
+        ...     loaded = load(folder, build())
+        >>> torch.equal(loaded(torch.ones(2, 8)), net(torch.ones(2, 8)))
+        True
+    """
+    inner = _user_module(model, "save")
+    _refuse_extra_state(inner)
+    description = describe(inner)
+    write_folder(Path(path), to_document(description), dict(_packed(inner)))
+
+
+def load(path: str | os.PathLike[str], model: Model) -> Model:
+    """Make a freshly built model the one that was saved in the folder `path`, and return it.
+
+    It is cut as the saved one was and filled with its values. Parameter objects, devices, `requires_grad` and train or
+    eval mode stay. Everything is checked first: if anything is refused, the model is as it was.
+
+    Args:
+        path: A folder that `save` wrote.
+        model: As the user's own constructor makes it, of the dtype of the saved one; on any device.
+    """
+    inner, folder = _user_module(model, "load"), Path(path)
+    document, stored = read_folder(folder)
+    try:
+        refuse_shrunk(inner)
+        _refuse_extra_state(inner)
+        saved, given = from_document(document), describe(inner)
+        refuse_other_model(inner, saved, given)
+        values = unpacked(saved, stored)
+    except FileError as error:
+        raise FileError(f"{folder}: {error}") from error
+    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
+        refuse_holders(model, edits_of(saved))
+        replay(inner, saved, given, values)
+    forget_compiled(model)
+    return model
+
+
+def _user_module(model: object, verb: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise FileError(f"{verb}: got {type(model).__name__} as the model. Give a torch.nn.Module.")
+    return unwrap(model)
+
+
+def _refuse_extra_state(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise FileError(
+                f"module {path!r} ({type(module).__name__}) keeps extra state, which may be any object. "
+                f"Keep what has to be saved in buffers."
+            )
+
+
+def _packed(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every tensor in its own shape, whatever its strides are, so that others can read the file too."""
+    tensors = [(name, tensor) for name, tensor, _ in named_tensors(model)]
+    for name, tensor in tensors:
+        if tensor.is_meta:
+            raise FileError(f"tensor {name!r} is a meta tensor, which has no values. Materialize the model first.")
+    return [(name, pack(tensor.detach().contiguous())[0]) for name, tensor in tensors]

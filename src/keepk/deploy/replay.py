@@ -1,0 +1,150 @@
+"""Doing to a freshly built model what was done to a saved one: all of it checked first, then all or nothing."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from keepk.cut.changes import Change, Undo, all_or_nothing, cut_module, flatten_again, undone_by
+from keepk.cut.record import record_of
+from keepk.cut.tensors import replace_contents
+from keepk.deploy.description import Description, Entry, dense_value, selection_name
+from keepk.errors import CheckpointError, FileError
+from keepk.graph.edits import Cut, Edits, Selection
+from keepk.graph.tracer import named_tensors
+from keepk.run.packing import dtype_name, unpack
+
+SHOWN = 3
+
+
+def edits_of(saved: Description) -> Edits:
+    """All shrinks of a model as one."""
+    return Edits(
+        units=np.zeros(0, np.int64),
+        cuts=tuple(Cut(name, it.kept, it.dense, it.shape) for name, it in saved.tensors.items() if it.kept),
+        settings=saved.settings,
+        selections=tuple(Selection(path, channels) for path, channels in saved.selections.items()),
+        headwise=saved.headwise,
+    )
+
+
+def refuse_shrunk(model: nn.Module) -> None:
+    """Refuse a model from which something was cut already."""
+    if any(record_of(model).values()):
+        raise FileError(f"the given {type(model).__name__} was shrunk before. Give a freshly built one.")
+
+
+def refuse_other_model(model: nn.Module, saved: Description, given: Description) -> None:
+    """Refuse a model of another class, width, dtype or tying, with what differs."""
+    found = [*_differences(saved, given), *_unexpected(dict(model.named_modules()), saved)]
+    if found:
+        more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+        raise FileError(
+            f"the given {type(model).__name__} is not the dense model that was saved: {'; '.join(found[:SHOWN])}{more}"
+            f". Build it by the same class, arguments and dtype."
+        )
+
+
+def unpacked(saved: Description, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The saved values; refused if they are not those of the described tensors."""
+    selections = {selection_name(path): channels.tolist() for path, channels in saved.selections.items()}
+    if strange := set(stored) ^ {*saved.tensors, *selections}:
+        raise FileError(f"arch.json and model.safetensors do not name the same tensors: {sorted(strange)[:SHOWN]}")
+    for name, channels in selections.items():
+        if stored[name].tolist() != channels:
+            raise FileError(f"arch.json and model.safetensors do not agree on {name!r}")
+    return {name: _value(name, entry, stored[name]) for name, entry in saved.tensors.items()}
+
+
+def replay(model: nn.Module, saved: Description, given: Description, values: Mapping[str, Tensor]) -> None:
+    """Cut a dense model as the saved one was cut, and give it the saved values."""
+    tensors = {name: tensor for name, tensor, _ in named_tensors(model)}
+    edits = edits_of(saved)
+    shrunk = edits.cuts or edits.settings or edits.selections or edits.headwise
+    changes = cut_module(model, tensors, edits) if shrunk else []
+    for name, entry in saved.tensors.items():
+        if name in given.tensors and given.tensors[name].dense == entry.dense:
+            changes.append(_fill(tensors[name], entry, values[name]))
+    changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
+    all_or_nothing(changes)
+
+
+def _differences(saved: Description, given: Description) -> Iterator[str]:
+    pairs = (
+        ("module", saved.modules, given.modules),
+        ("tensor", _dense_tensors(saved, saved), _dense_tensors(given, saved)),
+        ("tie of", saved.ties, given.ties),
+    )
+    for what, wanted, got in pairs:
+        for name in {**wanted, **got}:
+            if wanted.get(name) != got.get(name):
+                there, here = wanted.get(name, "not there"), got.get(name, "not there")
+                yield f"{what} {name!r} was {there} and is {here}" if name else f"the model was {there} and is {here}"
+
+
+def _dense_tensors(description: Description, saved: Description) -> dict[str, str]:
+    """What has to be the same: what a state_dict has, and whatever was cut. Other buffers may come and go."""
+    cut = {name for name, entry in saved.tensors.items() if entry.kept}
+    tensors = description.tensors.items()
+    return {name: f"{it.dtype} {it.dense}" for name, it in tensors if it.persistent or name in cut}
+
+
+def _unexpected(modules: Mapping[str, nn.Module], saved: Description) -> Iterator[str]:
+    for setting in saved.settings:
+        module = modules.get(setting.module)
+        found = None if module is None else dense_value(module, setting)
+        if module is not None and found != setting.old:
+            yield f"{setting.attribute} of module {setting.module!r} was {setting.old!r} and is {found!r}"
+    for path, kind in (*((p, "a BatchNorm") for p in saved.selections), *((p, "an attention") for p in saved.headwise)):
+        fits = nn.modules.batchnorm._BatchNorm if kind == "a BatchNorm" else nn.MultiheadAttention
+        if path not in modules or not isinstance(modules[path], fits):
+            yield f"module {path!r} is not {kind}"
+
+
+def _value(name: str, entry: Entry, stored: Tensor) -> Tensor:
+    try:
+        value = unpack(stored, {"dtype": entry.dtype, "shape": list(entry.shape)})
+    except (CheckpointError, RuntimeError) as error:
+        raise FileError(f"model.safetensors: {name!r} cannot be read as {entry.dtype} ({error})") from error
+    if tuple(value.shape) != entry.shape or dtype_name(value.dtype) != entry.dtype:
+        raise FileError(
+            f"model.safetensors: {name!r} has shape {tuple(value.shape)}, but arch.json leaves {entry.shape} of it"
+        )
+    return value
+
+
+def _fill(tensor: Tensor, entry: Entry, value: Tensor) -> Change:
+    """What keeps its shape and layout keeps its memory, which other tensors may share."""
+    stride = entry.stride or torch.empty(entry.shape, device="meta").stride()
+    if not entry.kept and tensor.stride() == stride:
+        return _fill_in_place(tensor, value)
+    contents = torch.empty_strided(entry.shape, stride, dtype=value.dtype, device=tensor.device).copy_(value)
+
+    def change() -> Undo:
+        old, grad = tensor.data, tensor.grad
+
+        def undo() -> None:
+            replace_contents(tensor, old)
+            tensor.grad = grad
+
+        with undone_by(undo):
+            replace_contents(tensor, contents)
+            tensor.grad = grad
+        return undo
+
+    return change
+
+
+def _fill_in_place(tensor: Tensor, value: Tensor) -> Change:
+    old = tensor.detach().clone()
+
+    def change() -> Undo:
+        def undo() -> None:
+            tensor.detach().copy_(old)
+
+        with undone_by(undo):
+            tensor.detach().copy_(value)
+        return undo
+
+    return change

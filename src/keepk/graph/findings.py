@@ -1,0 +1,199 @@
+"""What a graph has to say to people, as plain values: what can shrink, what cannot and why, what is bound."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from keepk.graph.facts import Reason
+from keepk.graph.graph import Graph
+from keepk.graph.label import tensors_in
+
+# By the words in which a reason ends: what everybody has, and nobody needs to read axis by axis.
+FOLDED = {
+    "an axis of the kernel": "kernel",
+    "is an output of the model": "output",
+    "with an axis that has no channels": "input",
+}
+
+
+@dataclass(frozen=True)
+class Where:
+    """An operation, the module in whose forward it ran, and file and line; each may be empty."""
+
+    operation: str
+    module: str
+    place: str
+
+    def __str__(self) -> str:
+        """In a few words.
+
+        >>> print(Where("aten::view", "block.2", "net.py:40"))
+        aten::view in block.2 at net.py:40
+        >>> print(Where("", "", "net.py:12"))
+        net.py:12
+        """
+        known = [self.operation, f"in {self.module}" if self.module else "", f"at {self.place}" if self.place else ""]
+        return " ".join(word for word in known if word).removeprefix("at ")
+
+
+@dataclass(frozen=True)
+class SpaceAxis:
+    """An axis in which the units of a space have slices; its role is producer, carrier, reader or empty."""
+
+    tensor: str
+    axis: int
+    role: str
+
+
+@dataclass(frozen=True)
+class SpaceFound:
+    """Units that have their slices in the same axes.
+
+    Attributes:
+        name: The module that produces them.
+        kind: "channel", "read" or "source"; see `keepk.graph.units.GraphSpace`.
+        units: How many there are.
+        exact: How many of them can be removed exactly.
+        lossy: How many of them change more when they are removed than when they are set to zero.
+        why: Why so; empty where all are exact.
+        where: Where in the user's program that is.
+        axes: Where their slices are.
+    """
+
+    name: str
+    kind: str
+    units: int
+    exact: int
+    lossy: int
+    why: str
+    where: tuple[Where, ...]
+    axes: tuple[SpaceAxis, ...]
+
+
+@dataclass(frozen=True)
+class FixedAxis:
+    """An axis of which so many channels, of so many in all, cannot go."""
+
+    tensor: str
+    axis: int
+    channels: int
+    total: int
+
+
+@dataclass(frozen=True)
+class FixedGroup:
+    """Axes that cannot shrink for one and the same reason.
+
+    Attributes:
+        kind: "kernel", "output", "input" (what meets an axis without channels), or "operation" for all the rest.
+        why: The reason.
+        where: Where in the user's program it arises.
+        axes: The axes.
+    """
+
+    kind: str
+    why: str
+    where: tuple[Where, ...]
+    axes: tuple[FixedAxis, ...]
+
+
+@dataclass(frozen=True)
+class EqualParts:
+    """Parts that must lose equal numbers of units.
+
+    Attributes:
+        spaces: The spaces in which the parts lie.
+        parts: How many units each part has.
+        why: Why so.
+        where: Where in the user's program that is.
+    """
+
+    spaces: tuple[str, ...]
+    parts: tuple[int, ...]
+    why: str
+    where: tuple[Where, ...]
+
+
+def spaces_found(graph: Graph) -> tuple[SpaceFound, ...]:
+    """The spaces of a graph as plain values."""
+    return tuple(_space(graph, number) for number in range(len(graph.spaces)))
+
+
+def _space(graph: Graph, number: int) -> SpaceFound:
+    space = graph.spaces[number]
+    lossy = int(graph.units.lossy[space.units].sum())
+    reasons = [graph.solution.lossy.get(found) for found in graph.units.classes[space.units].tolist()]
+    first = next((reason for reason in reasons if reason is not None), None)
+    return SpaceFound(
+        name=space.name,
+        kind=space.kind,
+        units=len(space.units),
+        exact=len(space.units) - lossy,
+        lossy=lossy,
+        why=first.why if first else "",
+        where=_places([first]) if first else (),
+        axes=tuple(SpaceAxis(tensor, axis, role.value if role else "") for tensor, axis, role in space.axes),
+    )
+
+
+def fixed_groups(graph: Graph) -> tuple[FixedGroup, ...]:
+    """What cannot shrink, by reason: first what somebody may want to change, then what every model has."""
+    totals = {(axis.tensor, axis.dim): axis.size for axis in graph.wiring.axes}
+    axes, reasons = dict[tuple[str, ...], list[FixedAxis]](), dict[tuple[str, ...], list[Reason]]()
+    for fixed in graph.fixed:
+        kind, reason = _kind(fixed.reason), fixed.reason
+        key = (kind, reason.why, reason.operation, reason.place) if kind == "operation" else (kind,)
+        found = FixedAxis(fixed.tensor, fixed.axis, fixed.channels, totals[fixed.tensor, fixed.axis])
+        axes.setdefault(key, []).append(found)
+        reasons.setdefault(key, []).append(reason)
+    order = ["operation", "input", "output", "kernel"]
+    return tuple(
+        FixedGroup(key[0], reasons[key][0].why, _places(reasons[key]), tuple(axes[key]))
+        for key in sorted(axes, key=lambda key: order.index(key[0]))
+    )
+
+
+def _kind(reason: Reason) -> str:
+    return next((kind for words, kind in FOLDED.items() if reason.why.endswith(words)), "operation")
+
+
+def _places(reasons: Iterable[Reason]) -> tuple[Where, ...]:
+    found = dict.fromkeys(Where(reason.operation, reason.module, reason.place) for reason in reasons)
+    return tuple(where for where in found if str(where))
+
+
+def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
+    """Of which parts equal numbers must go."""
+    # The graph leaves out bindings of which no unit is left.
+    kept = (
+        binding
+        for binding in graph.solution.bindings
+        if any(np.isin(block, graph.units.classes).any() for block in binding.blocks)
+    )
+    return tuple(
+        EqualParts(
+            spaces=tuple(
+                dict.fromkeys(graph.spaces[s].name for s in graph.units.space[np.concatenate(blocks)].tolist())
+            ),
+            parts=tuple(map(len, blocks)),
+            why=binding.reason.why,
+            where=_places([binding.reason]),
+        )
+        for blocks, binding in zip(graph.bindings, kept, strict=True)
+    )
+
+
+def tensor_specs(example: object) -> tuple[str, ...]:
+    """The shapes of the tensors of an example, with their types where those are not float32.
+
+    >>> tensor_specs((torch.zeros(2, 3), torch.zeros(2, 12, dtype=torch.int64)))
+    ('2x3', '2x12:int64')
+    """
+    return tuple(map(_spec, tensors_in(example)))
+
+
+def _spec(tensor: torch.Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "one number"
+    return shape if tensor.dtype is torch.float32 else f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"

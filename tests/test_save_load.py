@@ -1,0 +1,620 @@
+"""A saved model is two files that say what was cut; loaded into a freshly built one it is the same model, to the bit."""
+
+import copy
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+import keepk
+from keepk.cut.record import record_of
+from keepk.deploy.arch_json import as_text, digest, from_text
+from keepk.errors import FileError
+from masked import call, leaves
+from networks import NETWORKS
+
+FILES = ["arch.json", "model.safetensors"]
+
+
+def built(seed=0, width=12, dtype=torch.float32):
+    """A small network with a BatchNorm and a tie."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(7, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 9), nn.Linear(9, 9))
+    net.append(nn.Linear(9, 9))
+    net[5].weight = net[4].weight
+    return net.to(dtype)
+
+
+def shrunk(seed=0, units=(0, 3, 4)):
+    net = built(seed)
+    keepk.shrink(net, keepk.trace(net, torch.randn(3, 7)), units)
+    return net
+
+
+def outputs(model, example):
+    with torch.no_grad():
+        return leaves(call(model.eval(), example))
+
+
+def same(wanted, got):
+    return all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def looks(model):
+    """All that a refused load must leave as it was."""
+    state = {name: (id(tensor), tensor.data_ptr(), tensor.clone()) for name, tensor in named(model).items()}
+    modules = {path: (type(module), dict(vars(module))) for path, module in model.named_modules()}
+    plain = {path: (kind, {k: v for k, v in own.items() if k[0] != "_"}) for path, (kind, own) in modules.items()}
+    return state, plain
+
+
+def named(model):
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def unchanged(model, before):
+    state, modules = looks(model)
+    assert modules == before[1]
+    assert state.keys() == before[0].keys()
+    for name, (identity, address, value) in state.items():
+        assert (identity, address) == before[0][name][:2]
+        assert torch.equal(value, before[0][name][2])
+
+
+def refused(folder, model, match):
+    before = looks(model)
+    with pytest.raises(FileError, match=match):
+        keepk.load(folder, model)
+    unchanged(model, before)
+
+
+def round_trip(folder, model, example, fresh):
+    """Saved, loaded into a fresh network, saved again."""
+    wanted = outputs(model, example)
+    keepk.save(model, folder / "first")
+    identities = {name: id(parameter) for name, parameter in fresh.named_parameters()}
+    assert keepk.load(folder / "first", fresh) is fresh
+    assert same(wanted, outputs(fresh, example))
+    assert {name: id(parameter) for name, parameter in fresh.named_parameters()} == identities
+    assert {path: type(module) for path, module in fresh.named_modules()} == {
+        path: type(module) for path, module in model.named_modules()
+    }
+    assert record_of(fresh) == record_of(model)
+    keepk.save(fresh, folder / "second")
+    assert sorted(contents(folder / "first")) == FILES
+    assert contents(folder / "first") == contents(folder / "second")
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_comes_back_after_no_shrink_one_and_two(tmp_path, name):
+    model, example = NETWORKS[name]()
+    graph = keepk.trace(model, example)
+    for turn in range(3):
+        if turn:
+            keepk.shrink(model, graph, graph.choose(0.4, seed=turn))
+        round_trip(tmp_path / str(turn), model, example, NETWORKS[name](seed=7)[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["grouped", "dense_block", "multihead_attention", "lstm", "layer_norm", "tied_embedding"]
+)
+def test_a_loaded_network_is_shrunk_and_saved_again(tmp_path, name):
+    """What is cut after a load is added to what was cut before."""
+    if name not in NETWORKS:
+        pytest.fail(f"no network {name!r}, only {list(NETWORKS)}")
+    model, example = NETWORKS[name]()
+    for turn in range(3):
+        graph = keepk.trace(model, example)
+        keepk.shrink(model, graph, graph.choose(0.3, seed=turn, lossy=True))
+        fresh = NETWORKS[name](seed=turn + 5)[0]
+        round_trip(tmp_path / str(turn), model, example, fresh)
+        model = fresh
+
+
+def listed(text):
+    """The slow reading of '0:3, 5'."""
+    return [i for part in text.split(", ") for i in (range(*map(int, part.split(":"))) if ":" in part else [int(part)])]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_indices_in_arch_json_lead_from_the_dense_tensors_to_the_saved_ones(tmp_path, name):
+    model, example = NETWORKS[name]()
+    dense = {key: value.detach().numpy().copy() for key, value in named(model).items()}
+    graph = keepk.trace(model, example)
+    for turn in (1, 2):
+        keepk.shrink(model, graph, graph.choose(0.4, seed=turn))
+    keepk.save(model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    for key, entry in json.loads((tmp_path / "arch.json").read_bytes())["tensors"].items():
+        left = dense[key]
+        assert [str(left.dtype), list(left.shape)] == [entry["dtype"], entry["dense"]]
+        for axis, kept in sorted(entry.get("kept", {}).items()):
+            if isinstance(kept, str):
+                left = np.take(left, listed(kept), int(axis))
+            else:
+                left = np.stack([row[listed(columns)] for row, columns in zip(left, kept, strict=True)])
+        assert np.array_equal(left, saved[key].numpy())
+
+
+def test_arch_json_can_be_read(tmp_path):
+    keepk.save(shrunk(), tmp_path)
+    lines = (tmp_path / "arch.json").read_text().splitlines()
+    arch = json.loads("\n".join(lines))
+    assert "keepk.save" in arch["about"]["file"]
+    assert arch["modules"][""] == "Sequential"
+    assert arch["tensors"]["3.weight"] == {"dtype": "float32", "dense": [9, 12], "kept": {"1": "1:3, 5:12"}}
+    assert '        "1": "1:3, 5:12"' in lines
+    assert arch["ties"] == {"5.weight": "4.weight"}
+    assert arch["attributes"]["0"] == {"out_features": {"dense": 12, "now": 9}}
+    assert arch["values"]["sha256"] == sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_values_can_be_read_by_others(tmp_path):
+    """Under the names and in the shapes of the state_dict; a tied tensor once."""
+    model = shrunk().to(torch.bfloat16)
+    keepk.save(model, tmp_path)
+    state, saved = model.state_dict(), load_file(tmp_path / "model.safetensors")
+    assert state.keys() - saved.keys() == {"5.weight"}
+    assert all(torch.equal(state[name], value) and state[name].dtype == value.dtype for name, value in saved.items())
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_runs_of_indices_are_read_back(indices):
+    text = as_text(sorted(indices))
+    assert from_text(text, 41) == listed(text) == sorted(indices)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("name", ["dense_block", "grouped", "multihead_attention"])
+def test_copies_and_pickles_can_be_saved(tmp_path, copied, name):
+    model, example = NETWORKS[name]()
+    graph = keepk.trace(model, example)
+    keepk.shrink(model, graph, graph.choose(0.5, seed=0))
+    keepk.save(model, tmp_path / "original")
+    twin = copied(model)
+    assert record_of(twin) == record_of(model)
+    assert any(record_of(twin).values())
+    keepk.save(twin, tmp_path / "copy")
+    assert contents(tmp_path / "original") == contents(tmp_path / "copy")
+
+
+def test_ties_dtypes_requires_grad_and_mode_stay(tmp_path):
+    model = shrunk().to(torch.bfloat16)
+    keepk.save(model, tmp_path)
+    fresh = built(1, dtype=torch.bfloat16).train()
+    fresh[0].weight.requires_grad_(False)
+    keepk.load(tmp_path, fresh)
+    assert fresh[5].weight is fresh[4].weight
+    assert (fresh.training, fresh[0].weight.requires_grad, fresh[3].weight.requires_grad) == (True, False, True)
+    assert fresh[0].weight.dtype == torch.bfloat16
+    assert same(model.state_dict().values(), fresh.state_dict().values())
+
+
+def convolutions(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+
+
+@pytest.mark.parametrize("units", [[], [0, 5]])
+def test_channels_last_stays(tmp_path, units):
+    model, example = convolutions(0).to(memory_format=torch.channels_last), torch.randn(2, 3, 9, 9)
+    keepk.shrink(model, keepk.trace(model, example), units)
+    fresh = convolutions(1)
+    round_trip(tmp_path, model, example, fresh)
+    assert [p.stride() for p in fresh.parameters()] == [p.stride() for p in model.parameters()]
+    assert fresh[3].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+class Odd(nn.Module):
+    """Tensors that a safetensors file would not take as they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 5)
+        self.turned = nn.Parameter(torch.randn(4, 3).t())
+        self.phase = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("wide", torch.randn(3, 1).expand(3, 4))
+        self.register_buffer("short", torch.randint(0, 9, (3,)).to(torch.uint16))
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("number", torch.tensor(float(torch.rand(()))))
+        self.register_buffer("seen", self.last.bias.detach()[1:3])
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_odd_tensors_come_back(tmp_path):
+    torch.manual_seed(0)
+    model, fresh, example = Odd(), Odd(), torch.randn(2, 7)
+    keepk.shrink(model, keepk.trace(model, example), [1, 2])
+    round_trip(tmp_path, model, example, fresh)
+    for name, tensor in named(model).items():
+        assert torch.equal(tensor, named(fresh)[name])
+        assert tensor.dtype == named(fresh)[name].dtype
+    assert fresh.turned.stride() == model.turned.stride() == (1, 3)
+    assert fresh.seen.data_ptr() == fresh.last.bias.data_ptr() + 4
+
+
+def test_a_model_on_the_meta_device_is_cut_there(tmp_path):
+    keepk.save(shrunk(), tmp_path)
+    with torch.device("meta"):
+        fresh = built()
+    keepk.load(tmp_path, fresh)
+    assert all(tensor.is_meta for tensor in named(fresh).values())
+    assert {n: t.shape for n, t in named(fresh).items()} == {n: t.shape for n, t in named(shrunk()).items()}
+    with pytest.raises(FileError, match=r"'0\.weight' is a meta tensor.*Materialize"):
+        keepk.save(fresh, tmp_path)
+
+
+class Caching(nn.Module):
+    """Makes a buffer when it is first run."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 5)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, x):
+        if len(self.cache) < len(x):
+            self.cache = torch.ones(len(x), 1)
+        return self.last(torch.relu(self.first(x))) * self.cache[: len(x)]
+
+
+def test_a_cache_is_left_to_its_model(tmp_path):
+    model, example = Caching(), torch.randn(2, 7)
+    keepk.shrink(model, keepk.trace(model, example), [1, 2])
+    wanted = outputs(model, example)
+    keepk.save(model, tmp_path)
+    assert same(wanted, outputs(keepk.load(tmp_path, Caching()), example))
+
+
+def test_the_wrapper_of_torch_compile_is_looked_through(tmp_path):
+    model = shrunk()
+    keepk.save(model, tmp_path)
+    wrapper = nn.Module()
+    wrapper._orig_mod = built(1)
+    assert keepk.load(tmp_path, wrapper) is wrapper
+    assert same(model.state_dict().values(), wrapper._orig_mod.state_dict().values())
+
+
+def test_a_loaded_model_trains(tmp_path):
+    keepk.save(shrunk(), tmp_path)
+    with torch.inference_mode():
+        fresh = keepk.load(tmp_path, built(1)) if False else None
+    fresh = built(1)
+    optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
+    keepk.load(tmp_path, fresh)
+    before = copy.deepcopy(fresh.state_dict())
+    fresh(torch.randn(3, 7)).sum().backward()
+    optimizer.step()
+    assert fresh[0].weight.grad.shape == (9, 7)
+    assert not torch.equal(before["0.weight"], fresh[0].weight)
+
+
+# Refusals
+
+
+@pytest.fixture
+def folder(tmp_path):
+    keepk.save(shrunk(), tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edited(folder, change, rehash=True):
+    """arch.json with a change; hashed anew, the change must be found by itself."""
+    arch = json.loads((folder / "arch.json").read_bytes())
+    change(arch)
+    if rehash:
+        arch["sha256"] = digest(arch)
+    (folder / "arch.json").write_text(json.dumps(arch))
+
+
+def kept(text):
+    return lambda arch: arch["tensors"]["3.weight"]["kept"].update({"1": text})
+
+
+def dense_hash(arch):
+    arch["dense_sha256"] = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (kept("1:3, 5:13"), r"'5:13' is not a rising run of indices of an axis of 12"),
+        (kept("5:12, 1:3"), r"'1:3' is not a rising run"),
+        (kept("1:4, 5:12"), r"'3\.weight' has shape \(9, 9\), but arch\.json leaves \(9, 10\) of it"),
+        (kept("three"), r"is not laid out as keepk\.save writes it"),
+        (kept(["0:9"] * 9), r"is not the dense model|arch\.json|laid out"),
+        (dense_hash, r"dense_sha256 is not the hash of the modules, tensors and ties"),
+        (lambda arch: arch.pop("tensors"), r"not laid out as keepk\.save writes it \('tensors'\)"),
+        (lambda arch: arch.pop("values"), r"it names no values"),
+        (lambda arch: arch["values"].update(sha256="../x"), r"it names no values"),
+        (lambda arch: arch.update(version=2), r"has version 2, this keepk reads version 1\. Read it with keepk 0"),
+        (lambda arch: arch.update(format="other"), r"is not a 'keepk\.model'"),
+        (
+            lambda arch: arch["attributes"]["0"]["out_features"].update(dense=13),
+            r"out_features of module '0' was 13 and is 12",
+        ),
+        (
+            lambda arch: arch["selections"].update({"1": "0:9"}),
+            r"do not name the same tensors: \['1\.selected_channels'\]",
+        ),
+        (lambda arch: arch["headwise"].append("0"), r"module '0' is not an attention"),
+    ],
+)
+def test_a_forged_arch_json_is_refused(folder, change, match):
+    edited(folder, change)
+    refused(folder, built(1), match)
+
+
+@pytest.mark.parametrize("change", [kept("0:9"), dense_hash, lambda arch: arch.update(sha256="0" * 64)])
+def test_an_edited_arch_json_is_refused(folder, change):
+    edited(folder, change, rehash=False)
+    refused(folder, built(1), r"arch\.json: was edited or damaged after it was written: its sha256 differs")
+
+
+def test_another_layout_of_the_same_json_is_fine(folder):
+    edited(folder, lambda arch: None, rehash=False)
+    assert same(keepk.load(folder, built(1)).state_dict().values(), shrunk().state_dict().values())
+
+
+@given(st.integers(0, 10**6), st.integers(0, 7))
+@settings(max_examples=30)
+def test_no_flipped_bit_is_read(tmp_path_factory, place, bit):
+    folder = tmp_path_factory.mktemp("flipped")
+    keepk.save(shrunk(), folder)
+    for name in FILES:
+        data = bytearray((folder / name).read_bytes())
+        data[place % len(data)] ^= 1 << bit
+        (folder / name).write_bytes(data)
+        try:
+            loaded = keepk.load(folder, built(1))
+        except FileError:
+            pass
+        else:  # white space may change
+            assert name == "arch.json"
+            assert same(loaded.state_dict().values(), shrunk().state_dict().values())
+        keepk.save(shrunk(), folder)
+    shutil.rmtree(folder)
+
+
+def test_files_cut_short_or_missing_are_refused(folder, tmp_path):
+    for name, match in [
+        ("arch.json", r"arch\.json: is no JSON, so it was cut short or edited"),
+        ("model.safetensors", r"model\.safetensors: has [\d,]+ bytes, arch\.json says [\d,]+"),
+    ]:
+        data = (folder / name).read_bytes()
+        for end in (0, 1, len(data) // 2, len(data) - 2):
+            (folder / name).write_bytes(data[:end])
+            refused(folder, built(1), match)
+        (folder / name).write_bytes(data)
+    (folder / "model.safetensors").write_bytes(bytes(len((folder / "model.safetensors").read_bytes())))
+    refused(folder, built(1), r"its sha256 is not the one in arch\.json")
+    (folder / "model.safetensors").unlink()
+    refused(folder, built(1), r"model\.safetensors: cannot be read .*, but arch\.json names it")
+    (folder / "arch.json").write_bytes(b"\xff not JSON")
+    refused(folder, built(1), r"is no JSON")
+    (folder / "arch.json").write_bytes(b"[" * 100_000)
+    refused(folder, built(1), r"is no JSON")
+    (folder / "arch.json").write_bytes(b"[1]")
+    refused(folder, built(1), r"is not a 'keepk\.model'\. Give a folder of keepk\.save")
+    refused(tmp_path / "nowhere", built(1), r"nowhere/arch\.json: there is no saved model to read")
+
+
+class Other(nn.Sequential):
+    pass
+
+
+def untied():
+    net = built()
+    net[5].weight = nn.Parameter(net[5].weight.detach().clone())
+    return net
+
+
+def renamed():
+    net = built()
+    net.named = nn.Linear(2, 2)
+    return net
+
+
+def resized():
+    net = built()
+    net[3].in_features = 11
+    return net
+
+
+def lazy():
+    net = built()
+    net[0] = nn.LazyLinear(12)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("build", "match"),
+    [
+        (
+            lambda: Other(*built()),
+            r"given Other is not the dense .*: the model was Sequential and is Other\. Build it by",
+        ),
+        (lambda: nn.Linear(2, 2), r"the model was Sequential and is Linear; .* \(and \d+ more\)"),
+        (lambda: built(width=13), r"tensor '0\.weight' was float32 \(12, 7\) and is float32 \(13, 7\); .*more"),
+        (lambda: built(dtype=torch.float64), r"'0\.weight' was float32 \(12, 7\) and is float64 \(12, 7\)"),
+        (
+            untied,
+            r"tensor '5\.weight' was not there and is float32 \(9, 9\); tie of '5\.weight' was 4\.weight and is not there",
+        ),
+        (renamed, r"module 'named' was not there and is Linear"),
+        (resized, r"in_features of module '3' was 12 and is 11"),
+        (shrunk, r"given Sequential was shrunk before\. Give a freshly built one"),
+    ],
+)
+def test_another_model_is_refused_with_what_differs(folder, build, match):
+    refused(folder, build(), rf"{re.escape(str(folder))}: .*{match}")
+
+
+def test_what_is_no_plain_module_is_refused(folder, tmp_path):
+    with pytest.raises(FileError, match=r"load: got dict as the model\. Give a torch\.nn\.Module"):
+        keepk.load(folder, {})
+    with pytest.raises(FileError, match=r"save: got dict as the model"):
+        keepk.save({}, tmp_path / "new")
+    with pytest.raises(FileError, match=r"'0\.weight' is an uninitialized parameter; run one batch first"):
+        keepk.load(folder, lazy())
+    sparse = built()
+    sparse.register_buffer("few", torch.eye(3).to_sparse())
+    with pytest.raises(FileError, match=r"'few' is a tensor of layout torch\.sparse_coo"):
+        keepk.save(sparse, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+class Remembering(nn.Linear):
+    def get_extra_state(self):
+        return {1: object()}
+
+
+def test_what_would_be_lost_is_refused(tmp_path):
+    with pytest.raises(FileError, match=r"module '0' \(Remembering\) keeps extra state"):
+        keepk.save(nn.Sequential(Remembering(2, 2)), tmp_path / "new")
+    with pytest.raises(FileError, match=r"its part '0' was shrunk by itself.*get_submodule\('0'\)"):
+        keepk.save(nn.Sequential(shrunk()), tmp_path / "new")
+    model = shrunk()
+    model[3] = nn.Linear(9, 10)
+    with pytest.raises(FileError, match=r"'3\.weight' has shape \(10, 9\), but was cut to \(9, 9\): it was replaced"):
+        keepk.save(model, tmp_path / "new")
+    model = shrunk()
+    model[0].out_features = 5
+    with pytest.raises(FileError, match=r"module '0': out_features is 5, but was set to 9 when the model was shrunk"):
+        keepk.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+class Stubborn(nn.Linear):
+    """Refuses a new size when it is told to."""
+
+    stubborn = False
+
+    def __setattr__(self, name, value):
+        if self.stubborn and name == "in_features":
+            raise RuntimeError("no")
+        super().__setattr__(name, value)
+
+
+def test_a_replay_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
+    def build():
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), Stubborn(6, 3))
+
+    model, fresh = build(), build()
+    keepk.shrink(model, keepk.trace(model, torch.randn(2, 4)), [0])
+    keepk.save(model, tmp_path)
+    monkeypatch.setattr(Stubborn, "stubborn", True)
+    before = looks(fresh)
+    with pytest.raises(RuntimeError, match="no"):
+        keepk.load(tmp_path, fresh)
+    unchanged(fresh, before)
+    monkeypatch.setattr(Stubborn, "stubborn", False)
+    assert same(keepk.load(tmp_path, fresh).state_dict().values(), model.state_dict().values())
+
+
+# Writing
+
+
+def test_a_path_that_cannot_be_written_is_refused(folder, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(FileError, match=r"file.*: cannot be written .* What was there is as it was"):
+            keepk.save(built(), path)
+    assert (tmp_path / "file").read_text() == "mine"
+    for name in FILES:
+        blocked = tmp_path / f"blocked by {name}"
+        (blocked / name).mkdir(parents=True)
+        with pytest.raises(FileError, match="cannot be written"):
+            keepk.save(built(), blocked)
+        assert [path.name for path in blocked.iterdir()] == [name]
+
+
+def test_files_of_others_stay_and_leftovers_of_kills_go(folder):
+    for name in ("notes.txt", f"model-{'0' * 64}.safetensors", f"arch-{'0' * 32}.tmp", f"model-{'0' * 32}.tmp"):
+        (folder / name).write_bytes(b"left")
+    keepk.save(shrunk(1), folder)
+    assert sorted(contents(folder)) == [*FILES, "notes.txt"]
+
+
+def failing(monkeypatch, name, turn, error):
+    """The turn-th call of a function of the operating system fails."""
+    calls, real = [], getattr(os, name)
+
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) == turn:
+            raise error
+        return real(*arguments)
+
+    monkeypatch.setattr(os, name, call)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupt"]
+)
+@pytest.mark.parametrize(("name", "turn"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("replace", 1), ("replace", 2)])
+def test_a_save_that_fails_before_the_commit_changes_nothing(folder, monkeypatch, name, turn, error):
+    before = contents(folder)
+    with monkeypatch.context() as patch:
+        failing(patch, name, turn, error)
+        with pytest.raises(FileError if isinstance(error, OSError) else KeyboardInterrupt):
+            keepk.save(shrunk(1, [5]), folder)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(("name", "turn"), [("fsync", 4), ("replace", 3), ("fsync", 5)])
+def test_a_save_that_fails_after_the_commit_says_that_the_new_model_is_there(folder, monkeypatch, name, turn):
+    with monkeypatch.context() as patch:
+        failing(patch, name, turn, OSError(5, "Input/output error"))
+        with pytest.raises(FileError, match=r"the new model is there and keepk\.load reads it"):
+            keepk.save(shrunk(1, [5]), folder)
+    assert same(keepk.load(folder, built()).state_dict().values(), shrunk(1, [5]).state_dict().values())
+    with monkeypatch.context() as patch:  # a failure now must not take what the first one left
+        failing(patch, "replace", 2, OSError(5, "Input/output error"))
+        with pytest.raises(FileError, match="What was there is as it was"):
+            keepk.save(shrunk(1, [5]), folder)
+    assert same(keepk.load(folder, built()).state_dict().values(), shrunk(1, [5]).state_dict().values())
+    keepk.save(shrunk(1, [5]), folder)
+    assert sorted(contents(folder)) == FILES
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    if not hasattr(os, "fork"):
+        pytest.skip("the saves are forked")
+    job = Path(__file__).with_name("save_job.py")
+    command = [sys.executable, str(job), str(tmp_path_factory.mktemp("killed"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("old", [0, 1], ids=["first save", "next save"])
+def test_a_save_killed_at_any_file_step_leaves_the_old_or_the_new_model(sweeps, old):
+    found, files = sweeps[old]["found"], sweeps[old]["files"]
+    assert found == sorted(found)
+    assert set(found) == {old, old + 1}
+    assert len(found) >= 20
+    assert all(names == FILES for names in files)
