@@ -7,12 +7,12 @@ so that weights, gradients and Adam's two moments exist; the contenders take tur
 
     forward    one forward pass of the batch, eval mode, no gradients
     trace      keepk.trace: all that the later events need; done once
-    event      keepk: rank every unit by the L1 norm of all its slices, take the lowest 5 % of every space, keepk.shrink of
-               weights, gradients and the optimizer's state
+    event      keepk: rank every unit by the L1 norm of all its slices, take the lowest 5 % of every space, and
+               keepk.shrink of weights, gradients and the optimizer's state
     weights    the same without the optimizer: weights and gradients, which is what Torch-Pruning cuts
     build      Torch-Pruning: BasePruner, with its dependency graph; done once
-    step       Torch-Pruning: BasePruner.step, which ranks by group L1 norm and cuts weights and gradients: one of ten steps
-               towards half of all channels. Its parameters are new objects: the optimizer has to be made anew
+    step       Torch-Pruning: BasePruner.step, which ranks by group L1 norm and cuts weights and gradients: one of ten
+               steps towards half of all channels. Its parameters are new objects: the optimizer has to be made anew
 
 CPU seconds are user + system of the process. The garbage collector runs before each measurement. Needs torchvision and
 torch-pruning beside keepk (see zoo.py).
@@ -20,6 +20,7 @@ torch-pruning beside keepk (see zoo.py).
 
 import argparse
 import copy
+import ctypes
 import gc
 import importlib.metadata
 import json
@@ -45,28 +46,33 @@ import keepk
 import torchvision_on_cpu
 from keepk.paper.results import versions
 
-torchvision_on_cpu.make_importable()
-from torchvision import models  # noqa: E402 - after its operators are declared
-
 SHARE, STEPS, BATCH, PICTURE = 0.05, 10, 2, 224
+PIECE = 1 << 17  # numbers that stay in the cache
 Times = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Network:
-    """How to build a network, its output layer, and the multiple that Torch-Pruning's own example rounds it to."""
+    """A network of torchvision, its output layer, and the multiple that Torch-Pruning's own example rounds it to."""
 
     name: str
-    build: Callable[..., nn.Module]
+    torchvision_name: str
     head: str
     round_to: int | None = None
 
+    def build(self) -> nn.Module:
+        """With random weights."""
+        torchvision_on_cpu.make_importable()
+        from torchvision import models  # noqa: PLC0415 - it imports what a first trace is measured with
+
+        return models.get_model(self.torchvision_name, weights=None)
+
 
 NETWORKS = (
-    Network("VGG-16", models.vgg16_bn, "classifier.6"),
-    Network("ResNet-50", models.resnet50, "fc"),
-    Network("DenseNet-121", models.densenet121, "classifier"),
-    Network("ViT-B/16", models.vit_b_16, "heads", round_to=12),
+    Network("VGG-16", "vgg16_bn", "classifier.6"),
+    Network("ResNet-50", "resnet50", "fc"),
+    Network("DenseNet-121", "densenet121", "classifier"),
+    Network("ViT-B/16", "vit_b_16", "heads", round_to=12),
 )
 
 
@@ -81,7 +87,7 @@ class Trained:
     def new(network: Network, pictures: Tensor) -> "Trained":
         """After one step of Adam."""
         torch.manual_seed(0)
-        model = network.build(weights=None)
+        model = network.build()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         F.cross_entropy(model(pictures), torch.arange(len(pictures))).backward()
         optimizer.step()
@@ -106,17 +112,32 @@ def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
 @torch.no_grad()
 def l1_scores(graph: Any, model: nn.Module) -> np.ndarray:
     """By unit, the sum of the magnitudes of all its slices; of a model of which nothing was removed yet."""
-    units, named = graph.units, dict(model.named_parameters())
+    units, axes = graph.units, graph.wiring.axes
+    norms = {
+        (name, dim): norm for name, parameter in model.named_parameters() for dim, norm in axis_norms(parameter).items()
+    }
     scores, owner = np.zeros(len(units)), np.repeat(np.arange(len(units)), np.diff(units.starts))
     order = np.argsort(units.axis, kind="stable")
     numbers, begins = np.unique(units.axis[order], return_index=True)
     for number, members in zip(numbers, np.split(order, begins[1:]), strict=True):
-        axis = graph.wiring.axes[number]
-        if axis.tensor in named:
-            others = [dim for dim in range(named[axis.tensor].ndim) if dim != axis.dim]
-            sums = torch.linalg.vector_norm(named[axis.tensor], 1, dim=others) if others else named[axis.tensor].abs()
-            scores += np.bincount(owner[members], sums.numpy()[units.index[members]], len(units))
+        norm = norms.get((axes[number].tensor, axes[number].dim))
+        if norm is not None:
+            scores += np.bincount(owner[members], norm[units.index[members]], len(units))
     return scores
+
+
+def axis_norms(parameter: Tensor) -> dict[int, np.ndarray]:
+    """By axis, the L1 norm of each of its slices: one pass, in pieces that stay in the cache."""
+    dims = [dim for dim in range(parameter.ndim) if dim < 2 or parameter.ndim == 3]
+    norms: dict[int, list[Tensor]] = {dim: [] for dim in dims}
+    for piece in parameter.split(max(1, PIECE * len(parameter) // parameter.numel())):
+        sizes = piece.abs()
+        sizes = sizes.flatten(2).sum(2) if sizes.ndim > 3 else sizes
+        for dim in dims:
+            others = [other for other in range(sizes.ndim) if other != dim]
+            norms[dim].append(sizes.sum(others) if others else sizes)
+    whole = {dim: torch.cat(parts) if dim == 0 else torch.stack(parts).sum(0) for dim, parts in norms.items()}
+    return {dim: norm.numpy() for dim, norm in whole.items()}
 
 
 def lowest(graph: Any, scores: np.ndarray) -> np.ndarray:
@@ -161,7 +182,7 @@ def torch_pruning_event(trained: Trained, pictures: Tensor, network: Network) ->
     with warnings.catch_warnings(action="ignore"):
         pruner, built = timed(build)
         _, stepped = timed(pruner.step)
-    if isinstance(trained.model, models.VisionTransformer):  # its example sets the width by hand
+    if hasattr(trained.model, "conv_proj"):  # its example sets the width of a ViT by hand
         trained.model.hidden_dim = trained.model.conv_proj.out_channels
     return {"build": built, "step": stepped}
 
@@ -271,43 +292,52 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure_first_trace(*, tiny_first: bool) -> dict[str, float]:
-    """In this process, which must be fresh: a forward pass of ResNet-50, then its first trace."""
+def measure_imports() -> dict[str, float]:
+    """In this process, which must be fresh: the trace of a tiny network, which imports torch's meta kernels."""
+    tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+    return traced(tiny, torch.randn(2, 3, 8, 8))
+
+
+def measure_first_trace() -> dict[str, float]:
+    """In this process, which must be fresh: the first trace of ResNet-50; torchvision has imported the kernels."""
     pictures = torch.randn(BATCH, 3, PICTURE, PICTURE)
-    model = models.resnet50(weights=None)
-    result = {"forward_cpu_seconds": forward(model, pictures)[0]}
-    if tiny_first:
-        tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
-        result |= _traced(tiny, torch.randn(2, 3, 8, 8), "imports_")
-    return result | _traced(model, pictures, "")
+    model = next(network for network in NETWORKS if network.name == "ResNet-50").build()
+    return traced(model, pictures)
 
 
-def _traced(model: nn.Module, pictures: Tensor, prefix: str) -> dict[str, float]:
-    """A trace's seconds, and its memory above the peak so far and above what was resident before."""
+def traced(model: nn.Module, pictures: Tensor) -> dict[str, float]:
+    """After a forward pass, a trace: its seconds, its memory above the peak so far and above what was resident."""
+    seconds, _ = forward(model, pictures)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak VmHWM, which ru_maxrss keeps
+    ctypes.CDLL(None).malloc_trim(0)  # what the forward pass freed would hide what the trace takes
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     peak, before = peak_mb(), resident_mb("VmRSS")
     graph, (cpu, wall) = timed(lambda: keepk.trace(model, pictures))
-    assert len(graph.units)
     return {
-        f"{prefix}cpu_seconds": cpu,
-        f"{prefix}wall_seconds": wall,
-        f"{prefix}mb_above_peak": max(peak_mb(), resident_mb("VmHWM")) - peak,
-        f"{prefix}mb_above_resident": resident_mb("VmHWM") - before,
+        "forward_cpu_seconds": seconds,
+        "cpu_seconds": cpu,
+        "wall_seconds": wall,
+        "mb_above_peak": max(0.0, peak_mb() - peak),
+        "mb_above_resident": resident_mb("VmHWM") - before,
+        "units": len(graph.units),
     }
 
 
+CHILDREN = {"imports": measure_imports, "resnet_50": measure_first_trace}
+
+
 def first_traces(repeats: int) -> dict[str, dict[str, float]]:
-    """Medians over fresh processes: the first trace ever, and the first after one of a tiny network."""
-    runs: dict[str, list[dict[str, float]]] = {"first": [], "after_a_tiny_one": []}
+    """Medians over fresh processes."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CHILDREN}
     for _ in range(repeats):
-        for kind, found in runs.items():
-            command = [sys.executable, __file__, "--child", kind]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        for name, found in runs.items():
+            done = subprocess.run(
+                [sys.executable, __file__, "--child", name], capture_output=True, text=True, check=True
+            )
             found.append(json.loads(done.stdout))
     return {
-        kind: {key: round(statistics.median(run[key] for run in found), 4) for key in found[0]}
-        for kind, found in runs.items()
+        name: {key: round(statistics.median(run[key] for run in found), 4) for key in found[0]}
+        for name, found in runs.items()
     }
 
 
@@ -332,16 +362,14 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="names of networks, with commas between them")
-    parser.add_argument(
-        "--child", choices=("first", "after_a_tiny_one"), help="measure the first trace, in this process"
-    )
+    parser.add_argument("--child", choices=CHILDREN, help="measure a first trace, in this process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.child:
-        print(json.dumps(measure_first_trace(tiny_first=options.child == "after_a_tiny_one")))
+        print(json.dumps(CHILDREN[options.child]()))
         return
     wanted = options.only.split(",") if options.only else [network.name for network in NETWORKS]
     report = {

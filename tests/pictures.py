@@ -1,4 +1,4 @@
-"""What models, optimizers and dicts hold, as plain values: two pictures are equal exactly if nothing changed between."""
+"""What models, optimizers and dicts hold, as plain values: two pictures are equal if nothing changed between."""
 
 from types import MappingProxyType
 

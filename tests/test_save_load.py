@@ -1,11 +1,10 @@
-"""A saved model is two files that say what was cut; loaded into a freshly built one it is the same model, to the bit."""
+"""A saved model is two files that say what was cut; a fresh one that loads them is the same model, to the bit."""
 
 import copy
 import json
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from hashlib import sha256
@@ -93,9 +92,10 @@ def round_trip(folder, model, example, fresh):
     assert keepk.load(folder / "first", fresh) is fresh
     assert same(wanted, outputs(fresh, example))
     assert {name: id(parameter) for name, parameter in fresh.named_parameters()} == identities
-    assert {path: type(module) for path, module in fresh.named_modules()} == {
-        path: type(module) for path, module in model.named_modules()
-    }
+    assert str(fresh) == str(model)
+    assert [type(module).__name__ for module in fresh.modules()] == [
+        type(module).__name__ for module in model.modules()
+    ]
     assert record_of(fresh) == record_of(model)
     keepk.save(fresh, folder / "second")
     assert sorted(contents(folder / "first")) == FILES
@@ -117,8 +117,6 @@ def test_every_network_comes_back_after_no_shrink_one_and_two(tmp_path, name):
 )
 def test_a_loaded_network_is_shrunk_and_saved_again(tmp_path, name):
     """What is cut after a load is added to what was cut before."""
-    if name not in NETWORKS:
-        pytest.fail(f"no network {name!r}, only {list(NETWORKS)}")
     model, example = NETWORKS[name]()
     for turn in range(3):
         graph = keepk.trace(model, example)
@@ -298,11 +296,10 @@ def test_the_wrapper_of_torch_compile_is_looked_through(tmp_path):
 
 def test_a_loaded_model_trains(tmp_path):
     keepk.save(shrunk(), tmp_path)
-    with torch.inference_mode():
-        fresh = keepk.load(tmp_path, built(1)) if False else None
     fresh = built(1)
     optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
-    keepk.load(tmp_path, fresh)
+    with torch.inference_mode():
+        keepk.load(tmp_path, fresh)
     before = copy.deepcopy(fresh.state_dict())
     fresh(torch.randn(3, 7)).sum().backward()
     optimizer.step()
@@ -343,7 +340,8 @@ def dense_hash(arch):
         (kept("5:12, 1:3"), r"'1:3' is not a rising run"),
         (kept("1:4, 5:12"), r"'3\.weight' has shape \(9, 9\), but arch\.json leaves \(9, 10\) of it"),
         (kept("three"), r"is not laid out as keepk\.save writes it"),
-        (kept(["0:9"] * 9), r"is not the dense model|arch\.json|laid out"),
+        (kept(["0:9"] * 8), r"8 rows of indices for 9 rows"),
+        (kept(["0:9"] * 8 + ["0:8"]), r"is not laid out as keepk\.save writes it"),
         (dense_hash, r"dense_sha256 is not the hash of the modules, tensors and ties"),
         (lambda arch: arch.pop("tensors"), r"not laid out as keepk\.save writes it \('tensors'\)"),
         (lambda arch: arch.pop("values"), r"it names no values"),
@@ -373,28 +371,32 @@ def test_an_edited_arch_json_is_refused(folder, change):
 
 
 def test_another_layout_of_the_same_json_is_fine(folder):
-    edited(folder, lambda arch: None, rehash=False)
+    edited(folder, lambda _: None, rehash=False)
     assert same(keepk.load(folder, built(1)).state_dict().values(), shrunk().state_dict().values())
 
 
-@given(st.integers(0, 10**6), st.integers(0, 7))
-@settings(max_examples=30)
-def test_no_flipped_bit_is_read(tmp_path_factory, place, bit):
-    folder = tmp_path_factory.mktemp("flipped")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
     keepk.save(shrunk(), folder)
-    for name in FILES:
-        data = bytearray((folder / name).read_bytes())
-        data[place % len(data)] ^= 1 << bit
-        (folder / name).write_bytes(data)
+    return folder
+
+
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+@settings(max_examples=50)
+def test_no_flipped_bit_is_read(whole, place, bit):
+    for name, data in contents(whole).items():
+        flipped = bytearray(data)
+        flipped[place % len(data)] ^= 1 << bit
+        (whole / name).write_bytes(flipped)
         try:
-            loaded = keepk.load(folder, built(1))
+            loaded = keepk.load(whole, built(1))
         except FileError:
             pass
         else:  # white space may change
             assert name == "arch.json"
             assert same(loaded.state_dict().values(), shrunk().state_dict().values())
-        keepk.save(shrunk(), folder)
-    shutil.rmtree(folder)
+        (whole / name).write_bytes(data)
 
 
 def test_files_cut_short_or_missing_are_refused(folder, tmp_path):
@@ -460,7 +462,7 @@ def lazy():
         (lambda: built(dtype=torch.float64), r"'0\.weight' was float32 \(12, 7\) and is float64 \(12, 7\)"),
         (
             untied,
-            r"tensor '5\.weight' was not there and is float32 \(9, 9\); tie of '5\.weight' was 4\.weight and is not there",
+            r"'5\.weight' was not there and is float32 \(9, 9\); tie of '5\.weight' was 4\.weight and is not there",
         ),
         (renamed, r"module 'named' was not there and is Linear"),
         (resized, r"in_features of module '3' was 12 and is 11"),
@@ -536,7 +538,7 @@ def test_a_replay_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
 # Writing
 
 
-def test_a_path_that_cannot_be_written_is_refused(folder, tmp_path):
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(FileError, match=r"file.*: cannot be written .* What was there is as it was"):

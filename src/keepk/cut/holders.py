@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Edits
+from keepk.graph.edits import Cut, Edits
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
 
@@ -19,7 +19,7 @@ def refuse_holders(model: nn.Module, edits: Edits) -> None:
     """Refuse to cut what a DDP wrapper or another tensor holds, and tensors that cannot change."""
     _refuse_ddp(model)
     tensors = {name: tensor for name, tensor, _ in named_tensors(unwrap(model))}
-    _refuse_strange_tensors(tensors, edits)
+    _refuse_strange_tensors(tensors, edits.cuts)
     _refuse_shared_memory(tensors, {cut.tensor for cut in edits.cuts})
 
 
@@ -33,19 +33,19 @@ def refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], ed
 
 
 def refuse_follower(
-    follower: object, tensors: Mapping[str, Tensor], edits: Edits, names: Mapping[str, Sequence[str]], place: int
+    follower: object, tensors: Mapping[str, Tensor], cuts: Sequence[Cut], names: Mapping[str, Sequence[str]], place: int
 ) -> None:
     """Refuse a follower that has not the model's tensors in the model's shapes.
 
     Args:
         follower: A module or a dict.
         tensors: What it has, by name.
-        edits: What is going to be cut.
+        cuts: What it must have.
         names: By the first name of a tensor all names under which it is tied.
         place: Its place among the followers.
     """
     who = f"followers[{place}] ({type(follower).__name__})"
-    for cut in edits.cuts:
+    for cut in cuts:
         if not isinstance(tensors.get(cut.tensor), Tensor):
             raise ShrinkError(
                 f"{who}: has no tensor {cut.tensor!r}. A follower is a copy of the model, an AveragedModel of it, or a "
@@ -58,7 +58,7 @@ def refuse_follower(
                     f"A follower must have followed every shrink before."
                 )
     if isinstance(follower, nn.Module):
-        _refuse_strange_tensors(tensors, edits, f"{who}: ")
+        _refuse_strange_tensors(tensors, cuts, f"{who}: ")
 
 
 def _refuse_ddp(model: nn.Module) -> None:
@@ -101,8 +101,8 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.get_device(), start, start + (last + 1) * tensor.element_size()
 
 
-def _refuse_strange_tensors(tensors: Mapping[str, Tensor], edits: Edits, who: str = "") -> None:
-    for name in (cut.tensor for cut in edits.cuts):
+def _refuse_strange_tensors(tensors: Mapping[str, Tensor], cuts: Sequence[Cut], who: str = "") -> None:
+    for name in (cut.tensor for cut in cuts):
         tensor = tensors[name]
         if tensor.is_inference():
             raise ShrinkError(

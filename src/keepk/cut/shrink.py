@@ -39,8 +39,8 @@ def shrink(
         graph: What `keepk.trace` found.
         units: Numbers of units; see `Graph.spaces` and `Graph.choose`.
         optimizer: Its state of the cut parameters is cut along. Several may be given.
-        followers: Copies of the model, averages of it (`AveragedModel`) or dicts of tensors with its names, which are
-            cut along the same lines.
+        followers: Copies of the model, averages of it (`AveragedModel`) or dicts of tensors with its names (of all
+            that is trained, at least), which are cut along the same lines.
 
     Examples:
         >>> import keepk
@@ -78,7 +78,7 @@ def _shrink(
     following = [_tensors_of(follower) for follower in followers]
     names = _all_names(inner)
     for place, (follower, tensors) in enumerate(zip(followers, following, strict=True)):
-        refuse_follower(follower, tensors, edits, names, place)
+        refuse_follower(follower, tensors, _expected_of(follower, named, edits), names, place)
     changes = cut_module(inner, named, edits)
     for optimizer in optimizers:
         changes += [*_cut_states(optimizer, named, edits.cuts), _new_history(optimizer)]
@@ -182,6 +182,13 @@ def _tensors_of(follower: object) -> Mapping[str, Tensor]:
         f"followers: got {type(follower).__name__}. "
         f"Give modules (a copy, an AveragedModel) or dicts of tensors by name."
     )
+
+
+def _expected_of(follower: object, named: Mapping[str, Tensor], edits: Edits) -> list[Cut]:
+    """A module has all that the model has; a dict may be of trained weights alone."""
+    if isinstance(follower, dict):
+        return [cut for cut in edits.cuts if cut.tensor in follower or named[cut.tensor].requires_grad]
+    return list(edits.cuts)
 
 
 def _followed(follower: nn.Module) -> nn.Module:

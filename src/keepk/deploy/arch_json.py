@@ -123,13 +123,17 @@ def _description(document: Mapping[str, Any]) -> Description:
 
 def _read_entry(written: Mapping[str, Any]) -> Entry:
     dense, stride = tuple(map(int, written["dense"])), written.get("stride")
-    return Entry(
+    entry = Entry(
         dtype=str(written["dtype"]),
         dense=dense,
         kept={int(dim): _axis(kept, dense[int(dim)]) for dim, kept in written.get("kept", {}).items()},
         stride=None if stride is None else tuple(map(int, stride)),
         persistent=written.get("persistent", True) is True,
     )
+    for dim, kept in entry.kept.items():
+        if kept.ndim == 2 and (dim != 1 or len(kept) != entry.shape[0]):
+            raise ValueError(f"axis {dim} has {len(kept)} rows of indices for {entry.shape[0]} rows")
+    return entry
 
 
 def _axis(written: str | list[str], size: int) -> Indices:

@@ -54,7 +54,9 @@ class Algebra:
             id(index_map)
             for (one, operand), (other, against) in permutations(enumerate(operands), 2)
             for index_map in operand.maps
-            if not self._meet(index_map, against, meeting, first=one < other, folded=_is_folded(index_map, operand.maps))
+            if not self._meet(
+                index_map, against, meeting, first=one < other, folded=_is_folded(index_map, operand.maps)
+            )
         }
         return _merged([[m for m in operand.maps if id(m) not in dropped] for operand in operands])
 
@@ -172,7 +174,7 @@ class Algebra:
     def _pair_folded(
         self, index_map: Map, against: Map, others: Sequence[Map], meeting: Meeting, *, first: bool
     ) -> bool:
-        """Two axes folded into one: each is equal to what repeats itself in the same way. Returns whether they are related.
+        """Two axes folded into one: each is equal to what repeats itself in the same way; whether they are related.
 
         Against a whole axis, an element goes if it goes along either; only the finer of the two is let go.
         """

@@ -1,6 +1,6 @@
 """Sizes that torch's own layers keep as attributes, and the axes that they follow."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -122,7 +122,7 @@ def _bilinear(path: str, module: nn.Bilinear, names: dict[int, str]) -> Iterator
     yield from _plain(path, names[id(module.weight)], out_features=0, in1_features=1, in2_features=2)
 
 
-TABLE = {
+TABLE: dict[type[nn.Module], Callable[..., Iterator[Sized]]] = {
     nn.Linear: _linear,
     nn.Bilinear: _bilinear,
     nn.modules.conv._ConvNd: _convolution,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,10 @@ class Recorder(Protocol):
     atoms: Atoms
     facts: Facts
     groups: dict[str, int]
-    module: str
+
+    @property
+    def module(self) -> str:
+        """The path of the module whose forward is under way."""
 
     def place(self) -> str:
         """File and line in the user's program."""
@@ -172,8 +176,10 @@ class Call(Algebra):
         )
 
     def read(self, sources: Map, readers: Map) -> None:
-        """This module reads channels with atoms of its own."""
-        self.facts.reads.append(Read(sources, readers, self.module))
+        """Write down that the module under way reads channels with atoms of its own."""
+        mine = [read for read in self.facts.reads if read.module == self.module]
+        if not any(np.array_equal(read.sources, sources) for read in mine):
+            self.facts.reads.append(Read(sources, readers, self.module))
         self.facts.uses.append((sources, f"read {self.module}"))
 
     def _role(self, tensor: Tensor, dim: int, role: Role) -> None:

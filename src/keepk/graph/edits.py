@@ -71,7 +71,8 @@ class Edits:
         """How much goes, in a line."""
         before = sum(int(np.prod(cut.before)) for cut in self.cuts)
         after = sum(int(np.prod(cut.after)) for cut in self.cuts)
-        return f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {before - after:,} of their {before:,} numbers gone"
+        gone = f"{before - after:,} of their {before:,} numbers gone"
+        return f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {gone}"
 
 
 def read_attribute(module: Any, setting: Setting) -> Any:

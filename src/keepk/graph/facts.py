@@ -23,7 +23,9 @@ class Reason:
         >>> print(Reason("roll does not commute with removal", "aten::roll", "block.2", "net.py:40"))
         roll does not commute with removal (aten::roll in block.2 at net.py:40)
         """
-        where = f"{self.operation}{f' in {self.module}' if self.module else ''}{f' at {self.place}' if self.place else ''}"
+        inside = f"in {self.module}" if self.module else ""
+        at = f"at {self.place}" if self.place else ""
+        where = " ".join(part for part in (self.operation, inside, at) if part)
         return f"{self.why} ({where})" if where else self.why
 
 

@@ -238,8 +238,8 @@ class Graph:
             counts = [int(going[block].sum()) for block in blocks]
             if len(set(counts)) > 1:
                 raise ShrinkError(
-                    f"shrink: {self._home(int(blocks[0][0]))!r} must lose equally many of each of its {len(blocks)} parts, "
-                    f"because it {binding}; got {', '.join(map(str, counts[:8]))}. "
+                    f"shrink: {self._home(int(blocks[0][0]))!r} must lose equally many of each of its {len(blocks)} "
+                    f"parts, because it {binding}; got {', '.join(map(str, counts[:8]))}. "
                     f"Choose equal numbers of each part in graph.bindings."
                 )
 
@@ -318,13 +318,13 @@ class Graph:
 
     def _selections(self, after: Flags) -> Iterable[Selection]:
         for read in self.solution.reads:
+            before = self._alive_atoms[read.sources], self._alive_atoms[read.readers]
             sources, readers = after[read.sources], after[read.readers]
-            changed = (self._alive_atoms[read.sources] != sources).any() or (
-                self._alive_atoms[read.readers] != readers
-            ).any()
             if (readers & ~sources).any():
                 raise ShrinkError(f"shrink: {read.module!r} would read channels that go. Remove its readings as well.")
-            if changed and (sources != readers).any():
+            changed = (before[0] != sources).any() or (before[1] != readers).any()
+            selects = (sources != readers).any() or (before[0] != before[1]).any()
+            if changed and selects:
                 positions = np.cumsum(sources) - 1
                 yield Selection(read.module, positions[readers])
 

@@ -16,7 +16,7 @@ class HeadwiseAttention(nn.MultiheadAttention):
     """
 
     # torch's fused path would take the sizes from the query again, and looks here before.
-    _qkv_same_embed_dim = property(lambda _: False, lambda _self, _value: None)  # type: ignore[assignment]
+    _qkv_same_embed_dim = property(lambda _: False, lambda _self, _value: None)
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -57,7 +57,7 @@ class HeadwiseAttention(nn.MultiheadAttention):
         weights = self.in_proj_weight.chunk(3)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [
-            F.linear(tensor, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            _split_heads(F.linear(tensor, weight, bias), self.num_heads)
             for tensor, weight, bias in zip(sequences, weights, biases, strict=True)
         ]
 
@@ -65,7 +65,7 @@ class HeadwiseAttention(nn.MultiheadAttention):
         masks = [] if padding is None else [_additive(padding, like)[:, None, None, :]]
         if attn_mask is not None:
             mask = _additive(attn_mask, like)
-            masks.append(mask.unflatten(0, (-1, self.num_heads)) if mask.dim() == 3 else mask)
+            masks.append(mask.view(-1, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask)
         return sum(masks[1:], masks[0]) if masks else None
 
     def _attend(
@@ -78,6 +78,10 @@ class HeadwiseAttention(nn.MultiheadAttention):
         weights = (scores if mask is None else scores + mask).softmax(dim=-1)
         weights = F.dropout(weights, rate)
         return weights @ values, weights
+
+
+def _split_heads(tensor: Tensor, heads: int) -> Tensor:
+    return tensor.view(*tensor.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def _batched(tensor: Tensor, *, single: bool, swap: bool) -> Tensor:

@@ -1,8 +1,8 @@
 """Index maps: which atom each element of a tensor belongs to.
 
 A map has the tensor's rank, and size 1 on every dim that it does not depend on. Its entries are atom ids; 0 is no atom.
-A tensor carries a few maps, one for each group of dims that belong together: a convolution's output has one map over its
-channels, a query of an attention one map over (heads, head_dim).
+A tensor carries a few maps, one for each group of dims that belong together: a convolution's output has one map over
+its channels, a query of an attention one map over (heads, head_dim).
 """
 
 from collections.abc import Iterable, Sequence

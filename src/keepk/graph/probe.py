@@ -60,7 +60,7 @@ class Probe:
                 if found is None:
                     break
                 if not self._repaired(found, units):
-                    self._give_up(found, units, lossy=lossy)
+                    self._give_up(found, units)
         return self.graph
 
     def _attempt(self, units: Indices, constants: Sequence[Constant] | None = None) -> Mismatch | None:
@@ -75,14 +75,15 @@ class Probe:
     def _replayed(self, graph: Graph, edits: Edits) -> Mismatch | None:
         alive = alive_atoms(graph.solution.classes, graph.units.classes[edits.units])
         twin = self.workshop.copy(edits)
-        replay = Replay(twin, self.tracer, graph.solution.classes, alive, edits.selections)
+        exact = not graph.units.lossy[edits.units].any()
+        replay = Replay(twin, self.tracer, graph.solution.classes, alive, edits.selections, same_numbers=exact)
         try:
             with self.workshop.running() as example:
                 replay.follow(example.arguments, example.by_name)
             replay.finish()
         except Mismatch as mismatch:
             return mismatch
-        except Exception as error:  # noqa: BLE001 - whatever the user's forward raises says that the sizes do not fit
+        except Exception as error:
             return Mismatch(replay.position, f"{type(error).__name__}: {error}")
         return None
 
@@ -138,11 +139,11 @@ class Probe:
             return False
         return (constant.attribute, constant.item) in _holding(module, shape[constant.dim])
 
-    def _give_up(self, found: Mismatch, units: Indices, *, lossy: bool) -> None:
+    def _give_up(self, found: Mismatch, units: Indices) -> None:
         """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
         atoms = self._blamed(found, units)
         step = self.tracer.steps[max(found.step, 0)]
-        if found.number and not lossy:
+        if found.number:
             why = f"a number that depends on the size is used: {found.why}"
             reason = Reason(why, step.name, step.module, step.place)
             self.lossy.append(Bound(np.stack([atoms, np.zeros_like(atoms)], axis=1), reason))

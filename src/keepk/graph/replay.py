@@ -19,9 +19,8 @@ from keepk.graph.solve import Classes
 from keepk.graph.tracer import Step, Tracer, numbers_of
 
 # Whether a reshape copies depends on sizes, so these come and go between two runs.
-MAY_DIFFER = {f"aten::{name}" for name in
-              ("clone", "_unsafe_view", "view", "alias", "expand", "slice", "contiguous", "_to_copy", "detach", "squeeze",
-               "unsqueeze", "lift_fresh")}  # fmt: skip
+MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
+MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
 # A linear layer is one operation or two, as its input's strides are.
 ADDMM, MM, ADD = "aten::addmm", "aten::mm", "aten::add"
 
@@ -34,14 +33,21 @@ class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
         self.step, self.why, self.number = step, why, number
 
 
-class Replay(Tracer):
+class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     """A trace of a cut copy, compared with the first trace as it goes."""
 
     def __init__(
-        self, model: nn.Module, first: Tracer, classes: Classes, alive: Flags, selections: Sequence[Selection]
+        self,
+        model: nn.Module,
+        first: Tracer,
+        classes: Classes,
+        alive: Flags,
+        selections: Sequence[Selection],
+        *,
+        same_numbers: bool,
     ) -> None:
         super().__init__(model, first.groups)
-        self._first, self._classes, self._alive = first, classes, alive
+        self._first, self._classes, self._alive, self._same_numbers = first, classes, alive, same_numbers
         self._selected = {selection.module: selection.channels for selection in selections}
         self.atoms = first.atoms.branch()
         self.facts = Facts()
@@ -50,7 +56,7 @@ class Replay(Tracer):
         self._doubtful: int | None = None
         left = {name: tuple(restrict_all(maps, alive) or ()) for name, maps in first.tensors.items()}
         named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-        self.label_tensors(left | {name: () for name in named - set(left)})
+        self.label_tensors(left | dict.fromkeys(named - set(left), ()))
 
     @property
     def position(self) -> int:
@@ -119,7 +125,7 @@ class Replay(Tracer):
         raise Mismatch(self.position, f"{there} became {call.name}")
 
     def _compare_numbers(self, step: Step, call: Call, blamed: int) -> None:
-        if step.numbers != numbers_of(call):
+        if self._same_numbers and step.numbers != numbers_of(call):
             raise Mismatch(blamed, f"a number {step.numbers} became {numbers_of(call)}", number=True)
 
     def _compare(self, call: Call, output: Tensor, shape: tuple[int, ...], maps: Sequence[Map], blamed: int) -> None:

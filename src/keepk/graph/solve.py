@@ -8,6 +8,7 @@ united as well.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +127,8 @@ def _apart(facts: Facts, united: Union) -> Iterator[Read]:
     for read in facts.reads:
         sources = united.classes[read.sources]
         alone = (readers[sources] <= 1).all() and len(np.unique(sources)) == len(sources)
-        if alone and not pinned[sources].any():
+        twice = sum(other.module == read.module for other in facts.reads) > 1  # one selection cannot serve two inputs
+        if twice or (alone and not pinned[sources].any()):
             united.add(read.sources, read.readers)
         else:
             yield read
@@ -188,7 +190,8 @@ def _uneven_classes(matrix: Classes) -> Classes:
     found, counts = _count_by_row(matrix)
     same = (counts == counts[:, :1]).all(axis=1)
     whole = ((counts == 0) | (counts == matrix.shape[1])).all(axis=1)
-    return found[~(same | whole)]
+    uneven: Classes = found[~(same | whole)]
+    return uneven
 
 
 def _count_by_row(matrix: Classes) -> tuple[Classes, NDArray[np.int64]]:
@@ -273,7 +276,7 @@ def _shared_parents(facts: Facts, united: Union) -> list[Bound]:
     fixed = list[Map]()
     for _ in range(ROUNDS):
         fixed = []
-        for first, last in zip(starts[:-1], starts[1:], strict=True):
+        for first, last in pairwise(starts):
             one, apart = _joined(united.classes[parents[first:last]], united.classes[cells[first:last]])
             united.add(*one)
             fixed.append(apart)

@@ -40,7 +40,8 @@ def rule(*operations: Any) -> Callable[[Rule], Rule]:
         for operation in operations:
             name = _name(operation)
             if name in RULES:
-                raise TraceError(f"rule for {name}: there is one already, {RULES[name].__name__!r}. An operation has one rule.")
+                known = RULES[name].__name__
+                raise TraceError(f"rule for {name}: there is one already, {known!r}. An operation has one rule.")
             RULES[name] = function
         return function
 
@@ -63,6 +64,6 @@ def _name(operation: Any) -> str:
     if isinstance(operation, torch._ops.OpOverloadPacket):
         return operation._qualified_op_name
     raise TraceError(
-        f"rule: got {operation!r} ({type(operation).__name__}). Give an operation such as torch.ops.mylib.scale, or its "
-        f"name, 'mylib::scale'."
+        f"rule: got {operation!r} ({type(operation).__name__}). Give an operation such as torch.ops.mylib.scale, or "
+        f"its name, 'mylib::scale'."
     )

@@ -71,9 +71,33 @@ def _watch(workshop: Workshop) -> Tracer:
         output = _run(workshop, tracer)
         if len(groups) == known:
             break
+    _pin_outputs(workshop, tracer, output)
+    _see_what_training_uses(workshop, tracer)
+    return tracer
+
+
+def _pin_outputs(workshop: Workshop, tracer: Tracer, output: Any) -> None:
     for index_map in output_maps(output):
         tracer.facts.add_pin(index_map, Reason("is an output of the model", place=_place_of_forward(workshop.model)))
-    return tracer
+
+
+def _see_what_training_uses(workshop: Workshop, tracer: Tracer) -> None:
+    """A parameter that forward uses in training only is traced there; one that it never uses keeps its size."""
+    if set(tracer.tensors) - tracer.touched:
+        known = len(tracer.steps)
+        tracer.model.train()
+        try:
+            with workshop.running() as example:
+                _pin_outputs(workshop, tracer, tracer.follow(example.arguments, example.by_name))
+        except Exception:
+            pass
+        finally:
+            tracer.model.eval()
+            del tracer.steps[known:]
+    why = Reason("is never used in forward", place=_place_of_forward(workshop.model))
+    for name in set(tracer.tensors) - tracer.touched:
+        for index_map in tracer.tensors[name]:
+            tracer.facts.add_pin(index_map, why)
 
 
 def _place_of_forward(model: nn.Module) -> str:

@@ -46,7 +46,7 @@ class Step:
     place: str
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Follows index maps through a forward pass and writes down facts and steps.
 
     Args:
@@ -55,17 +55,18 @@ class Tracer(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, groups: dict[str, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.model, self.groups = model, groups
         self.atoms, self.facts = Atoms(), Facts()
         self.steps: list[Step] = []
         self.tensors: dict[str, tuple[Map, ...]] = {}
         self.touched: set[str] = set()
+        self._names: dict[int, str] = {}
         self._stack = [""]
         self._modules = dict(model.named_modules())
 
     @property
-    def module(self) -> str:  # type: ignore[override]
+    def module(self) -> str:
         """The path of the module whose forward is under way."""
         return self._stack[-1]
 
@@ -89,6 +90,7 @@ class Tracer(TorchDispatchMode):
         for name, tensor, parameter in named_tensors(self.model):
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
+            self._names[id(tensor)] = name
             set_label(tensor, Label(found, parameter=parameter, zero=parameter))
 
     def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
@@ -126,10 +128,11 @@ class Tracer(TorchDispatchMode):
     def _leave(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         self._stack.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         call = Call(self, func, arguments, result)
+        self.touched.update(self._names[id(tensor)] for tensor in call.inputs if id(tensor) in self._names)
         if call.name.removeprefix("aten::") in CREATES or any(map(is_labelled, call.inputs)):
             self._apply_rule(call)
         self.record(call)
@@ -141,7 +144,7 @@ class Tracer(TorchDispatchMode):
         if rule is not None:
             try:
                 rule(call)
-            except Exception as error:  # noqa: BLE001 - what is not understood is left alone, with the reason
+            except Exception as error:
                 why = f"the rule of {call.name} failed: {type(error).__name__}: {error}"
             else:
                 return
@@ -174,5 +177,3 @@ def output_maps(output: Any) -> Iterator[Map]:
     """The maps of everything that a model returns."""
     for tensor in tensors_in(output):
         yield from label_of(tensor).maps
-
-

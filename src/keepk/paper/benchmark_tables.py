@@ -52,6 +52,82 @@ def hold_masks(folder: Path) -> Table:
     return Table(("network", "weights", "threads", "step, CPU ms", "cost of masks", "quartiles", "hook alone"), rows)
 
 
+def shrink_event(folder: Path) -> Table:
+    """One removal event beside one of Torch-Pruning, in CPU seconds."""
+    rows = []
+    for row in _read(folder / "shrink_event.json")["networks"]:
+        ours, bare, theirs = row["keepk"], row["keepk_weights"], row["torch_pruning"]
+        step = theirs["step"]["cpu_seconds"]
+        rows.append(
+            (
+                row["network"],
+                _seconds(ours["event"]),
+                _seconds(bare["event"]),
+                _seconds(theirs["step"]),
+                f"{step / ours['event']['cpu_seconds']:.1f}",
+                f"{step / bare['event']['cpu_seconds']:.1f}",
+                f"{ours['removed_percent']:.1f} / {theirs['removed_percent']:.1f} %",
+                f"{_passes(ours, 'event')} / {_passes(theirs, 'step')}",
+            )
+        )
+    columns = (
+        "network",
+        "keepk with Adam (quartiles)",
+        "without Adam",
+        "Torch-Pruning step",
+        "step / with",
+        "step / without",
+        "parameters gone",
+        "passes",
+    )
+    return Table(columns, tuple(rows))
+
+
+def shrink_trace(folder: Path) -> Table:
+    """What finding the channels costs, once, beside a forward pass."""
+    rows = []
+    for row in _read(folder / "shrink_event.json")["networks"]:
+        forward, ours, theirs = row["forward"], row["keepk"], row["torch_pruning"]
+        rows.append(
+            (
+                row["network"],
+                _seconds(forward),
+                _seconds(ours["trace"]),
+                f"{ours['trace']['cpu_seconds'] / forward['cpu_seconds']:.1f}",
+                _seconds(theirs["build"]),
+                f"{_passes(ours, 'trace')} / {_passes(theirs, 'build')}",
+            )
+        )
+    columns = ("network", "forward pass", "keepk trace (quartiles)", "forward passes", "Torch-Pruning build", "passes")
+    return Table(columns, tuple(rows))
+
+
+def first_trace(folder: Path) -> Table:
+    """The first trace of a fresh process: seconds and memory."""
+    names = {"imports": "tiny network: torch's own imports", "resnet_50": "ResNet-50, after those imports"}
+    rows = tuple(
+        (
+            names[name],
+            f"{row['cpu_seconds']:.2f}",
+            f"{row['forward_cpu_seconds']:.2f}",
+            f"{row['mb_above_resident']:.0f}",
+        )
+        for name, row in _read(folder / "shrink_event.json")["first_trace"].items()
+    )
+    return Table(("first trace of a process", "CPU s", "forward, CPU s", "extra MB"), rows)
+
+
+def _seconds(part: dict[str, Any]) -> str:
+    low, high = part["cpu_seconds_quartiles"]
+    return f"{part['cpu_seconds']:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _passes(contender: dict[str, Any], part: str) -> str:
+    """Forward and backward passes."""
+    made = contender["passes"][part]
+    return f"{made['forward']} + {made['backward']}"
+
+
 def _select_row(name: str, row: dict[str, Any], ours: dict[str, Any]) -> tuple[str, ...]:
     low, high = row["cpu_seconds_range"]
     return (

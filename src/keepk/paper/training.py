@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepk.errors import DataError
+from keepk.graph.wrappers import named_parameters
 from keepk.paper.data import Mnist, Split
 from keepk.paper.models import LeNet5
 from keepk.paper.recipes import Recipe, Stage, saliency
@@ -18,7 +19,6 @@ from keepk.plan.names import matches
 from keepk.run.checkpoint import load_checkpoint, save_checkpoint
 from keepk.run.pruner import Pruner
 from keepk.run.report import layer_counts
-from keepk.graph.wrappers import named_parameters
 
 
 @dataclass

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from keepk.errors import CheckpointError
-from keepk.run.packing import unpackable
 from keepk.graph.wrappers import unwrap
+from keepk.run.packing import unpackable
 
 
 class Part(Protocol):

@@ -15,6 +15,7 @@ from keepk.cut.optimizer_state import (
     restart_flat_history,
 )
 from keepk.errors import KeepkError, PlanError, SpaceError
+from keepk.graph.wrappers import named_parameters
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, timeline
 from keepk.plan.spaces import WeightSpace
@@ -22,7 +23,6 @@ from keepk.rank.metrics import magnitude, score
 from keepk.rank.pieces import one_thread
 from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
 from keepk.run.agree import agreed
-from keepk.graph.wrappers import named_parameters
 from keepk.run.resolve import Members, find_frozen, find_members, refuse_not_finite
 from keepk.run.state import pruner_state, read_pruner_state
 

@@ -11,8 +11,9 @@ from keepk.graph.maps import Map, along, compress, support
 from keepk.graph.table import rule
 
 
-@rule("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "thnn_conv2d", "conv_depthwise3d",
-      "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d", "cudnn_convolution")  # fmt: skip
+@rule("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "thnn_conv2d",
+      "conv_depthwise3d", "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d",
+      "cudnn_convolution")  # fmt: skip
 def convolved(call: Call) -> None:
     """In-channels are read, out-channels are produced; the kernel's dims are neither."""
     pictures, weight, bias = call.inputs[0], call.inputs[1], call.get("bias")

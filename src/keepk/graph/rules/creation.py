@@ -19,7 +19,7 @@ def constant(call: Call) -> None:
     maps = [
         along(call.atoms.new(size), dim, output.ndim)
         for dim, size in enumerate(output.shape)
-        if 1 < size and output.numel() < LARGEST
+        if size > 1 and output.numel() < LARGEST
     ]
     call.leave(maps)
     zero = call.name.removeprefix("aten::") in ZERO

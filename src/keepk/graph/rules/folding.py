@@ -1,6 +1,7 @@
 """Channels folded into pictures and back, gates over halves, padding, transforms."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +13,8 @@ from keepk.graph.table import rule
 @rule("pixel_shuffle")
 def pixels_from_channels(call: Call) -> None:
     """Each r * r channels become one."""
-    _by_channel(call, lambda ids, block: call.union_over(ids.reshape(-1, block), [1]).ravel(), call["upscale_factor"] ** 2)
+    block = call["upscale_factor"] ** 2
+    _by_channel(call, lambda ids, size: call.union_over(ids.reshape(-1, size), [1]).ravel(), block)
 
 
 @rule("pixel_unshuffle")
@@ -35,13 +37,13 @@ def pictures_from_patches(call: Call) -> None:
     _by_channel(call, lambda ids, size: call.union_over(ids.reshape(-1, size), [1]).ravel(), block, dim=1)
 
 
-def _by_channel(call: Call, fold: object, block: int, dim: int | None = None) -> None:
+def _by_channel(call: Call, fold: Callable[[Map, int], Map], block: int, dim: int | None = None) -> None:
     source, output = call.inputs[0], call.outputs[0]
     channel = source.ndim - 3 if dim is None else dim
     moved = []
     for index_map in call.maps(source):
         if support(index_map) == (channel,):
-            ids = fold(index_map.ravel(), block)  # type: ignore[operator]
+            ids = fold(index_map.ravel(), block)
             moved.append(along(ids, channel, output.ndim))
         else:
             call.pin(index_map, "is folded into pictures")
@@ -74,8 +76,9 @@ def gated(call: Call) -> None:
         if index_map.shape[dim] > 1:
             value, gate = np.split(index_map, 2, axis=dim)
             call.facts.add_equal(value, gate)
-            index_map = compress(value)
-        moved.append(index_map)
+            moved.append(compress(value))
+        else:
+            moved.append(index_map)
     call.leave(moved)
 
 
@@ -113,5 +116,3 @@ def transformed(call: Call) -> None:
         else:
             kept.append(index_map)
     call.leave(kept)
-
-

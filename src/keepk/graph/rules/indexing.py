@@ -1,5 +1,6 @@
 """Indexing by tensors: along a dim with channels the positions are data, so the channels stay."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def _merge_tails(call: Call, pair: tuple[Tensor, Tensor], tail: int, why: str, b
     call.leave([back(m) for m in call.merge(operands, why)], zero=zero)
 
 
-def _pin_rest(call: Call, maps: tuple[Map, ...], kept: list[Map], why: str = "is picked by index along the axis") -> None:
+def _pin_rest(call: Call, maps: Sequence[Map], kept: list[Map], why: str = "is picked by index along the axis") -> None:
     for index_map in maps:
         if not any(index_map is other for other in kept):
             call.pin(index_map, why)

@@ -101,7 +101,7 @@ def over_a_dim(call: Call) -> None:
 
 @rule("_weight_norm_interface")
 def weight_normalised(call: Call) -> None:
-    """v times g over the norm of v: cutting v along the normed dims would rescale the rest."""
+    """V times g over the norm of v: cutting v along the normed dims would rescale the rest."""
     direction, size = call.inputs[0], call.inputs[1]
     dim = call.get("dim", 0) % direction.ndim
     rank = direction.ndim
@@ -111,5 +111,3 @@ def weight_normalised(call: Call) -> None:
     call.leave(merged, zero=True)
     for output in call.outputs[1:]:
         call.leave(call.maps(size) if output.ndim == rank else (), to=output, zero=False)
-
-

@@ -79,7 +79,8 @@ def complex_pairs(call: Call) -> None:
 
 
 @rule("_local_scalar_dense", "is_nonzero", "item", "equal", "_assert_async", "_assert_scalar", "nonzero", "bincount",
-      "_assert_tensor_metadata", "sym_size", "record_stream", "histc", "unique_dim", "_unique2", "allclose")  # fmt: skip
+      "_assert_tensor_metadata", "sym_size", "record_stream", "histc", "unique_dim", "_unique2",
+      "allclose")  # fmt: skip
 def to_python(call: Call) -> None:
     """Values leave the graph; what Python does with them is checked when a cut copy is traced again."""
     for output in call.outputs:

@@ -9,8 +9,9 @@ from keepk.graph.table import rule
 ZEROS_DO_NOT_COUNT = ("sum", "linalg_vector_norm", "norm", "any", "count_nonzero", "frobenius_norm", "nansum")
 
 
-@rule("sum", "mean", "amax", "amin", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "prod", "nansum",
-      "logsumexp", "any", "all", "argmax", "argmin", "count_nonzero", "frobenius_norm", "nanmean", "aminmax")  # fmt: skip
+@rule("sum", "mean", "amax", "amin", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "prod",
+      "nansum", "logsumexp", "any", "all", "argmax", "argmin", "count_nonzero", "frobenius_norm", "nanmean",
+      "aminmax")  # fmt: skip
 def reduced(call: Call) -> None:
     """A channel that is summed over must vanish from the sum; from a mean or a maximum it never does."""
     source = call.inputs[0]
@@ -42,5 +43,3 @@ def _shaped(index_map: Map, dims: list[int], rank: int) -> Map:
 
 def _zero(call: Call) -> bool:
     return label_of(call.inputs[0]).zero and call.name not in ("aten::logsumexp", "aten::all", "aten::prod")
-
-

@@ -1,0 +1,458 @@
+"""Trace: it changes nothing, works wherever forward works, says what it cannot do, and can be taught."""
+
+import copy
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import keepk
+from keepk.errors import ShrinkError, TraceError
+from keepk.graph import table
+from masked import call, masked, relative_error
+from networks import NETWORKS
+from pictures import picture
+
+TOLERANCE = 1e-10
+KINDS = ("conv_bn_flatten", "dense_block", "multihead_attention", "lstm", "tied_embedding", "caches", "python_branch")
+
+
+def output(model, example):
+    with torch.no_grad():
+        return call(model.eval(), example)
+
+
+def spaces(graph):
+    return [(space.name, len(space.units)) for space in graph.spaces]
+
+
+def reasons(graph, tensor, axis):
+    return [record.why for record in graph.fixed if (record.tensor, record.axis) == (tensor, axis)]
+
+
+def check_exact(model, example, share=0.5):
+    """Something can go, and the rest computes what the masked model computes."""
+    graph = keepk.trace(model, example)
+    units = graph.choose(share, seed=0)
+    oracle = masked(model, graph, units)
+    assert len(keepk.shrink(model, graph, units))
+    assert relative_error(output(oracle, example), output(model, example)) < TOLERANCE
+
+
+# It changes nothing
+
+
+def surroundings():
+    """What a forward pass may change outside of the model."""
+    backends = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled, torch.is_grad_enabled()
+    kind, keys, *rest = np.random.get_state()
+    generators = torch.get_rng_state().tolist(), (kind, keys.tolist(), *rest), random.getstate()
+    return (
+        backends,
+        generators,
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_trace_leaves_the_model_as_it_was(name):
+    """Weights, statistics, gradients, modes, hooks and their order, and every attribute."""
+    model, example = NETWORKS[name]()
+    model.train()
+    next(iter(model.children())).eval()
+    for index, parameter in enumerate(model.parameters()):
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+        parameter.requires_grad_(index % 3 != 1)
+        parameter.grad = torch.ones_like(parameter)
+    for module in model.modules():
+        for _ in range(2):
+            module.register_forward_hook(lambda *_: None)
+            module.register_forward_pre_hook(lambda *_: None)
+    before, around = picture([model, example]), surroundings()
+    keepk.trace(model, example)
+    assert picture([model, example]) == before
+    assert surroundings() == around
+
+
+class Restless(nn.Module):
+    """Draws from every generator, counts its calls, and writes into its input and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+        self.calls, self.log = 0, []
+
+    def forward(self, x):
+        x.add_(1.0)
+        self.calls += 1
+        self.log.append(x)
+        hidden = F.dropout(self.first(x) * random.random() + np.random.rand(), 0.5) + torch.rand(1)
+        self.seen += 1.0
+        return self.head(hidden)
+
+
+def test_a_forward_with_side_effects_has_them_on_the_copy():
+    model, example = Restless(), torch.randn(3, 4)
+    before, around = picture([model, example]), surroundings()
+    keepk.trace(model, example)
+    assert picture([model, example]) == before
+    assert surroundings() == around
+
+
+def test_a_trace_that_fails_leaves_the_model_as_it_was():
+    model, example = Restless(), torch.randn(3, 5)
+    before, around = picture([model, example]), surroundings()
+    with pytest.raises(TraceError, match="its forward failed"):
+        keepk.trace(model, example)
+    assert picture([model, example]) == before
+    assert surroundings() == around
+
+
+# It works wherever forward works
+
+
+def test_a_model_on_the_meta_device():
+    """What is found does not depend on values, and the model can be cut there."""
+    model, example = NETWORKS["conv_bn_flatten"]()
+    real, meta = keepk.trace(model, example), copy.deepcopy(model).to("meta")
+    graph = keepk.trace(meta, example.to("meta"))
+    assert spaces(graph) == spaces(real)
+    assert [graph.slices(unit) for unit in range(20)] == [real.slices(unit) for unit in range(20)]
+    keepk.shrink(meta, graph, units := graph.choose(0.5, seed=0))
+    keepk.shrink(model, real, units)
+    assert [p.shape for p in meta.parameters()] == [p.shape for p in model.parameters()]
+    assert meta(example.to("meta")).shape == model(example).shape
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", KINDS)
+def test_under_any_gradient_mode_the_same_is_found(name, mode):
+    model, example = NETWORKS[name]()
+    wanted = keepk.trace(model, example)
+    with mode():
+        found = keepk.trace(model, example)
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)
+    assert spaces(found) == spaces(wanted)
+    assert np.array_equal(found.choose(0.5, seed=0), wanted.choose(0.5, seed=0))
+
+
+def test_an_example_made_in_inference_mode():
+    model, example = NETWORKS["linears"]()
+    with torch.inference_mode():
+        made_there = example.clone()
+    assert spaces(keepk.trace(model, made_there)) == spaces(keepk.trace(model, example))
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: torch.compile(net, backend="eager")])
+def test_names_are_those_of_the_unwrapped_model(wrap):
+    net, example = NETWORKS["linears"]()
+    wanted, model = keepk.trace(net, example), wrap(net)
+    graph = keepk.trace(model, example)
+    assert spaces(graph) == spaces(wanted)
+    assert (
+        graph.slices(0) == wanted.slices(0) == [("first.weight", 0, 0), ("first.bias", 0, 0), ("second.weight", 1, 0)]
+    )
+    oracle = masked(net, graph, units := graph.choose(0.5, seed=0))
+    keepk.shrink(model, graph, units)
+    assert relative_error(output(oracle, example), output(net, example)) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_an_example_of_another_dtype_tells_the_same(dtype):
+    """Shapes alone count, as long as forward does not look at values."""
+    model, example = NETWORKS["linears"]()
+    assert spaces(keepk.trace(model, example.to(dtype))) == spaces(keepk.trace(model, example))
+
+
+@pytest.mark.parametrize("given", [tuple, list, dict])
+def test_an_example_is_what_forward_takes(given):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, left, right, *, scale=None, flags=()):
+            assert scale == 2.0 or flags == ()
+            return self.head(self.first(left) + self.first(right))
+
+    left, right = torch.randn(3, 4), torch.randn(3, 4)
+    example = {"left": left, "right": right, "scale": 2.0} if given is dict else given([left, right])
+    assert spaces(keepk.trace(Sum(), example)) == [("first", 6)]
+
+
+def test_a_tensor_that_was_computed_and_is_kept_in_a_module():
+    """deepcopy alone refuses such tensors."""
+    model = NETWORKS["linears"]()[0]
+    model.last = model.first.weight * 2
+    model.many = {"a": model.first.bias + 1, "b": [3]}
+    example = NETWORKS["linears"]()[1]
+    assert spaces(keepk.trace(model, example)) == spaces(keepk.trace(*NETWORKS["linears"]()))
+    assert model.last.grad_fn is not None
+
+
+# Hooks
+
+
+def test_forward_hooks_run_on_the_copy():
+    model, example = NETWORKS["linears"]()
+    seen = []
+    model.first.register_forward_hook(lambda module, *_: seen.append(module))
+    keepk.trace(model, example)
+    assert seen
+    assert all(type(module) is nn.Linear and module is not model.first for module in seen)
+
+
+def clamped(_module, _arguments, result):
+    return result.clamp(min=-0.5) * 2
+
+
+def doubled_channels(_module, _arguments, result):
+    return result + result.flip(1)
+
+
+def narrowed(_module, _arguments, result):
+    return F.pad(result[:, :6], (0, 6))
+
+
+@pytest.mark.parametrize("hook", [clamped, doubled_channels])
+def test_a_hook_that_changes_the_output_is_followed(hook):
+    """Channels that a hook adds up go together: their number halves."""
+    model, example = NETWORKS["linears"]()
+    model.first.register_forward_hook(hook)
+    graph = keepk.trace(model, example)
+    assert dict(spaces(graph))["first"] == (12 if hook is clamped else 6)
+    check_exact(model, example)
+
+
+def test_a_hook_that_picks_channels_fixes_them():
+    model, example = NETWORKS["linears"]()
+    model.first.register_forward_hook(narrowed)
+    graph = keepk.trace(model, example)
+    assert "first" not in dict(spaces(graph))
+    assert all(reasons(graph, "first.weight", 0))
+    check_exact(model, example)
+
+
+def test_a_hook_that_changes_the_input_is_followed():
+    model, example = NETWORKS["linears"]()
+    model.second.register_forward_pre_hook(lambda _, arguments: (arguments[0] * 3, *arguments[1:]))
+    check_exact(model, example)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_the_weight_norm_of_old_works():
+    """A pre-hook computes the weight; what the layer writes can go exactly, what it reads is part of a norm."""
+    model, example = NETWORKS["linears"]()
+    nn.utils.weight_norm(model.second)
+    call(model, example)
+    graph = keepk.trace(model, example)
+    units = next(
+        space.units for space in graph.spaces if ("second.weight_g", 0, 0) in graph.slices(int(space.units[0]))
+    )
+    oracle, _ = NETWORKS["linears"]()
+    nn.utils.weight_norm(oracle.second)
+    kept = [index for index in range(9) if index not in (2, 5)]
+    keepk.shrink(model, graph, units[[2, 5]])
+    with torch.no_grad():
+        oracle.second.weight_g[[2, 5]] = 0.0
+        oracle.second.bias[[2, 5]] = 0.0
+    assert torch.equal(model.second.weight_g, oracle.second.weight_g[kept])
+    assert relative_error(output(oracle, example), output(model, example)) < TOLERANCE
+    call(model.train(), example).sum().backward()
+    assert model.second.weight_v.grad.shape == (7, 12)
+
+
+def test_the_spectral_norm_of_old_works():
+    """Removing rows changes the largest singular value: lossy. Columns that are zero do not."""
+    model, example = NETWORKS["linears"]()
+    nn.utils.spectral_norm(model.second)
+    for _ in range(5):
+        call(model.train(), example)
+    graph = keepk.trace(model, example)
+    lossy = {space.name: space.lossy for space in graph.spaces}
+    assert lossy["first"] == ""
+    assert all("sums over" in why for name, why in lossy.items() if name.startswith("second"))
+    keepk.shrink(model, graph, graph.choose(0.5, seed=0, lossy=True))
+    call(model.train(), example).sum().backward()
+    assert model.second.weight_orig.grad.shape == model.second.weight_orig.shape == (5, 6)
+    assert output(model, example).isfinite().all()
+
+
+# Rules
+
+
+@torch.library.custom_op("keepk_test_trace::halve", mutates_args=())
+def halve(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@halve.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("keepk_test_trace::only_real", mutates_args=())
+def only_real(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+@pytest.fixture(autouse=True)
+def _rules_as_before():
+    before = dict(table.RULES)
+    yield
+    table.RULES.clear()
+    table.RULES.update(before)
+
+
+class WithOperation(nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.first, self.head, self.operation = nn.Linear(4, 6), nn.Linear(6, 3), operation
+        self.double()
+
+    def forward(self, x):
+        return self.head(getattr(torch.ops.keepk_test_trace, self.operation)(self.first(x)))
+
+
+def numbers():
+    return torch.randn(3, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("operation", ["halve", "only_real"])
+def test_an_operation_without_a_rule_fixes_what_goes_in(operation):
+    graph = keepk.trace(WithOperation(operation), numbers())
+    assert not graph.spaces
+    [why] = set(reasons(graph, "first.weight", 0))
+    assert why.startswith(f"keepk_test_trace::{operation} has no rule; keepk.rule teaches one")
+    [place] = {record.place for record in graph.fixed if record.tensor == "first.weight" and record.axis == 0}
+    assert place.startswith("test_trace.py:")
+
+
+@pytest.mark.parametrize("operation", ["halve", "only_real"])
+@pytest.mark.parametrize("by", ["packet", "overload", "name"])
+def test_an_operation_with_a_rule_is_followed(operation, by):
+    packet = getattr(torch.ops.keepk_test_trace, operation)
+    named = {"packet": packet, "overload": packet.default, "name": f"keepk_test_trace::{operation}"}[by]
+
+    @keepk.rule(named)
+    def pointwise(found):
+        assert found.name == f"keepk_test_trace::{operation}"
+        found.pointwise()
+
+    assert pointwise.__name__ == "pointwise", "the rule itself is handed back"
+    model, example = WithOperation(operation), numbers()
+    assert spaces(keepk.trace(model, example)) == [("first", 6)]
+    check_exact(model, example)
+
+
+def test_a_rule_that_fails_fixes_what_goes_in():
+    @keepk.rule("keepk_test_trace::halve")
+    def wrong(_):
+        raise KeyError("alpha")
+
+    graph = keepk.trace(WithOperation("halve"), numbers())
+    assert not graph.spaces
+    assert "the rule of keepk_test_trace::halve failed: KeyError: 'alpha'" in reasons(graph, "first.weight", 0)[0]
+
+
+def test_a_rule_may_pin():
+    @keepk.rule("keepk_test_trace::halve")
+    def pinning(found):
+        found.pin_inputs("halves are for ever")
+        found.pointwise()
+
+    graph = keepk.trace(WithOperation("halve"), numbers())
+    assert not graph.spaces
+    assert "halves are for ever" in reasons(graph, "first.weight", 0)[0]
+
+
+def test_two_rules_for_an_operation_are_refused():
+    keepk.rule("keepk_test_trace::halve")(lambda _: None)
+    before = dict(table.RULES)
+    with pytest.raises(TraceError, match="rule for keepk_test_trace::halve: there is one already, '<lambda>'"):
+        keepk.rule(torch.ops.keepk_test_trace.halve)(lambda _: None)
+    with pytest.raises(TraceError, match="rule for aten::permute: there is one already"):
+        keepk.rule(torch.ops.aten.permute)(lambda _: None)
+    assert before == table.RULES
+
+
+@pytest.mark.parametrize("wrong", [F.relu, torch.add, 3, None])
+def test_what_is_no_operation_is_refused(wrong):
+    before = dict(table.RULES)
+    with pytest.raises(TraceError, match=r"rule: got .*Give an operation such as torch.ops.mylib.scale, or its name"):
+        keepk.rule(wrong)(lambda _: None)
+    assert before == table.RULES
+
+
+# What is refused
+
+
+class Locked(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "words"),
+    [
+        ("net", torch.zeros(2, 4), "trace: got str as the model. Give a torch.nn.Module"),
+        (F.relu, torch.zeros(2, 4), "trace: got function as the model"),
+        (nn.Linear(4, 3), "picture", "example: got str. Give a tensor, a tuple of positional arguments, or a dict"),
+        (nn.Linear(4, 3), None, "example: got NoneType"),
+        (nn.Linear(4, 3), np.zeros((2, 4)), "example: got ndarray"),
+        (
+            nn.Linear(4, 3),
+            (),
+            r"model Linear: its forward failed on the example \(TypeError: .*Give an example on which",
+        ),
+        (nn.Linear(4, 3), torch.zeros(2, 5), r"model Linear: its forward failed on the example \(RuntimeError: mat1"),
+        (nn.Linear(4, 3), {"x": torch.zeros(2, 4)}, r"its forward failed on the example \(TypeError: .*'x'"),
+        (nn.Linear(4, 3), torch.zeros(2, 4, device="meta"), "example: a tensor is on meta, the model on cpu. Move one"),
+        (nn.Linear(4, 3, device="meta"), torch.zeros(2, 4), "example: a tensor is on cpu, the model on meta. Move one"),
+        (nn.LazyLinear(3), torch.zeros(2, 4), "tensor 'weight' has no shape yet. Run one forward pass of the lazy"),
+        (nn.LazyBatchNorm1d(affine=False), torch.zeros(2, 4), "tensor 'running_mean' has no shape yet"),
+        (
+            Locked(),
+            torch.zeros(2, 4),
+            r"model Locked: cannot be copied \(TypeError: .*make copy.deepcopy\(model\) work",
+        ),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(model, example, words):
+    with pytest.raises(TraceError, match=words):
+        keepk.trace(model, example)
+
+
+class Failing(nn.Module):
+    """Its own error is not lost."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+
+    def forward(self, _):
+        raise ValueError("three of them, please")
+
+
+def test_the_error_of_the_users_forward_is_told():
+    with pytest.raises(TraceError, match=r"model Failing: .*\(ValueError: three of them, please\)") as caught:
+        keepk.trace(Failing(), torch.zeros(2, 4))
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_model_without_anything_to_remove():
+    graph = keepk.trace(nn.Linear(4, 3), torch.zeros(2, 4))
+    assert not graph.spaces
+    assert {record.why for record in graph.fixed if record.axis == 0} == {reasons(graph, "weight", 0)[0]}
+    assert "is an output of the model" in reasons(graph, "weight", 0)[0]
+    assert graph.choose(0.5).tolist() == []
+    with pytest.raises(ShrinkError, match="unit 0 does not exist; the graph has 0 units"):
+        keepk.shrink(nn.Linear(4, 3), graph, [0])
