@@ -346,6 +346,18 @@ def test_a_loss_that_needs_no_weight_is_refused_by_name():
     assert bias.bias.grad is None
 
 
+def test_a_loss_through_frozen_weights_is_refused():
+    """No gradient goes to what was cut, but it was saved to pass gradients on: torch says that it changed."""
+    model, example, graph, units = traced()
+    model.second.requires_grad_(requires_grad=False)
+    model.head.requires_grad_(requires_grad=False)
+    loss = call(model, example).square().mean()
+    keepk.shrink(model, graph, units)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_after_a_shrink_that_failed_old_losses_are_good():
     model, example, graph, units = traced()
     values = Stubborn((name, parameter.detach().clone()) for name, parameter in model.named_parameters())

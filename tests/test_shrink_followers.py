@@ -372,12 +372,13 @@ def test_headwise_attention_wants_the_causal_mask_as_torch_does():
 
 @pytest.mark.xfail(reason="the mask of heads that are gone is taken for a larger batch", strict=True)
 def test_a_mask_for_more_heads_than_there_are_is_refused():
-    attention, x = nn.MultiheadAttention(12, 4, batch_first=True), torch.randn(1, 5, 12)
-    graph = keepk.trace(attention, (x, x, x))
-    keepk.shrink(attention, graph, graph.choose(0.5, seed=0))
+    model, _, graph, units = traced("multihead_attention")
+    keepk.shrink(model, graph, units)
+    attention, x = model.attention, torch.randn(1, 5, model.attention.in_proj_weight.shape[1], dtype=torch.float64)
     assert attention.num_heads == 2
-    with pytest.raises(RuntimeError, match=r"unflatten"):
-        attention(x, x, x, attn_mask=torch.zeros(4, 5, 5))
+    masks = torch.zeros(4, 5, 5, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="unflatten"):
+        attention(x, x, x, attn_mask=masks)
 
 
 @pytest.mark.usefixtures("fused_attention")

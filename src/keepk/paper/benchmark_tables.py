@@ -110,7 +110,7 @@ def first_trace(folder: Path) -> Table:
             names[name],
             f"{row['cpu_seconds']:.2f}",
             f"{row['forward_cpu_seconds']:.2f}",
-            f"{row['mb_above_resident']:.0f}",
+            f"{row['extra_mb']:.0f}",
         )
         for name, row in _read(folder / "shrink_event.json")["first_trace"].items()
     )
