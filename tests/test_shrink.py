@@ -27,10 +27,13 @@ class Interrupt(BaseException):
     """As Ctrl-C is: not an Exception."""
 
 
+NAMES = ("undo.py", "changes.py", "record.py", "tensors.py", "shrink.py")
+
+
 class InterruptAtLine:
     """A trace function that raises at the n-th line that is run while changes are being made."""
 
-    files = tuple(str(Path(changes.__file__).with_name(name)) for name in ("changes.py", "tensors.py", "shrink.py"))
+    files = tuple(str(Path(changes.__file__).with_name(name)) for name in NAMES)
 
     def __init__(self, number):
         self.left, self.inside = number, False

@@ -3,8 +3,7 @@
 A change is ready before it is made: what it needs is computed, and making it only puts things in place.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -14,20 +13,10 @@ from torch import Tensor, nn
 
 from keepk.cut.record import noted
 from keepk.cut.tensors import index_tensor, left_of, refuse_old_losses, replace_contents
+from keepk.cut.undo import Change, Undo, undone_by
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Setting, write_attribute
 from keepk.graph.layers import SELECTED, HeadwiseAttention, selecting
-
-Undo = Callable[[], None]
-Change = Callable[[], Undo]
-
-
-def all_or_nothing(changes: Sequence[Change]) -> None:
-    """Make all changes; at the first that fails, take back those before it."""
-    with ExitStack() as undos:
-        for change in changes:
-            undos.callback(change())
-        undos.pop_all()
 
 
 def _refuse_missing(module: nn.Module, modules: Mapping[str, nn.Module], edits: Edits) -> None:
@@ -38,16 +27,6 @@ def _refuse_missing(module: nn.Module, modules: Mapping[str, nn.Module], edits: 
                 f"shrink: {type(module).__name__} has no module {path!r}, which has to change with its tensors. "
                 f"Model and followers must be built like the model that was traced."
             )
-
-
-@contextmanager
-def undone_by(undo: Undo) -> Iterator[None]:
-    """A change is itself all or nothing, up to the moment in which it hands out the way back."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
 
 
 def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -> list[Change]:

@@ -1,11 +1,11 @@
 """The record of what was cut from a model: plain data on the model itself, so that copies and pickles have it too."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from keepk.cut.undo import Change, Undo, undone_by
 from keepk.graph.edits import Cut, Edits, read_attribute
 
 ATTRIBUTE = "keepk_record"
@@ -22,22 +22,23 @@ def record_of(model: nn.Module) -> dict[str, Any]:
     return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
 
 
-def noted(model: nn.Module, edits: Edits) -> Callable[[], Callable[[], None]]:
+def noted(model: nn.Module, edits: Edits) -> Change:
     """A change that adds edits to the record, and can be undone. Prepare it before the attributes change."""
     modules = dict(model.named_modules())
     before = [read_attribute(modules[setting.module], setting) for setting in edits.settings]
 
-    def change() -> Callable[[], None]:
+    def change() -> Undo:
         old = model.__dict__.get(ATTRIBUTE)
-        model.__dict__[ATTRIBUTE] = _added(record_of(model), edits, before)
 
         def undo() -> None:
             if old is None:
-                model.__dict__.pop(ATTRIBUTE)
+                model.__dict__.pop(ATTRIBUTE, None)
             else:
                 model.__dict__[ATTRIBUTE] = old
 
-        return undo
+        with undone_by(undo):
+            model.__dict__[ATTRIBUTE] = _added(record_of(model), edits, before)
+            return undo
 
     return change
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from keepk.cut.changes import Change, Undo, all_or_nothing, cut_module, forget_compiled, new_entry, undone_by
+from keepk.cut.changes import cut_module, forget_compiled, new_entry
 from keepk.cut.holders import refuse_follower, refuse_holders, refuse_optimizers
 from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
 from keepk.cut.tensors import left_of
+from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits
 from keepk.graph.graph import Graph

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.changes import Change, Undo, all_or_nothing, cut_module, flatten_again, undone_by
+from keepk.cut.changes import cut_module, flatten_again
 from keepk.cut.record import record_of
 from keepk.cut.tensors import replace_contents
+from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
 from keepk.deploy.description import Description, Entry, dense_value, selection_name
 from keepk.errors import CheckpointError, FileError
 from keepk.graph.edits import Cut, Edits, Selection

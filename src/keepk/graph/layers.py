@@ -37,8 +37,12 @@ class HeadwiseAttention(nn.MultiheadAttention):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
-        is_causal: bool = False,  # noqa: ARG002 - torch wants the mask as well
+        is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
+        if query.is_nested:
+            return self._nested(query, need_weights=need_weights, average_attn_weights=average_attn_weights)
         single = query.dim() == 2
         swap = not single and not self.batch_first
         sequences = [_batched(tensor, single=single, swap=swap) for tensor in (query, key, value)]
@@ -52,6 +56,15 @@ class HeadwiseAttention(nn.MultiheadAttention):
             return output[0], None if weights is None else weights[0]
         return (output.transpose(0, 1) if swap else output), weights
 
+    def _nested(self, sequences: Tensor, **options: bool) -> tuple[Tensor, Tensor | None]:
+        """A `TransformerEncoder` in eval mode packs sequences of several lengths, for itself only."""
+        lengths = [len(sequence) for sequence in sequences.unbind()]
+        padded = sequences.to_padded_tensor(0.0)
+        ends = torch.tensor(lengths, device=padded.device)
+        padding = torch.arange(padded.shape[1], device=padded.device) >= ends[:, None]
+        mixed, weights = self(padded, padded, padded, key_padding_mask=padding, **options)
+        return torch.nested.as_nested_tensor([row[:end] for row, end in zip(mixed, lengths, strict=True)]), weights
+
     def _projected(self, sequences: list[Tensor]) -> list[Tensor]:
         """Queries, keys and values as (batch, heads, length, head width)."""
         weights = self.in_proj_weight.chunk(3)
@@ -62,10 +75,10 @@ class HeadwiseAttention(nn.MultiheadAttention):
         ]
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
-        masks = [] if padding is None else [_additive(padding, like)[:, None, None, :]]
+        masks = [] if padding is None else [_additive(padding, like).view(len(like), 1, 1, -1)]
         if attn_mask is not None:
             mask = _additive(attn_mask, like)
-            masks.append(mask.view(-1, self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask)
+            masks.append(mask.view(len(like), self.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask)
         return sum(masks[1:], masks[0]) if masks else None
 
     def _attend(

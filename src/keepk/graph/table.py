@@ -63,6 +63,8 @@ def _name(operation: Any) -> str:
         return operation._schema.name
     if isinstance(operation, torch._ops.OpOverloadPacket):
         return operation._qualified_op_name
+    if isinstance(operation, torch.library.CustomOpDef):  # type: ignore[attr-defined]  # public, and not exported
+        return operation._qualname
     raise TraceError(
         f"rule: got {operation!r} ({type(operation).__name__}). Give an operation such as torch.ops.mylib.scale, or "
         f"its name, 'mylib::scale'."

@@ -1,0 +1,25 @@
+"""Changes with a way back: made all, or none."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+Undo = Callable[[], None]
+Change = Callable[[], Undo]
+
+
+def all_or_nothing(changes: Sequence[Change]) -> None:
+    """Make all changes; at the first that fails, take back those before it."""
+    with ExitStack() as undos:
+        for change in changes:
+            undos.callback(change())
+        undos.pop_all()
+
+
+@contextmanager
+def undone_by(undo: Undo) -> Iterator[None]:
+    """A change is itself all or nothing, up to the moment in which it hands out the way back."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
