@@ -14,7 +14,8 @@ so that weights, gradients and Adam's two moments exist; the contenders take tur
     step       Torch-Pruning: BasePruner.step, which ranks by group L1 norm and cuts weights and gradients: one of ten
                steps towards half of all channels. Its parameters are new objects: the optimizer has to be made anew
 
-CPU seconds are user + system of the process. The garbage collector runs before each measurement. Needs torchvision and
+Each network is run once before it is measured: new memory makes the first event of a process dearer. CPU seconds are
+user + system of the process. The garbage collector runs before each measurement. Needs torchvision and
 torch-pruning beside keepk (see zoo.py).
 """
 

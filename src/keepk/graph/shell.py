@@ -108,16 +108,30 @@ class Workshop:
             yield self.example.on(self.device)
 
 
+PIECE = 1 << 17  # numbers that stay in the cache
+
+
 def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
-    """What is left of a tensor, in the memory format that it had."""
-    for axis, kept in sorted(cut.kept.items()):
-        index = torch.from_numpy(np.ascontiguousarray(kept)).to(tensor.device)
+    """What is left of a tensor; how it lies in memory is the caller's affair."""
+    kept = {axis: torch.from_numpy(np.ascontiguousarray(ids)).to(tensor.device) for axis, ids in cut.kept.items()}
+    if set(kept) == {0, 1} and kept[1].ndim == 1 and tensor.is_contiguous() and tensor.numel() > PIECE:
+        return _cut_in_pieces(tensor, kept[0], kept[1], cut.after)
+    for axis, index in sorted(kept.items()):
         if index.ndim == 1:
             tensor = tensor.index_select(axis, index)
         else:
             rows = torch.arange(tensor.shape[0], device=tensor.device)
             tensor = tensor[rows[:, None], index]
     return tensor
+
+
+def _cut_in_pieces(tensor: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Rows and columns at once, some rows at a time, so that what lies between never leaves the cache."""
+    left = tensor.new_empty(shape)
+    size = max(1, PIECE * len(tensor) // tensor.numel())
+    for piece, into in zip(rows.split(size), left.split(size), strict=True):
+        torch.index_select(tensor.index_select(0, piece), 1, columns, out=into)
+    return left
 
 
 def _adapt(twin: nn.Module, edits: Edits | None) -> None:

@@ -83,7 +83,7 @@ def _pin_outputs(workshop: Workshop, tracer: Tracer, output: Any) -> None:
 
 def _see_what_training_uses(workshop: Workshop, tracer: Tracer) -> None:
     """A parameter that forward uses in training only is traced there; one that it never uses keeps its size."""
-    if set(tracer.tensors) - tracer.touched:
+    if any(maps and name not in tracer.touched for name, maps in tracer.tensors.items()):
         known = len(tracer.steps)
         tracer.model.train()
         try:
