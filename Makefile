@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test check format tables bench clean help
+.PHONY: demo test test-slow check format tables bench clean help
 
 help:  ## what there is to make
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1	/'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "keepk needs Python >= 3.10; say make PYTHON=python3.11")'
@@ -25,6 +25,9 @@ check: $(INSTALLED)  ## formatting, lint, types
 
 test: check  ## check, then all tests and doctests, warnings as errors
 	$(BIN)/python -m pytest -n 2
+
+test-slow: $(INSTALLED)  ## 1,000 random networks, shrunk and held against the masked ones
+	KEEPK_SLOW=1 $(BIN)/python -m pytest -n 2 tests/test_shrunk_is_masked.py -k slow
 
 format: $(INSTALLED)  ## let ruff format and mend
 	$(BIN)/ruff format .

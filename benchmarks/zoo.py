@@ -317,7 +317,8 @@ def main() -> None:
         for network in networks(parser, args):
             row = in_child(lambda case=network: verdict(case, prune, onnx=args.onnx, reload=args.reload), args.limit)
             row = {"name": network.name, "source": network.source} | row
-            row["pass"] = outcome(row) == "passed"
+            row["outcome"] = outcome(row)
+            row["pass"] = row["outcome"] == "passed"
             rows.append(row)
             print(shown(row), flush=True)
             if out:

@@ -129,7 +129,7 @@ def _cut_in_pieces(tensor: Tensor, rows: Tensor, columns: Tensor, shape: tuple[i
     """Rows and columns at once, some rows at a time, so that what lies between never leaves the cache."""
     left = tensor.new_empty(shape)
     size = max(1, PIECE * len(tensor) // tensor.numel())
-    for piece, into in zip(rows.split(size), left.split(size), strict=True):
+    for piece, into in zip(torch.split(rows, size), torch.split(left, size), strict=True):
         torch.index_select(tensor.index_select(0, piece), 1, columns, out=into)
     return left
 

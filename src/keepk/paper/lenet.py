@@ -86,9 +86,9 @@ LENET_5_OURS = Recipe(
         Stage(15, lr=0.05, decay=2e-4, dropout=(0.2, 0.5)),
         Stage(16, lr=0.05, decay=1e-4, dropout=(0.1, 0.3), keep={"all": (15_781, Cubic(epochs=8))}),
         Stage(12, lr=0.05, decay=1e-4, dropout=(0.05, 0.2), keep={"all": (8_621, Cubic(epochs=7))}),
-        sparse(28, keep={"all": (3_879, Cubic(epochs=20))}),
-        sparse(16, keep={"all": (2_500, Cubic(epochs=10))}, metric=saliency),
-        sparse(32, keep={"all": (1_724, Cubic(epochs=16))}, metric=saliency),
+        sparse(16, keep={"all": (3_879, Cubic(epochs=10))}),
+        sparse(12, keep={"all": (2_500, Cubic(epochs=5))}, metric=saliency),
+        sparse(24, keep={"all": (1_724, Cubic(epochs=7))}, metric=saliency),
     ],
 )
 

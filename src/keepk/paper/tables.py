@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from keepk.errors import DataError
-from keepk.paper import benchmark_tables, results
+from keepk.paper import benchmark_tables, results, zoo_tables
 from keepk.plan.names import nearest
 from keepk.show.tables import Table
 
@@ -91,6 +91,7 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/hold_masks": lambda: benchmark_tables.hold_masks(result_folder / "benchmarks"),
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
+        "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
         "benchmarks/first_trace": lambda: benchmark_tables.first_trace(result_folder / "benchmarks"),
     }
     for experiment in PAPER_ERRORS:

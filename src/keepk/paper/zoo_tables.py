@@ -1,0 +1,44 @@
+"""The zoo's score, made from the verdicts that `benchmarks/zoo.py` wrote."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from keepk.errors import DataError
+from keepk.show.tables import Table
+
+OUTCOMES = ("passed", "wrong", "refused", "failed")
+PRUNERS = {"keepk": "keepk", "torch-pruning": "Torch-Pruning 1.6.1"}
+
+
+def score(folder: Path) -> Table:
+    """By source, how many networks each pruner passed, of how many; and what became of the others."""
+    verdicts = {name: _read(folder / f"{name}.jsonl") for name in PRUNERS}
+    random = folder / "keepk-random.jsonl"
+    columns = ("networks", "of", *(f"{said}: {word}" for said in PRUNERS.values() for word in OUTCOMES))
+    sources = list(dict.fromkeys(row["source"] for row in verdicts["keepk"]))
+    rows = [_row(source, {name: _of(source, rows) for name, rows in verdicts.items()}) for source in sources]
+    rows.append(_row("all", verdicts))
+    if random.exists():
+        rows.append(_row("random", {"keepk": _read(random)}))
+    return Table(columns, tuple(rows))
+
+
+def _of(source: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["source"] == source]
+
+
+def _row(name: str, verdicts: dict[str, list[dict[str, Any]]]) -> tuple[str, ...]:
+    cells = list[str]()
+    for pruner in PRUNERS:
+        counts = Counter(row["outcome"] for row in verdicts.get(pruner, []))
+        cells += [f"{counts[word]:,}" if pruner in verdicts else "" for word in OUTCOMES]
+    return (name, f"{len(verdicts['keepk']):,}", *cells)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Run benchmarks/zoo.py --out {path}.") from error
