@@ -142,13 +142,16 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         set_label(output, replace(label_of(output), maps=tuple(left)))
 
     def _same(self, wanted: Map, found: Map) -> bool:
+        """Whether the ids are those predicted; what is down to one channel carries none (0), and could not be moved."""
         if wanted.shape != found.shape:
             return False
-        known = found < self._known
+        known, fresh = (found > 0) & (found < self._known), found >= self._known
         if (self._classes[found[known]] != self._classes[wanted[known]]).any():
             return False
-        fresh = np.stack([found[~known], self._classes[wanted[~known]]])
-        return len(np.unique(fresh, axis=1).T) == len(np.unique(fresh[0]))
+        if not fresh.any():
+            return True
+        pairs = np.stack([found[fresh], self._classes[wanted[fresh]]])
+        return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
 
 
 def _selected(index_map: Map, channels: Indices) -> Map:
