@@ -16,7 +16,7 @@ from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Constant:
     """A number in a module that must follow a size of the forward pass, found by trying.
 
@@ -109,7 +109,7 @@ class Graph:
             if space.kind == "source":
                 free[space.units] = False
         rank, alive = np.argsort(order), self.alive
-        chosen = [_first_of(blocks, rank, alive, free, share) for blocks in self._choices()]
+        chosen = [_first_of(blocks, rank, alive, free, share) for blocks in self.choices()]
         return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
 
     def _with_sources_left(self, chosen: Indices) -> Indices:
@@ -125,7 +125,7 @@ class Graph:
                     chosen = chosen[~np.isin(chosen, last)]
         return chosen
 
-    def _choices(self) -> list[tuple[Indices, ...]]:
+    def choices(self) -> list[tuple[Indices, ...]]:
         """What is chosen from as one: bound blocks, and what is not bound space by space."""
         bound = self._bound()
         loose = [space.units[~bound[space.units]] for space in self.spaces]

@@ -103,8 +103,11 @@ class Probe:
                 best, reached = group, len(self.tracer.steps) if after is None else after.step
             if after is None:
                 break
+        known = {(c.module, c.attribute, c.item): c for c in self.constants}
         for constant in best:
-            self.constants += [c for c in self._siblings(constant, found.step) if c not in self.constants]
+            for sibling in self._siblings(constant, found.step):
+                known.setdefault((sibling.module, sibling.attribute, sibling.item), sibling)
+        self.constants[:] = known.values()  # the graph holds this very list
         return bool(best)
 
     def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
@@ -155,19 +158,32 @@ class Probe:
         self.graph = self._solved()
 
     def _blamed(self, found: Mismatch, units: Indices) -> Map:
-        """The atoms of units that go through the failing operation, or through the last one before it that has any."""
+        """The atoms of units that go through the failing operation; where none do, of the space that makes it fail."""
         graph, steps = self.graph, self.tracer.steps
         kind = graph.units.lossy == bool(graph.units.lossy[units].any())
-        removable = np.zeros(len(graph.solution.classes), bool)
-        removable[graph.units.classes[kind]] = True
         if found.step >= 0:
             origin = steps[found.step]
             same = [s for s in steps if s.name == origin.name and s.place == origin.place and s.place] or [origin]
-            for tried in (same, *([step] for step in reversed(steps[: found.step]))):
-                atoms = self._passing(tried, removable)
-                if len(atoms):
-                    return atoms
-        return graph.units.classes[units].astype(np.int32)
+            removable = np.zeros(len(graph.solution.classes), bool)
+            removable[graph.units.classes[kind]] = True
+            atoms = self._passing(same, removable)
+            if len(atoms):
+                return atoms
+        culprits = self._culprits(units)
+        blamed: Map = graph.units.classes[culprits[kind[culprits]]].astype(np.int32)
+        return blamed
+
+    def _culprits(self, units: Indices) -> Indices:
+        """The units of the spaces whose removal alone fails, found by halving."""
+        spaces = [np.concatenate(blocks) for blocks in self.graph.choices()]
+        spaces = [space for space in spaces if np.isin(space, units).any()]
+        while len(spaces) > 1:
+            halves = spaces[: len(spaces) // 2], spaces[len(spaces) // 2 :]
+            failing = [half for half in halves if self._attempt(np.intersect1d(np.concatenate(half), units))]
+            if not failing:
+                break
+            spaces = failing[0]
+        return np.concatenate(spaces)
 
     def _passing(self, steps: Sequence[Step], removable: Flags) -> Map:
         found = [m.ravel() for step in steps for _, maps in step.outputs for m in maps]
