@@ -25,12 +25,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import keepk
 from keepk.run.codec import encode
-from keepk.run.folder import _safetensors_bytes
+from keepk.run.files import safetensors_bytes
 from keepk.run.rng import rng_state
 
 EPOCHS, SAMPLES, BATCH = 7, 240, 40
 CHAIN_SEEDS, KILLS_PER_CHAIN = (11, 12), 14
-FILE_CODE = ("keepk.run.folder", "pathlib")
+FILE_CODE = ("keepk.run.folder", "keepk.run.files", "pathlib")
 
 
 class Net(nn.Module):
@@ -105,7 +105,7 @@ class Training:
     def fingerprint(self) -> str:
         state = {name: part.state_dict() for name, part in self.parts().items() if name != "generator"}
         encoded, tensors = encode([state, self.generator.get_state(), rng_state()])
-        data = b"".join(map(bytes, _safetensors_bytes(tensors)))
+        data = b"".join(map(bytes, safetensors_bytes(tensors)))
         return sha256(json.dumps(encoded).encode() + data).hexdigest()
 
 

@@ -12,7 +12,7 @@ import keepk
 import resume_job
 from resume_job import file_step, in_child, kill_after
 
-resume_job.FILE_CODE = ("keepk.run.folder", "keepk.deploy.folder", "pathlib")
+resume_job.FILE_CODE = ("keepk.run.folder", "keepk.run.files", "keepk.deploy.folder", "pathlib")
 
 
 def build():

@@ -22,14 +22,14 @@ import keepk
 from keepk import load_checkpoint, save_checkpoint
 from keepk.errors import CheckpointError, StateError
 from keepk.run.codec import encode
-from keepk.run.folder import _safetensors_bytes
+from keepk.run.files import safetensors_bytes
 from keepk.run.rng import rng_state
 
 
 def bits(tree):
     """A fingerprint of a tree, to the bit."""
     encoded, tensors = encode(tree)
-    return sha256(json.dumps(encoded).encode() + b"".join(map(bytes, _safetensors_bytes(tensors)))).hexdigest()
+    return sha256(json.dumps(encoded).encode() + b"".join(map(bytes, safetensors_bytes(tensors)))).hexdigest()
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 
 from keepk.errors import CheckpointError
 from keepk.run.codec import decode, encode
-from keepk.run.folder import _safetensors_bytes
+from keepk.run.files import safetensors_bytes
 
 DTYPES = [
     torch.float64,
@@ -45,7 +45,7 @@ DTYPES = [
 def through_bytes(tree):
     """Encode, write out as JSON text and safetensors bytes, read them with the standard readers, decode."""
     encoded, tensors = encode(tree, "extra")
-    data = b"".join(bytes(chunk) for chunk in _safetensors_bytes(tensors))
+    data = b"".join(bytes(chunk) for chunk in safetensors_bytes(tensors))
     return decode(json.loads(json.dumps(encoded, allow_nan=False)), safetensors.torch.load(data))
 
 
@@ -148,7 +148,7 @@ def test_a_tree_comes_back_as_it_was(tree):
 def test_the_same_tree_gives_the_same_bytes(tree):
     first, second = encode(tree), encode(tree)
     assert json.dumps(first[0]) == json.dumps(second[0])
-    assert [*map(bytes, _safetensors_bytes(first[1]))] == [*map(bytes, _safetensors_bytes(second[1]))]
+    assert [*map(bytes, safetensors_bytes(first[1]))] == [*map(bytes, safetensors_bytes(second[1]))]
 
 
 def test_a_set_is_written_in_an_order_that_no_hash_seed_changes():

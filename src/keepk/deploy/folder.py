@@ -26,7 +26,7 @@ from torch import Tensor
 import keepk
 from keepk.deploy.arch_json import ABOUT, FORMAT, VERSION, digest, text_of
 from keepk.errors import FileError
-from keepk.run.folder import _make, _safetensors_bytes, _sync_folder, _write_synced
+from keepk.run.files import made, safetensors_bytes, sync_folder, write_synced
 
 INDEX, VALUES = "arch.json", "model.safetensors"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -36,16 +36,19 @@ _OURS = re.compile(r"model-[0-9a-f]{64}\.safetensors|(model|arch)-[0-9a-f]{32}\.
 def write_folder(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     """Put a model into the folder, in place of the one that is there."""
     try:
-        values = _put(folder, document, tensors)
+        if (folder / VALUES).is_dir():  # found out now and not after the new arch.json is in place
+            raise IsADirectoryError(f"{VALUES} is a folder")
+        with made(folder):
+            values = _commit(folder, document, tensors)
     except OSError as error:
         raise FileError(
             f"{folder}: cannot be written ({error}). Choose a folder that can be, with room for "
             f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes. What was there is as it was."
         ) from error
     try:
-        _sync_folder(folder)
+        sync_folder(folder)
         os.replace(values, folder / VALUES)  # noqa: PTH105 - by its well-known name
-        _sync_folder(folder)
+        sync_folder(folder)
         _sweep(folder)
     except OSError as error:
         raise FileError(
@@ -69,32 +72,19 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return document, _read_values(folder, document["values"])
 
 
-def _put(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
-    if (folder / VALUES).is_dir():  # found out now and not after the new arch.json is in place
-        raise IsADirectoryError(f"{VALUES} is a folder")
-    made = _make(folder)
-    try:
-        return _commit(folder, document, tensors)
-    except BaseException:
-        for empty in made:
-            with suppress(OSError):
-                empty.rmdir()
-        raise
-
-
 def _commit(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
     """Up to the commit point; returns where the values are."""
     token = secrets.token_hex(16)
     drafts = [folder / f"model-{token}.tmp", folder / f"arch-{token}.tmp"]
     try:
-        size, hashed = _write_synced(drafts[0], _safetensors_bytes(tensors))
+        size, hashed = write_synced(drafts[0], safetensors_bytes(tensors))
         values = folder / _waiting_name(hashed)
         drafts.append(values)
         os.replace(drafts[0], values)  # noqa: PTH105
         head = {"about": ABOUT, "format": FORMAT, "version": VERSION, "keepk": keepk.__version__}
         text = text_of({**head, "values": {"file": VALUES, "size": size, "sha256": hashed}, **document})
-        _write_synced(drafts[1], iter([text.encode("ascii")]))
-        _sync_folder(folder)
+        write_synced(drafts[1], iter([text.encode("ascii")]))
+        sync_folder(folder)
         os.replace(drafts[1], folder / INDEX)  # noqa: PTH105 - the commit point
     except BaseException:
         # What the index in place relies on must stay: an interrupt may arrive just after the commit.

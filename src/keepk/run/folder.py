@@ -13,18 +13,16 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import Tensor
 
 from keepk.errors import CheckpointError
-from keepk.run.packing import DTYPE_CODES
+from keepk.run.files import made, safetensors_bytes, sync_folder, write_synced
 
 INDEX = "checkpoint.json"
 _OURS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors|checkpoint-[0-9a-f]{32}\.json\.tmp")
@@ -36,14 +34,15 @@ def write_folder(folder: Path, document: dict[str, Any], tensors: dict[str, Tens
     Each byte is hashed while it is written and no tensor is held twice: SHA-256 is the only cost beyond the disk.
     """
     try:
-        name = _put(folder, document, tensors)
+        with made(folder):
+            name = _commit(folder, document, tensors)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be written ({error}). Choose a folder that can be, with room for "
             f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes. What was there is as it was."
         ) from error
     try:
-        _sync_folder(folder)
+        sync_folder(folder)
         _sweep(folder, name)
     except OSError as error:
         raise CheckpointError(
@@ -64,35 +63,15 @@ def read_folder(folder: Path, expected_format: str, version: int) -> tuple[dict[
     return document, _read_tensors(folder, **document["tensors"])
 
 
-def _put(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    made = _make(folder)
-    try:
-        return _commit(folder, document, tensors)
-    except BaseException:
-        for empty in made:
-            with suppress(OSError):
-                empty.rmdir()
-        raise
-
-
-def _make(folder: Path) -> list[Path]:
-    """Make the folder; returns what was made, innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        _sync_folder(path.parent)
-    return missing
-
-
 def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     token = secrets.token_hex(16)
     tensor_file, draft = folder / f"tensors-{token}.safetensors", folder / f"checkpoint-{token}.json.tmp"
     try:
-        size, digest = _write_synced(tensor_file, _safetensors_bytes(tensors))
+        size, digest = write_synced(tensor_file, safetensors_bytes(tensors))
         document = {**document, "tensors": {"file": tensor_file.name, "size": size, "sha256": digest}}
         text = json.dumps({**document, "sha256": _digest(document)}, allow_nan=False)
-        _write_synced(draft, iter([text.encode("ascii")]))
-        _sync_folder(folder)
+        write_synced(draft, iter([text.encode("ascii")]))
+        sync_folder(folder)
         os.replace(draft, folder / INDEX)  # noqa: PTH105 - the commit point, by its well-known name
     except BaseException:
         # An interrupt may arrive just after the commit: what the index names must stay.
@@ -100,37 +79,6 @@ def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) 
             leftover.unlink(missing_ok=True)
         raise
     return tensor_file.name
-
-
-def _write_synced(path: Path, chunks: Iterator[Any]) -> tuple[int, str]:
-    digest = sha256()
-    with path.open("xb") as file:
-        for chunk in chunks:
-            digest.update(chunk)
-            file.write(chunk)
-        size = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
-
-
-def _safetensors_bytes(tensors: dict[str, Tensor]) -> Iterator[Any]:
-    """A safetensors file, tensor by tensor: only one at a time is on the host if they live on a GPU."""
-    header, end = {}, 0
-    # Wide dtypes first, so that every tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPE_CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _named_in_index(folder: Path) -> str:
@@ -145,16 +93,6 @@ def _sweep(folder: Path, name: str) -> None:
         if _OURS.fullmatch(path.name) and path.name != name:
             with suppress(OSError):  # the new checkpoint is whole: a leftover is no failure
                 path.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _digest(document: dict[str, Any]) -> str:
