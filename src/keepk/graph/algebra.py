@@ -63,9 +63,9 @@ class Algebra:
     def contract(self, operands: tuple[Operand, Operand], dim: int, why: str) -> list[Map]:
         """The maps after a sum of products over `dim`, which keeps its place with size 1."""
         left, right = ({support(m) for m in operand.maps if m.shape[dim] > 1} for operand in operands)
-        merged = self.merge(operands, why, Line.COLLAPSE, dim)
+        merged = self.merge(operands, why, Line.HEADS, dim)
         # Heads: both factors have rows of their own. A weight that all rows share leaves the cells apart.
-        return self.nest(self.reduce(merged, (dim,), Line.COLLAPSE if left == right else Line.LOOSE), Line.COLLAPSE)
+        return self.nest(self.reduce(merged, (dim,), Line.HEADS if left == right else Line.LOOSE), Line.HEADS)
 
     def reduce(self, maps: Iterable[Map], dims: Sequence[int], kind: Line = Line.LOOSE) -> list[Map]:
         """The maps after `dims` are summed away; they keep their places with size 1."""

@@ -36,6 +36,7 @@ class Line(Enum):
     """
 
     COLLAPSE = "the cells go together, and the parent with them"
+    HEADS = "as COLLAPSE, by preference: heads go as a whole unless the model's Python has their number written in it"
     SHARE = "the parent serves every row of a grid, so that cells go by whole rows or by whole columns"
     LOOSE = "the cells go one by one; the parent only when they are one"
 
@@ -48,7 +49,7 @@ class Role(Enum):
     READER = "reader"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lines:
     """Parents and their cells, element by element."""
 

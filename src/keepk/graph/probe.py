@@ -14,7 +14,7 @@ from torch import nn
 
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits, Indices
-from keepk.graph.facts import Bound, Reason
+from keepk.graph.facts import Bound, Line, Lines, Reason
 from keepk.graph.graph import Constant, Graph, Wiring
 from keepk.graph.maps import Flags, Map, predict
 from keepk.graph.replay import Mismatch, Replay
@@ -40,6 +40,7 @@ class Probe:
     def __post_init__(self) -> None:
         self._modules = dict(self.workshop.model.named_modules())
         self._tried = set[tuple[object, ...]]()
+        self._loosened = set[Lines]()
         self._literal = set[tuple[str, str]]()  # slices with numbers of their own, which bind no parts
         self.graph = self._solved()
 
@@ -47,7 +48,7 @@ class Probe:
         known = self.tracer.facts
         even = [bound for bound in known.even if (bound.reason.operation, bound.reason.place) not in self._literal]
         facts = replace(known, lossy=[*known.lossy, *self.lossy], even=even)
-        return Graph(self.wiring, solve(facts, self.tracer.atoms.count, self.pins), self.constants)
+        return Graph(self.wiring, solve(facts, self.tracer.atoms.count, self.pins, self._loosened), self.constants)
 
     def settle(self) -> Graph:
         """Try half of the exact units of every space, then of all units, until everything fits."""
@@ -146,6 +147,8 @@ class Probe:
         """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
         atoms = self._blamed(found, units)
         step = self.tracer.steps[max(found.step, 0)]
+        if not found.number and self._loosen_heads(atoms):
+            return
         if found.number:
             why = f"a number that depends on the size is used: {found.why}"
             reason = Reason(why, step.name, step.module, step.place)
@@ -156,6 +159,18 @@ class Probe:
             if step.name == "aten::slice":
                 self._literal.add((step.name, step.place))
         self.graph = self._solved()
+
+    def _loosen_heads(self, atoms: Map) -> bool:
+        """Where heads cannot go as a whole, places within them may, equally many of each; whether there are any."""
+        classes = self.graph.solution.classes
+        blamed = np.zeros(len(classes), bool)
+        blamed[classes[atoms]] = True
+        heads = [lines for lines in self.tracer.facts.lines[Line.HEADS] if blamed[classes[lines.cells]].any()]
+        fresh = set(heads) - self._loosened
+        self._loosened |= fresh
+        if fresh:
+            self.graph = self._solved()
+        return bool(fresh)
 
     def _blamed(self, found: Mismatch, units: Indices) -> Map:
         """The atoms of units that go through the failing operation; where none do, of the space that makes it fail."""

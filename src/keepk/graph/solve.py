@@ -6,14 +6,14 @@ binding on the choice, wherever each class has its cells in one row; only where 
 united as well.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from keepk.graph.facts import Bound, Facts, Line, Read, Reason
+from keepk.graph.facts import Bound, Facts, Line, Lines, Read, Reason
 from keepk.graph.maps import Flags, Map
 
 Classes = NDArray[np.int32]
@@ -49,10 +49,12 @@ class Solution:
     used: Classes = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
-def solve(facts: Facts, count: int, extra_pins: Sequence[Bound] = ()) -> Solution:
-    """All classes of `count` atoms under the facts."""
+def solve(facts: Facts, count: int, extra_pins: Sequence[Bound] = (), loosened: Collection[Lines] = ()) -> Solution:
+    """All classes of `count` atoms under the facts; lines of heads that are `loosened` leave their cells apart."""
     united = Union(count)
-    for lines in (*facts.equal, *facts.lines[Line.COLLAPSE]):
+    heads = [lines for lines in facts.lines[Line.HEADS] if lines not in loosened]
+    facts = replace(facts, lines={**facts.lines, Line.LOOSE: [*facts.lines[Line.LOOSE], *loosened]})
+    for lines in (*facts.equal, *facts.lines[Line.COLLAPSE], *heads):
         united.add(lines.parents, lines.cells)
     reads = list(_apart(facts, united))
     while True:
