@@ -101,15 +101,16 @@ class Graph:
 
         Equal numbers are taken of blocks that are bound, and something is left everywhere.
         """
-        order = np.arange(len(self.units))
-        if seed is not None:
-            order = np.random.default_rng(seed).permutation(order)
-        free = self.alive & (np.full(len(order), lossy) | ~self.units.lossy)
+        rank = (
+            np.zeros(len(self.units), np.int64)
+            if seed is None
+            else np.random.default_rng(seed).permutation(len(self.units))
+        )
+        free = self.alive & (np.full(len(rank), lossy) | ~self.units.lossy)
         for space in self.spaces:
             if space.kind == "source":
                 free[space.units] = False
-        rank, alive = np.argsort(order), self.alive
-        chosen = [_first_of(blocks, rank, alive, free, share) for blocks in self.choices()]
+        chosen = [_first_of(blocks, rank, self.alive, free, share) for blocks in self.choices()]
         return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
 
     def _with_sources_left(self, chosen: Indices) -> Indices:
@@ -330,7 +331,7 @@ class Graph:
 
 
 def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, share: float) -> Indices:
-    """The same number of each block."""
+    """The same number of each block: the lowest ranks, and in the order of the block where ranks are equal."""
     living = [block[alive[block]] for block in blocks]
     members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
     count = min(min(int(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))

@@ -248,7 +248,14 @@ def _blocks(matrix: Classes) -> tuple[Classes, ...] | None:
     simple = ((counts > 0).sum(axis=1) == 1).all() and len(np.unique(counts.max(axis=1))) == 1
     if not simple:
         return None
-    return tuple(found[counts[:, row] > 0] for row in range(matrix.shape[0]))
+    return tuple(map(_in_order, matrix))
+
+
+def _in_order(row: Classes) -> Classes:
+    """The classes of a row, each once, in the order of their places."""
+    found, first = np.unique(row, return_index=True)
+    ordered: Classes = found[np.argsort(first)]
+    return ordered[ordered > 0]
 
 
 def _against(blocks: Sequence[Classes], block_of: dict[int, tuple[int, int]], bindings: Sequence[Binding]) -> str:
