@@ -1,5 +1,7 @@
 """What `test_two_processes_...` runs under torchrun: every rank asserts, and says so at its end."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +23,9 @@ def main():
     refuse_failure_of_another(rank)
     refuse_a_model_changed_on_one_rank(rank)
     print(f"all checks passed on rank {rank}", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # all is said; torch's threads for gloo now and then abort in the interpreter's own shutdown
 
 
 def train_together(rank):
