@@ -12,7 +12,7 @@ from keepk.graph.algebra import Algebra, Operand
 from keepk.graph.atoms import Atoms
 from keepk.graph.facts import Facts, Read, Reason, Role
 from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
-from keepk.graph.maps import Map, aligned, compress, support
+from keepk.graph.maps import Map, aligned, support
 from keepk.graph.zeros import stays_zero
 
 
@@ -197,10 +197,6 @@ class Call(Algebra):
             if support(index_map) and not any(index_map is other for other in found):
                 found.append(index_map)
         return tuple(found)
-
-    def compressed(self, maps: Iterable[Map]) -> list[Map]:
-        """The maps without the dims along which they repeat themselves."""
-        return [compress(index_map) for index_map in maps]
 
 
 def base_name(operation: Any) -> str:

@@ -114,13 +114,10 @@ class Probe:
     def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
         """Attributes of the module and its parents that are the old size of something that should have shrunk."""
         step, alive = self.tracer.steps[number], self._alive(units)
-        for shape, maps in step.outputs:
-            after = predict(shape, maps, alive)
-            for dim, (old, new) in enumerate(zip(shape, after or (), strict=False)):
-                if old != new:
-                    for path in _upwards(step.module):
-                        for attribute, item in _holding(self._modules.get(path), old):
-                            yield Constant(path, attribute, item, shape, maps, dim)
+        for shape, maps, dim in _shrinking(step, alive):
+            for path in _upwards(step.module):
+                for attribute, item in _holding(self._modules.get(path), shape[dim]):
+                    yield Constant(path, attribute, item, shape, maps, dim)
 
     def _siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
         """The same attribute in every module of that class, wherever the same line did the same operation."""
@@ -210,6 +207,13 @@ class Probe:
     def _alive(self, units: Indices) -> Flags:
         removed = self.graph.edits(units).units
         return alive_atoms(self.graph.solution.classes, self.graph.units.classes[removed])
+
+
+def _shrinking(step: Step, alive: Flags) -> Iterator[tuple[tuple[int, ...], tuple[Map, ...], int]]:
+    """Shape and maps of an operation's outputs, and each dim that gets smaller."""
+    for shape, maps in step.outputs:
+        after = predict(shape, maps, alive) or shape
+        yield from ((shape, maps, dim) for dim, size in enumerate(shape) if size != after[dim])
 
 
 def _upwards(path: str) -> Iterator[str]:

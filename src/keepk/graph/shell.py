@@ -153,14 +153,9 @@ def _adapt(twin: nn.Module, edits: Edits | None) -> None:
 
 def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Tensors that modules keep as plain attributes, or one level deeper in lists and dicts."""
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor):
-                yield value
-            elif isinstance(value, list | tuple):
-                yield from (item for item in value if isinstance(item, Tensor))
-            elif isinstance(value, dict):
-                yield from (item for item in value.values() if isinstance(item, Tensor))
+    for value in (value for module in model.modules() for value in vars(module).values()):
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from (item for item in items if isinstance(item, Tensor))
 
 
 @contextmanager
