@@ -353,8 +353,8 @@ def dense_hash(arch):
             r"out_features of module '0' was 13 and is 12",
         ),
         (
-            lambda arch: arch["selections"].update({"1": "0:9"}),
-            r"do not name the same tensors: \['1\.selected_channels'\]",
+            lambda arch: arch["selections"].update({"1": "0:8"}),
+            r"module '1' reads 8 channels, but its tensors have 9",
         ),
         (lambda arch: arch["headwise"].append("0"), r"module '0' is not an attention"),
     ],

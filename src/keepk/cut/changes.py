@@ -86,16 +86,16 @@ def new_selection(module: nn.Module, channels: np.ndarray) -> Change:
     index = index_tensor(channels, next(chain(module.parameters(), module.buffers())))
 
     def change() -> Undo:
-        kind, old = type(module), module._buffers.get(SELECTED)
+        kind, old = type(module), getattr(module, SELECTED, None)
 
         def undo() -> None:
             module.__class__ = kind
-            module._buffers.pop(SELECTED, None)
+            module.__dict__.pop(SELECTED, None)
             if old is not None:
-                module._buffers[SELECTED] = old
+                setattr(module, SELECTED, old)
 
         with undone_by(undo):
-            module.register_buffer(SELECTED, index)
+            setattr(module, SELECTED, index)
             module.__class__ = selecting(kind)
             return undo
 

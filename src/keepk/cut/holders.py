@@ -15,9 +15,12 @@ from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
 
 
-def refuse_holders(model: nn.Module, edits: Edits) -> None:
-    """Refuse to cut what a DDP wrapper or another tensor holds, and tensors that cannot change."""
-    _refuse_ddp(model)
+def refuse_holders(model: nn.Module, edits: Edits, wrapper: nn.Module | None = None) -> None:
+    """Refuse to cut what a DDP wrapper or another tensor holds, and tensors that cannot change.
+
+    `wrapper` is a DDP wrapper that will be gone before the cut.
+    """
+    _refuse_ddp(model, wrapper)
     tensors = {name: tensor for name, tensor, _ in named_tensors(unwrap(model))}
     _refuse_strange_tensors(tensors, edits.cuts)
     _refuse_shared_memory(tensors, {cut.tensor for cut in edits.cuts})
@@ -61,23 +64,25 @@ def refuse_follower(
         _refuse_strange_tensors(tensors, cuts, f"{who}: ")
 
 
-def _refuse_ddp(model: nn.Module) -> None:
+def _refuse_ddp(model: nn.Module, leaving: nn.Module | None) -> None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
     mine = {id(parameter) for parameter in model.parameters()}
-    if _ddp_over(mine):
+    if _ddp_over(mine, leaving):
         gc.collect()  # a wrapper that was deleted may wait for the collector
-    if _ddp_over(mine):
+    if _ddp_over(mine, leaving):
         raise ShrinkError(
             f"model {type(unwrap(model)).__name__}: a DistributedDataParallel wrapper holds its gradients, which would "
-            f"be out of step after a cut. Delete the wrapper, shrink its .module on every rank, and wrap it again."
+            f"be out of step after a cut. Say ddp = pruner.step(ddp); or delete the wrapper, shrink its .module on "
+            f"every rank, and wrap it again."
         )
 
 
-def _ddp_over(parameters: set[int]) -> bool:
+def _ddp_over(parameters: set[int], leaving: nn.Module | None) -> bool:
     # By type(), because isinstance() asks a dead weak proxy for its class, which raises.
     wrappers = (held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel))
-    return any(id(parameter) in parameters for wrapper in wrappers for parameter in wrapper.parameters())
+    armed = (wrapper for wrapper in wrappers if wrapper is not leaving and hasattr(wrapper, "reducer"))
+    return any(id(parameter) in parameters for wrapper in armed for parameter in wrapper.parameters())
 
 
 def _refuse_shared_memory(tensors: Mapping[str, Tensor], touched: set[str]) -> None:

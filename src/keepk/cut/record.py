@@ -16,10 +16,15 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
     ``tensors`` has, by name, the dense shape and the kept indices of each axis; ``attributes``, by module, the values
     that were set (``now``) and those of the dense model; ``selections`` the channels that BatchNorms read; ``headwise``
-    the attentions that lost heads.
+    the attentions that lost heads; ``certificate``, if a `Pruner` was at work, what was asked for and what is kept.
     """
     found = model.__dict__.get(ATTRIBUTE)
     return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
+
+
+def was_cut(model: nn.Module) -> bool:
+    """Whether anything was cut from a model since it was built."""
+    return any(value for key, value in record_of(model).items() if key != "certificate")
 
 
 def noted(model: nn.Module, edits: Edits) -> Change:
@@ -31,16 +36,42 @@ def noted(model: nn.Module, edits: Edits) -> Change:
         old = model.__dict__.get(ATTRIBUTE)
 
         def undo() -> None:
-            if old is None:
-                model.__dict__.pop(ATTRIBUTE, None)
-            else:
-                model.__dict__[ATTRIBUTE] = old
+            _put_back(model, old)
 
         with undone_by(undo):
             model.__dict__[ATTRIBUTE] = _added(record_of(model), edits, before)
             return undo
 
     return change
+
+
+def certify(model: nn.Module, certificate: dict[str, dict[str, Any]]) -> None:
+    """Put the certificate of a run into the record: by space, what was asked for and is kept. An empty one is none."""
+    cuts = {key: value for key, value in record_of(model).items() if key != "certificate"}
+    model.__dict__[ATTRIBUTE] = {**cuts, "certificate": certificate} if certificate else cuts
+
+
+def certified(model: nn.Module, certificate: dict[str, dict[str, Any]]) -> Change:
+    """The same as a change that can be undone."""
+
+    def change() -> Undo:
+        old = model.__dict__.get(ATTRIBUTE)
+
+        def undo() -> None:
+            _put_back(model, old)
+
+        with undone_by(undo):
+            certify(model, certificate)
+            return undo
+
+    return change
+
+
+def _put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
+    if old is None:
+        model.__dict__.pop(ATTRIBUTE, None)
+    else:
+        model.__dict__[ATTRIBUTE] = old
 
 
 def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str, Any]:

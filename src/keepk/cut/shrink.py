@@ -4,6 +4,7 @@ All new tensors are made before the first old one is touched; putting them in pl
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,25 +57,61 @@ def shrink(
           (2): Linear(in_features=4, out_features=3, bias=True)
         )
     """
+    prepared = prepare(model, graph, units, optimizer=optimizer, followers=followers)
+    prepared.apply()
+    return prepared.edits
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A shrink that is ready: everything is checked and every new tensor made, and nothing has changed yet."""
+
+    model: nn.Module
+    edits: Edits
+    changes: Sequence[Change]
+    touched: Sequence[Tensor]
+
+    def apply(self) -> Undo:
+        """Put the new tensors in place, all or none; what is returned puts the old ones back."""
+        with torch.inference_mode(False), torch.no_grad():
+            undo = all_or_nothing(self.changes)
+        for tensor in self.touched:
+            torch.autograd.graph.increment_version(tensor)  # torch then refuses what it saved for old losses
+        if self.changes:
+            forget_compiled(self.model)
+        return undo
+
+
+def prepare(
+    model: nn.Module,
+    graph: Graph,
+    units: Iterable[int],
+    *,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    followers: Sequence[nn.Module | dict[str, Tensor]] = (),
+    wrapper: nn.Module | None = None,
+) -> Prepared:
+    """All of a shrink but the last step. `wrapper` is a DDP wrapper that will be gone by then."""
     _refuse_strange(model, graph)
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
-        return _shrink(model, graph, _numbers(units), _listed(optimizer), list(followers))
+        return _prepared(model, graph, _numbers(units), _listed(optimizer), list(followers), wrapper)
 
 
-def _shrink(
+def _prepared(
     model: nn.Module,
     graph: Graph,
     units: list[int],
     optimizers: list[torch.optim.Optimizer],
     followers: list[nn.Module | dict[str, Tensor]],
-) -> Edits:
+    wrapper: nn.Module | None,
+) -> Prepared:
     inner = unwrap(model)
     named = {name: tensor for name, tensor, _ in named_tensors(inner)}
     _refuse_other_model(inner, graph, named)
     edits = graph.edits(units)
     if not len(edits.units):
-        return edits
-    refuse_holders(model, edits)
+        return Prepared(model, edits, (), ())
+    refuse_holders(model, edits, wrapper)
     refuse_optimizers(optimizers, named, edits)
     following = [_tensors_of(follower) for follower in followers]
     names = _all_names(inner)
@@ -85,11 +122,7 @@ def _shrink(
         changes += [*_cut_states(optimizer, named, edits.cuts), _new_history(optimizer)]
     for follower, tensors in zip(followers, following, strict=True):
         changes += _cut_follower(follower, tensors, edits, names)
-    all_or_nothing([*changes, _new_graph(graph, edits)])
-    for cut in edits.cuts:
-        torch.autograd.graph.increment_version(named[cut.tensor])  # torch then refuses what it saved for old losses
-    forget_compiled(model)
-    return edits
+    return Prepared(model, edits, [*changes, _new_graph(graph, edits)], [named[cut.tensor] for cut in edits.cuts])
 
 
 def _refuse_strange(model: object, graph: object) -> None:

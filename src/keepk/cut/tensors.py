@@ -64,5 +64,24 @@ def refuse_old_losses(tensor: Tensor, name: str) -> Callable[[], None]:
 
 
 def index_tensor(indices: np.ndarray, like: Tensor) -> Tensor:
-    """Indices beside a tensor."""
-    return torch.from_numpy(np.ascontiguousarray(indices)).to(like.device)
+    """Indices beside a tensor, in memory of their own."""
+    return torch.tensor(indices, device=like.device)
+
+
+def doomed(cut: Cut, device: torch.device) -> Tensor:
+    """Which numbers of a tensor go by a cut.
+
+    >>> doomed(Cut("w", {0: np.array([0, 2])}, before=(3, 2), after=(2, 2)), torch.device("cpu"))[:, 0]
+    tensor([False,  True, False])
+    """
+    stays = torch.ones(cut.before, dtype=torch.bool, device=device)
+    for axis, indices in cut.kept.items():
+        kept = torch.zeros(cut.before[: axis + 1] if indices.ndim == 2 else cut.before[axis], dtype=torch.bool)
+        if indices.ndim == 2:
+            rows = cut.kept.get(0, np.arange(cut.before[0]))
+            kept[torch.from_numpy(rows)[:, None], torch.from_numpy(indices)] = True
+        else:
+            kept[torch.from_numpy(indices)] = True
+        shape = [1] * axis if indices.ndim == 1 else []
+        stays &= kept.reshape(*shape, *kept.shape, *[1] * (stays.ndim - axis - 1)).to(device)
+    return ~stays

@@ -7,12 +7,12 @@ Undo = Callable[[], None]
 Change = Callable[[], Undo]
 
 
-def all_or_nothing(changes: Sequence[Change]) -> None:
-    """Make all changes; at the first that fails, take back those before it."""
+def all_or_nothing(changes: Sequence[Change]) -> Undo:
+    """Make all changes; at the first that fails, take back those before it. What is returned takes all back."""
     with ExitStack() as undos:
         for change in changes:
             undos.callback(change())
-        undos.pop_all()
+        return undos.pop_all().close
 
 
 @contextmanager

@@ -29,7 +29,9 @@ ABOUT = {
     "attributes": "Values of modules that changed with the sizes.",
     "selections": "BatchNorms that read only these of their input's channels.",
     "headwise": "Attentions that lost heads.",
+    "certificate": "By space of the run: how many units there were in the beginning, were asked for, and are kept.",
 }
+KINDS = ("weights", "channels")
 FORMAT = "keepk.model"
 VERSION = 1
 
@@ -44,6 +46,7 @@ def to_document(description: Description) -> dict[str, Any]:
         "attributes": _attributes(description.settings),
         "selections": {path: as_text(channels) for path, channels in description.selections.items()},
         "headwise": list(description.headwise),
+        "certificate": description.certificate,
     }
 
 
@@ -118,7 +121,18 @@ def _description(document: Mapping[str, Any]) -> Description:
         settings=tuple(setting_of(path, key, value) for path, values in attributes for key, value in values.items()),
         selections={path: _selection(text) for path, text in document["selections"].items()},
         headwise=tuple(document["headwise"]),
+        certificate={name: _certificate(name, entry) for name, entry in document.get("certificate", {}).items()},
     )
+
+
+def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = ("total", "asked", "kept")
+    wrong = [key for key in numbers if type(written[key]) is not int]  # a bool is none
+    wrong = wrong or [key for key in numbers if not 0 <= written[key] <= written["total"]]
+    wrong += [] if written["kind"] in KINDS else ["kind"]
+    if wrong:
+        raise ValueError(f"{wrong[0]} of the certificate of {name!r} is {written[wrong[0]]!r}")
+    return dict(written)
 
 
 def _read_entry(written: Mapping[str, Any]) -> Entry:

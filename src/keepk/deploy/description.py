@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from keepk.cut.record import ATTRIBUTE, record_of
+from keepk.cut.record import ATTRIBUTE, record_of, was_cut
 from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting, read_attribute
-from keepk.graph.layers import SELECTED, HeadwiseAttention
+from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.tracer import named_tensors
 from keepk.run.packing import dtype_name, pack, unpackable
 
@@ -53,6 +53,7 @@ class Description:
         settings: Attributes that were set; `old` is the value in the dense model.
         selections: By path of a BatchNorm, the channels that it reads.
         headwise: The attentions that lost heads.
+        certificate: By space of a run, its kind, the units in the beginning, how many were asked for and are kept.
     """
 
     modules: dict[str, str]
@@ -61,6 +62,7 @@ class Description:
     settings: tuple[Setting, ...]
     selections: dict[str, Indices]
     headwise: tuple[str, ...]
+    certificate: dict[str, dict[str, Any]]
 
     def dense_sha256(self) -> str:
         """The hash of the dense architecture: classes by path; names, shapes, dtypes and ties of what is persistent."""
@@ -76,17 +78,13 @@ def describe(model: nn.Module) -> Description:
     selections = {path: np.asarray(it, np.int64) for path, it in record["selections"].items() if path in modules}
     return Description(
         modules={path: _dense_class(module) for path, module in modules.items()},
-        tensors=dict(_entries(model, record["tensors"], selections)),
+        tensors=dict(_entries(model, record["tensors"])),
         ties=_ties(model),
         settings=tuple(_settings(modules, record["attributes"])),
         selections=selections,
         headwise=tuple(path for path in record["headwise"] if path in modules),
+        certificate=record.get("certificate", {}),
     )
-
-
-def selection_name(path: str) -> str:
-    """The name of the buffer that holds a BatchNorm's selection."""
-    return f"{path}.{SELECTED}" if path else SELECTED
 
 
 def dense_value(module: nn.Module, setting: Setting) -> Any:
@@ -99,7 +97,7 @@ def dense_value(module: nn.Module, setting: Setting) -> Any:
 
 def _refuse_records_of_parts(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if path and ATTRIBUTE in module.__dict__:
+        if path and ATTRIBUTE in module.__dict__ and was_cut(module):
             raise FileError(
                 f"model {type(model).__name__}: its part {path!r} was shrunk by itself, so the whole has no record of "
                 f"it. Save and load that part: model.get_submodule({path!r})."
@@ -111,15 +109,12 @@ def _dense_class(module: nn.Module) -> str:
     return type(module).__mro__[1 if swapped else 0].__name__
 
 
-def _entries(
-    model: nn.Module, cut: Mapping[str, Any], selections: Mapping[str, Indices]
-) -> Iterator[tuple[str, Entry]]:
-    passing, selecting = set(_not_persistent(model)), {selection_name(path) for path in selections}
+def _entries(model: nn.Module, cut: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
+    passing = set(_not_persistent(model))
     for name, tensor, _ in named_tensors(model):
         if (is_lazy(tensor) or not tensor.is_meta) and (reason := unpackable(tensor)):
             raise FileError(f"tensor {name!r} is {reason}")
-        if name not in selecting:
-            yield name, _entry(name, tensor, cut.get(name), persistent=name not in passing)
+        yield name, _entry(name, tensor, cut.get(name), persistent=name not in passing)
 
 
 def _entry(name: str, tensor: Tensor, cut: Mapping[str, Any] | None, *, persistent: bool) -> Entry:
@@ -149,7 +144,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
     first, ties = dict[int, str](), dict[str, str]()
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
-        if first.setdefault(id(tensor), name) != name and not name.endswith(SELECTED):
+        if first.setdefault(id(tensor), name) != name:
             ties[name] = first[id(tensor)]
     return ties
 

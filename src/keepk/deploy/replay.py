@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.changes import cut_module, flatten_again
-from keepk.cut.record import record_of
+from keepk.cut.record import certified, record_of, was_cut
 from keepk.cut.tensors import replace_contents
 from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
-from keepk.deploy.description import Description, Entry, dense_value, selection_name
+from keepk.deploy.description import Description, Entry, dense_value
 from keepk.errors import CheckpointError, FileError
 from keepk.graph.edits import Cut, Edits, Selection
 from keepk.graph.tracer import named_tensors
@@ -32,7 +32,7 @@ def edits_of(saved: Description) -> Edits:
 
 def refuse_shrunk(model: nn.Module) -> None:
     """Refuse a model from which something was cut already."""
-    if any(record_of(model).values()):
+    if was_cut(model):
         raise FileError(f"the given {type(model).__name__} was shrunk before. Give a freshly built one.")
 
 
@@ -49,13 +49,19 @@ def refuse_other_model(model: nn.Module, saved: Description, given: Description)
 
 def unpacked(saved: Description, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The saved values; refused if they are not those of the described tensors."""
-    selections = {selection_name(path): channels.tolist() for path, channels in saved.selections.items()}
-    if strange := set(stored) ^ {*saved.tensors, *selections}:
+    if strange := set(stored) ^ set(saved.tensors):
         raise FileError(f"arch.json and model.safetensors do not name the same tensors: {sorted(strange)[:SHOWN]}")
-    for name, channels in selections.items():
-        if stored[name].tolist() != channels:
-            raise FileError(f"arch.json and model.safetensors do not agree on {name!r}")
+    _refuse_other_selections(saved)
     return {name: _value(name, entry, stored[name]) for name, entry in saved.tensors.items()}
+
+
+def _refuse_other_selections(saved: Description) -> None:
+    for path, channels in saved.selections.items():
+        own = [entry for name, entry in saved.tensors.items() if name.rpartition(".")[0] == path and entry.dense]
+        if any(entry.shape[0] != len(channels) for entry in own):
+            raise FileError(
+                f"arch.json: module {path!r} reads {len(channels)} channels, but its tensors have {own[0].shape[0]}"
+            )
 
 
 def replay(model: nn.Module, saved: Description, given: Description, values: Mapping[str, Tensor]) -> None:
@@ -68,6 +74,8 @@ def replay(model: nn.Module, saved: Description, given: Description, values: Map
         if name in given.tensors and given.tensors[name].dense == entry.dense:
             changes.append(_fill(tensors[name], entry, values[name]))
     changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
+    if saved.certificate != record_of(model).get("certificate", {}):
+        changes.append(certified(model, saved.certificate))
     all_or_nothing(changes)
 
 

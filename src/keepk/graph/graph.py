@@ -115,7 +115,7 @@ class Graph:
 
     def _with_sources_left(self, chosen: Indices) -> Indices:
         """The choice without the readings of one source in each space that would lose all of its sources."""
-        links = self._links()
+        links = self.links()
         for space in self.spaces:
             if space.kind == "source" and len(links):
                 gone = ~self.alive
@@ -180,6 +180,14 @@ class Graph:
             self._shapes[tensor] = tuple(sizes)
         return self._shapes[tensor]
 
+    def owners(self, tensor: str) -> dict[int, Indices]:
+        """By axis of a tensor as it is now, the unit that each index belongs to, -1 for none.
+
+        A matrix, by row and column, where the in-channels of a grouped convolution differ from row to row.
+        """
+        kept = self._kept_atoms(tensor, self._alive_atoms)
+        return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in kept.items()}
+
     def _checked(self, units: Iterable[int]) -> Indices:
         asked = np.unique(np.fromiter((int(unit) for unit in units), np.int64))
         if len(asked) and (asked[0] < 0 or asked[-1] >= len(self.units)):
@@ -202,7 +210,7 @@ class Graph:
         """With a source all of its readings go; a source that nobody reads any more goes too."""
         gone = ~self.alive
         gone[asked] = True
-        links = self._links()
+        links = self.links()
         sources, readers = links[:, 0], links[:, 1]
         used, bound, count = self._otherwise_used(), self._bound(), -1
         while gone.sum() != count:  # a reading may be a source for another
@@ -215,7 +223,7 @@ class Graph:
         self._refuse_unequal(removed)
         return removed
 
-    def _links(self) -> NDArray[np.int64]:
+    def links(self) -> NDArray[np.int64]:
         """(source, reader) pairs of units."""
         pairs = [
             np.stack(

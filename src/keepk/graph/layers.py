@@ -1,6 +1,7 @@
 """The two layers that stand in for torch's own after a cut; both are subclasses, so that ``isinstance`` holds."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -116,6 +117,8 @@ _SELECTING: dict[type[nn.Module], type[nn.Module]] = {}
 def selecting(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a BatchNorm that reads a selection of its input's channels.
 
+    The selection is in the state_dict but is no buffer: an average of models would average its indices.
+
     >>> selecting(nn.BatchNorm2d)
     <class 'keepk.graph.layers.SelectingBatchNorm2d'>
     """
@@ -126,10 +129,46 @@ def selecting(kind: type[nn.Module]) -> type[nn.Module]:
         def forward(self: Any, channels: Tensor) -> Tensor:
             return kind.forward(self, channels.index_select(1, getattr(self, SELECTED)))  # type: ignore[no-any-return]
 
-        name = f"Selecting{kind.__name__}"
-        body = {"forward": forward, "reads_selection": True, "__reduce_ex__": _reduce, "__module__": __name__}
-        _SELECTING[kind] = type(name, (kind,), body)
+        def _apply(self: Any, move: Callable[[Tensor], Tensor], *further: Any) -> nn.Module:
+            kind._apply(self, move, *further)  # type: ignore[no-untyped-call]  # torch's own
+            selected, moved = getattr(self, SELECTED), move(getattr(self, SELECTED))
+            setattr(self, SELECTED, moved if selected.is_meta else selected.to(moved.device))
+            return self  # type: ignore[no-any-return]
+
+        def _save_to_state_dict(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            kind._save_to_state_dict(self, destination, prefix, keep_vars)
+            destination[prefix + SELECTED] = getattr(self, SELECTED)
+
+        def _load_from_state_dict(self: Any, state: dict[str, Any], prefix: str, *further: Any) -> None:
+            kind._load_from_state_dict(self, state, prefix, *further)
+            _load_selection(self, state, prefix + SELECTED, *further[2:])
+
+        body = {
+            "forward": forward,
+            "_apply": _apply,
+            "_save_to_state_dict": _save_to_state_dict,
+            "_load_from_state_dict": _load_from_state_dict,
+            "reads_selection": True,
+            "__reduce_ex__": _reduce,
+            "__module__": __name__,
+        }
+        _SELECTING[kind] = type(f"Selecting{kind.__name__}", (kind,), body)
     return _SELECTING[kind]
+
+
+def _load_selection(
+    module: nn.Module, state: dict[str, Any], key: str, missing: list[str], unexpected: list[str], errors: list[str]
+) -> None:
+    """Take a selection from a state_dict, as torch takes a buffer from it."""
+    own = getattr(module, SELECTED)
+    if key in unexpected:
+        unexpected.remove(key)
+    if key not in state:
+        missing.append(key)
+    elif state[key].shape != own.shape:
+        errors.append(f"size mismatch for {key}: {list(state[key].shape)} in the state, {list(own.shape)} here")
+    else:
+        setattr(module, SELECTED, state[key].detach().to(own.device, copy=True))
 
 
 def _reduce(self: nn.Module, _protocol: int) -> Any:

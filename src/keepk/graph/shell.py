@@ -147,7 +147,7 @@ def _adapt(twin: nn.Module, edits: Edits | None) -> None:
     for selection in edits.selections:
         module = modules[selection.module]
         device = next(chain(module.parameters(), module.buffers())).device
-        module.register_buffer(SELECTED, torch.from_numpy(selection.channels).to(device))
+        setattr(module, SELECTED, torch.from_numpy(selection.channels).to(device))
         module.__class__ = selecting(type(module))
 
 

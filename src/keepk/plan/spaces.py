@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from keepk.errors import SpaceError
 from keepk.plan.names import as_globs
@@ -25,20 +25,31 @@ class WeightSpace:
 
     def count_kept(self, total: int) -> int:
         """K, for a space of `total` weights."""
-        if self.prune is not None:
-            keep = keep_count(total, exact_share(self.prune, f"space {self.name!r}: prune", SpaceError))
-            if keep < 1:
-                raise SpaceError(
-                    f"space {self.name!r}: prune={self.prune} of {total} weights keeps none. Prune less, or give keep=."
-                )
-            return keep
-        assert self.keep is not None  # `weights` takes exactly one of the two
-        if self.keep > total:
-            raise SpaceError(
-                f"space {self.name!r}: keep={self.keep}, but {list(self.select)} matches only {total} weights. "
-                f"Choose keep <= {total} or widen the pattern."
-            )
-        return self.keep
+        return _count_kept(self, total, "weights")
+
+
+@dataclass(frozen=True)
+class ChannelSpace:
+    """A space of channels; `channels` makes it."""
+
+    select: tuple[str, ...]
+    exclude: tuple[str, ...]
+    keep: int | None
+    prune: float | None
+    name: str
+    metric: Callable[..., Any] | None
+    schedule: AnySchedule
+    layer_floor: int
+    at: Literal["output", "input"]
+    round_to: int | None
+    lossy: bool
+
+    def count_kept(self, total: int) -> int:
+        """K, for a space of `total` channels."""
+        return _count_kept(self, total, "channels")
+
+
+Space = WeightSpace | ChannelSpace
 
 
 def weights(
@@ -72,30 +83,123 @@ def weights(
     keepk.errors.SpaceError: space 'fc*': got both keep=100 and prune=0.98. Give exactly one of them.
 
     """
+    globs, excluded = _globs("weights", select, exclude, such_as="fc*")
+    called = _called("weights", name, globs)
+    keep = _checked_count(called, keep, prune)
+    _refuse_no_metric(called, metric)
+    layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
+    return WeightSpace(globs, excluded, keep, prune, called, metric, _frozen(schedule), layer_floor)
+
+
+def channels(
+    select: str | Sequence[str],
+    *,
+    keep: int | None = None,
+    prune: float | None = None,
+    exclude: str | Sequence[str] = (),
+    at: Literal["output", "input"] = "output",
+    metric: Callable[..., Any] | None = None,
+    schedule: AnySchedule = OneShot(),  # noqa: B008 - a frozen value
+    name: str | None = None,
+    layer_floor: int = 1,
+    round_to: int | None = None,
+    lossy: bool = False,
+) -> ChannelSpace:
+    """A space of channels, found by the names of modules (DSC-2).
+
+    A channel is whatever goes as a whole: a conv filter, a hidden neuron, an attention head or a group of them, an RNN
+    cell, the width of a transformer's MLP; `keepk.inspect` lists them.
+
+    Args:
+        select: A glob, or several, over ``model.named_modules()``: ``"features.*"``, ``"*.linear1"``.
+        keep: K, how many channels are left at the end. Met exactly, also where counts bind each other.
+        prune: The share that goes instead; K = floor(M (1 - prune)), exact in the decimals written.
+        exclude: Globs of modules whose channels stay out of the space.
+        at: "output" takes the channels that the modules produce; "input" those that they read, and counts what each
+            BatchNorm of a DenseNet reads of the same channel apart.
+        metric: Ranks the channels, see `keepk.metrics`. None means the paper's blend where every layer has a
+            BatchNorm, and `product` where not.
+        schedule: How many are left after each epoch: a schedule, a callable or a list of ints.
+        name: What the space is called in plans, reports and phases; by default the globs.
+        layer_floor: At least so many channels stay in each layer. K is still met.
+        round_to: Each layer keeps all of its channels, or such a number that its width is a multiple of this.
+        lossy: Take channels as well whose removal changes more than setting them to zero would, such as those that a
+            LayerNorm normalises.
+
+    >>> channels("features.*", keep=1_267).name
+    'features.*'
+    >>> channels("features.*", keep=64, at="middle")
+    Traceback (most recent call last):
+        ...
+    keepk.errors.SpaceError: space 'features.*': at='middle'. Give "output" or "input".
+
+    """
+    globs, excluded = _globs("channels", select, exclude, such_as="features.*")
+    called = _called("channels", name, globs)
+    keep = _checked_count(called, keep, prune)
+    _refuse_no_metric(called, metric)
+    layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=1)
+    if at not in ("output", "input"):
+        raise SpaceError(f'space {called!r}: at={at!r}. Give "output" or "input".')
+    if round_to is not None:
+        round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
+    if not isinstance(lossy, bool):
+        raise SpaceError(f"space {called!r}: lossy={lossy!r}: got {type(lossy).__name__}. Give True or False.")
+    return ChannelSpace(
+        globs, excluded, keep, prune, called, metric, _frozen(schedule), layer_floor, at, round_to, lossy
+    )
+
+
+def _count_kept(space: Space, total: int, what: str) -> int:
+    if space.prune is not None:
+        keep = keep_count(total, exact_share(space.prune, f"space {space.name!r}: prune", SpaceError))
+        if keep < 1:
+            raise SpaceError(
+                f"space {space.name!r}: prune={space.prune} of {total} {what} keeps none. Prune less, or give keep=."
+            )
+        return keep
+    assert space.keep is not None  # a space has exactly one of the two
+    if space.keep > total:
+        raise SpaceError(
+            f"space {space.name!r}: keep={space.keep}, but {list(space.select)} matches only {total} {what}. "
+            f"Choose keep <= {total} or widen the pattern."
+        )
+    return space.keep
+
+
+def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     globs, excluded = as_globs(select), as_globs(exclude)
     if not globs or excluded is None:
         raise SpaceError(
-            f"weights(select={select!r}, exclude={exclude!r}): not globs. "
-            f"Give a string or a list of strings, such as 'fc*'."
+            f"{function}(select={select!r}, exclude={exclude!r}): not globs. "
+            f"Give a string or a list of strings, such as {such_as!r}."
         )
-    called = _called(name, globs)
-    if (keep is None) == (prune is None):
-        got = "neither keep= nor prune=" if keep is None else f"both keep={keep} and prune={prune}"
-        raise SpaceError(f"space {called!r}: got {got}. Give exactly one of them.")
-    if keep is not None:
-        keep = count(keep, f"space {called!r}: keep", SpaceError, least=1)
-    if prune is not None:
-        exact_share(prune, f"space {called!r}: prune", SpaceError)
-    if metric is not None and not callable(metric):
-        raise SpaceError(f"space {called!r}: metric={metric!r} is not callable. Give a function, see keepk.metrics.")
-    layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
-    frozen = schedule if callable(schedule) or not isinstance(schedule, list) else tuple(schedule)
-    return WeightSpace(globs, excluded, keep, prune, called, metric, frozen, layer_floor)
+    return globs, excluded
 
 
-def _called(name: object, globs: tuple[str, ...]) -> str:
+def _called(function: str, name: object, globs: tuple[str, ...]) -> str:
     if name is None:
         return "+".join(globs)
     if not isinstance(name, str) or not name:
-        raise SpaceError(f"weights(name={name!r}): not a name. Give a string.")
+        raise SpaceError(f"{function}(name={name!r}): not a name. Give a string.")
     return name
+
+
+def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
+    """`keep`, if exactly one of the two is given and it is what it should be."""
+    if (keep is None) == (prune is None):
+        got = "neither keep= nor prune=" if keep is None else f"both keep={keep} and prune={prune}"
+        raise SpaceError(f"space {called!r}: got {got}. Give exactly one of them.")
+    if prune is not None:
+        exact_share(prune, f"space {called!r}: prune", SpaceError)
+        return None
+    return count(keep, f"space {called!r}: keep", SpaceError, least=1)
+
+
+def _refuse_no_metric(called: str, metric: object) -> None:
+    if metric is not None and not callable(metric):
+        raise SpaceError(f"space {called!r}: metric={metric!r} is not callable. Give a function, see keepk.metrics.")
+
+
+def _frozen(schedule: AnySchedule) -> AnySchedule:
+    return schedule if callable(schedule) or not isinstance(schedule, list) else tuple(schedule)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from keepk.errors import RankError
+from keepk.rank.layers import Layer
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ def magnitude(weight: Tensor) -> Tensor:
     return weight.abs()
 
 
-def random(seed: int) -> Callable[[Tensor, str], Tensor]:
-    """Scores drawn at random, the same at every event: the baseline that a metric has to beat.
+def random(seed: int) -> Callable[..., Tensor]:
+    """Scores of weights or channels drawn at random, the same at every event: the baseline for other metrics.
 
     >>> score = random(seed=0)
     >>> torch.equal(score(torch.zeros(5), name="a"), score(torch.ones(5), name="a"))
@@ -38,7 +39,11 @@ def random(seed: int) -> Callable[[Tensor, str], Tensor]:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise RankError(f"random(seed={seed!r}): got {type(seed).__name__}. Give an int.")
 
-    def score(weight: Tensor, name: str) -> Tensor:
+    def score(weight: Tensor | Layer, name: str = "") -> Tensor:
+        if isinstance(weight, Layer):
+            generator = torch.Generator().manual_seed(seed)
+            drawn = torch.rand(int(weight.units.max()) + 1, generator=generator, dtype=torch.float64)
+            return drawn[torch.from_numpy(weight.units)]
         own_seed = crc32(f"{seed}/{name}".encode())
         generator = torch.Generator(device=weight.device).manual_seed(own_seed)
         return torch.rand(weight.shape, generator=generator, device=weight.device)

@@ -5,8 +5,7 @@ Nothing is ever pickled or unpickled; see `keepk.run.folder` for what is on disk
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 import keepk
-from keepk.errors import CheckpointError
+from keepk.errors import CheckpointError, KeepkError
 from keepk.run.codec import decode, encode
 from keepk.run.folder import INDEX, read_folder, write_folder
 from keepk.run.parts import (
@@ -129,14 +128,21 @@ def load_checkpoint(
     document, tensors = read_folder(folder, FORMAT, VERSION)
     resumes = bool(set(parts) - _FOR_INFERENCE)
     _refuse_other_parts(folder, set(parts), document["parts"], resumes)
-    try:
-        saved = decode(document["tree"], tensors)
-        _check(parts, saved, resumes)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder / INDEX}: {error}") from error
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint ({error!r})") from error
-    _restore([pair for name in parts for pair in zip(parts[name], saved[name], strict=True)])
+    kept = _copies(parts)
+    with ExitStack() as shapes:
+        try:
+            saved = decode(document["tree"], tensors)
+            for part in parts.get("pruner", ()):
+                shapes.callback(part.take_shape(saved["pruner"][0]))  # type: ignore[attr-defined]  # a PrunerPart
+            _check(parts, saved, resumes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / INDEX}: {error}") from error
+        except KeepkError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint ({error!r})") from error
+        _restore([pair for name in parts for pair in zip(parts[name], saved[name], strict=True)], shapes, kept)
+        shapes.pop_all()
     if resumes:
         set_rng_state(saved["rng"])
     return saved["extra"]
@@ -189,13 +195,19 @@ def _check(parts: dict[str, list[Part]], saved: dict[str, Any], resumes: bool) -
         check_rng_state(saved["rng"])
 
 
-def _restore(pairs: list[tuple[Part, Any]]) -> None:
-    undo = [partial(part.restore, host_copy(part.capture())) for part, _ in pairs]
+def _copies(parts: dict[str, list[Part]]) -> list[tuple[Part, Any]]:
+    """What all parts hold now, on the host; a pruner knows its own way back."""
+    others = [part for name, several in parts.items() for part in several if name != "pruner"]
+    return [(part, host_copy(part.capture())) for part in others]
+
+
+def _restore(pairs: list[tuple[Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
     try:
         for part, state in pairs:
             part.restore(state)
     except BaseException:
-        for put_back in undo:
+        shapes.close()  # first, because what was kept is of the old shapes
+        for part, state in kept:
             with suppress(Exception):  # who refused the new state may refuse the old one: the others still get theirs
-                put_back()
+                part.restore(state)
         raise

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from keepk.cut.undo import Undo
 from keepk.errors import CheckpointError
 from keepk.graph.wrappers import unwrap
 from keepk.run.packing import unpackable
+from keepk.run.surgery import nothing
 
 
 class Part(Protocol):
@@ -57,17 +59,31 @@ class PrunerPart:
 
     def __init__(self, _: str, pruner: Any) -> None:
         self._pruner = pruner
+        self._forget_masks: Undo = nothing
 
     def capture(self) -> Any:
         """See `Part`."""
         return self._pruner.state_dict()
 
     def check(self, saved: Any) -> None:
-        """Nothing: `restore` comes first of all, and refuses by itself."""
+        """Nothing: `take_shape` came first of all, and refused by itself."""
+
+    def take_shape(self, saved: Any) -> Undo:
+        """Cut the model to the size that it had, so that the other states fit.
+
+        What is returned takes that back, and the masks before it if they were restored.
+        """
+        undo: Undo = self._pruner.take_shape(saved)
+
+        def take_back() -> None:
+            self._forget_masks()
+            undo()
+
+        return take_back
 
     def restore(self, saved: Any) -> None:
         """See `Part`."""
-        self._pruner.load_state_dict(saved)
+        self._forget_masks = self._pruner.take_masks(saved)
 
 
 class ModulePart:
@@ -178,7 +194,7 @@ class GeneratorPart:
 def host_copy(tree: Any) -> Any:
     """A copy that no in-place change reaches, on the host: a GPU has no room for a second state."""
     if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
+        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses it
     if type(tree) in (list, tuple):
         return type(tree)(host_copy(item) for item in tree)
     if type(tree) in (dict, OrderedDict):

@@ -1,46 +1,59 @@
 """The `Pruner`: the paper's algorithm beside a user's own training loop."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepk.cut.hold import Held, held, without_updates
-from keepk.cut.optimizer_state import (
-    refuse_factored,
-    refuse_foreign_state,
-    refuse_stranger,
-    restart_flat_history,
-)
-from keepk.errors import KeepkError, PlanError, SpaceError
-from keepk.graph.wrappers import named_parameters
+from keepk.cut.ddp import disarm, refuse_other_wrapper, rewrapped
+from keepk.cut.hold import without_updates
+from keepk.cut.optimizer_state import restart_flat_history
+from keepk.cut.record import certified, certify
+from keepk.cut.undo import Undo, undone_by
+from keepk.errors import KeepkError, PlanError
+from keepk.graph.wrappers import unwrap
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, timeline
-from keepk.plan.spaces import WeightSpace
-from keepk.rank.metrics import magnitude, score
-from keepk.rank.pieces import one_thread
-from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
+from keepk.plan.spaces import Space
 from keepk.run.agree import agreed
-from keepk.run.resolve import Members, find_frozen, find_members, refuse_not_finite
+from keepk.run.parties import (
+    channel_side,
+    checked_optimizers,
+    frozen_by_epoch,
+    listed_spaces,
+    refuse_weights_that_end_before_channels,
+    refuse_wrong_types,
+)
+from keepk.run.resolve import find_members
+from keepk.run.sides import Event, Shrink, Sides, certificate
 from keepk.run.state import pruner_state, read_pruner_state
+from keepk.run.surgery import Surgery
+from keepk.run.weight_side import WeightSide
+
+Wrapper = TypeVar("Wrapper")
 
 
 class Pruner:
-    """Keeps exactly K weights in every space, by the plan, while the user's own loop trains (DSC-1).
+    """Keeps exactly K weights or channels in every space, by the plan, while the user's own loop trains.
 
-    Call `step` at the end of every epoch: it ranks the weights of each space, keeps exactly as many as the plan says
-    and zeroes the others. From then on they stay zero after every ``optimizer.step()``. Nothing in the model is
-    renamed, wrapped or replaced. When the plan has ended, `step` changes nothing and the masks are still held, so
-    fine-tuning is simply more training.
+    Call `step` at the end of every epoch: it ranks the units of each space and keeps exactly as many as the plan says.
+    Weights that go are zero from then on, after every ``optimizer.step()``; channels that go are taken out of the
+    model, the optimizer and the followers, or masked. Nothing in the model is renamed, wrapped or replaced. When the
+    plan has ended, `step` changes nothing and the masks are still held, so fine-tuning is simply more training.
 
     Args:
         model: The user's model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
-        spaces: What to keep: one or more of `keepk.weights(...)`.
+        spaces: What to keep: one or more of `keepk.weights(...)` and `keepk.channels(...)`.
         optimizer: The optimizer (or several) that trains the model. None if nothing trains after the event.
         epochs: How long the plan is. None takes the schedules' own length.
         phases: Spans of epochs in which some spaces are pruned and some parameters frozen; their sum is the length.
+        example: An input, as for `keepk.trace`; needed for channels. It is kept, to count multiply-accumulates.
+        shrink: Channels are taken out at "each" event, at the "end" of their plans, or "never"; until then they are
+            masked.
+        followers: Who follows the model's weights and shrinks along: an `AveragedModel`, a copy, dicts of tensors.
 
     >>> import keepk
     >>> model = nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 2))
@@ -57,36 +70,54 @@ class Pruner:
     >>> pruner.done, pruner.kept, sum(int(mask.sum()) for mask in pruner.masks.values())
     (True, {'all': 33}, 33)
 
+    >>> pruner = Pruner(model, [keepk.channels("0", keep=4)], optimizer, example=torch.randn(2, 20))
+    >>> pruner.step()
+    >>> model
+    Sequential(
+      (0): Linear(in_features=20, out_features=4, bias=True)
+      (1): ReLU()
+      (2): Linear(in_features=4, out_features=2, bias=True)
+    )
+
     """
 
     def __init__(
         self,
         model: nn.Module,
-        spaces: WeightSpace | Sequence[WeightSpace],
+        spaces: Space | Sequence[Space],
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         *,
         epochs: int | None = None,
         phases: Sequence[Phase] | None = None,
+        example: Any = None,
+        shrink: Shrink = "each",
+        followers: Sequence[nn.Module | dict[str, Tensor]] = (),
     ) -> None:
-        _refuse_wrong_types(model, spaces, phases)
+        refuse_wrong_types(model, spaces, phases, shrink, followers)
         if epochs is not None:
             count(epochs, "Pruner: epochs", PlanError, least=1)
-        self._model = model
-        self._members = find_members(model, [spaces] if isinstance(spaces, WeightSpace) else list(spaces))
-        goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in self._members.items()}
-        self._plan = timeline(goals, epochs=epochs, phases=phases)
-        self._frozen_by_epoch = _frozen_by_epoch(model, phases or ())
-        self._optimizers = self._checked_optimizers(optimizer)
-        self._dead = dict[str, Tensor]()
-        self._kept = {name: members.total for name, members in self._members.items()}
-        self._epoch = 0
-        self._held: list[Held] = []
+        of_weights, of_channels = listed_spaces(spaces)
+        self._model, self._example = unwrap(model), example
+        weights = WeightSide(self._model, find_members(model, of_weights))
+        channels = channel_side(model, example, of_channels)
+        members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
+        goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
+        plan = timeline(goals, epochs=epochs, phases=phases)
+        plan |= channels.settle(plan) if channels else {}
+        self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
+        refuse_weights_that_end_before_channels(self._plan, weights, channels)
+        self._frozen_by_epoch = frozen_by_epoch(model, phases or ())
+        names = {parameter: name for name, parameter in weights.parameters.items()}
+        self._optimizers = checked_optimizers(model, optimizer, names, any(self._frozen_by_epoch))
+        surgery = Surgery(self._model, channels.graph, self._optimizers, followers) if channels else None
+        both = (channels, surgery) if channels and surgery else None
+        self._sides = Sides(self._model, weights, both, self._optimizers, shrink)
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
-        """By space: how many weights are left after epochs 1, 2, ... of the run."""
+        """By space: how many units are left after epochs 1, 2, ... of the run."""
         return dict(self._plan)
 
     @property
@@ -106,52 +137,84 @@ class Pruner:
 
     @property
     def kept(self) -> dict[str, int]:
-        """By space: how many weights are left now."""
-        return dict(self._kept)
+        """By space: how many units are left now."""
+        kept = self._sides.kept
+        return {name: kept[name] for name in self._plan}
 
     @property
     def masks(self) -> dict[str, Tensor]:
         """By parameter: which entries are kept. The mask says so, not the value: a kept weight may be 0.0."""
-        return {
-            name: ~self._dead[name] if name in self._dead else torch.ones_like(parameter, dtype=torch.bool)
-            for name, parameter in self._parameters().items()
-        }
+        return self._sides.masks
+
+    @property
+    def certificate(self) -> dict[str, dict[str, Any]]:
+        """By space: its kind, how many units there were, how many are asked for, and how many are left now."""
+        found = certificate(self._sides)
+        return {name: found[name] for name in self._plan}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without wrappers."""
+        return self._model
+
+    @property
+    def example(self) -> Any:
+        """The example that was given."""
+        return self._example
 
     @torch.no_grad()
-    def step(self) -> None:
-        """End an epoch: keep exactly as many weights of each space as the plan says, and hold the rest at zero.
+    def step(self, wrapper: Wrapper | None = None) -> Wrapper | None:
+        """End an epoch: keep exactly as many units of each space as the plan says.
 
-        All or nothing: whatever cannot be ranked is refused before the first weight changes. With several processes
-        all of them call it, and all keep the same weights.
+        All or nothing: whatever cannot be ranked or removed is refused before the first weight changes. With several
+        processes all of them call it, and all keep the same units.
+
+        Args:
+            wrapper: The `DistributedDataParallel` wrapper of the model, if channels are taken out of it. The old
+                wrapper cannot be used afterwards; go on with the one that is returned: ``ddp = pruner.step(ddp)``.
         """
-        self._refuse_closed()
         if self.done:
-            return
-        due = {
-            name: counts[self._epoch] for name, counts in self._plan.items() if counts[self._epoch] < self._kept[name]
-        }
-        device = next(iter(self._parameters().values())).device
-        pruned = agreed(lambda: self._decide(due), lambda masks: masks.values(), device) if due else {}
-        self._apply(pruned)
-        self._kept |= due
-        self._epoch += 1
-        self._enter_epoch()
+            self._refuse_unusable(wrapper)
+            return wrapper
+        device = next(self._model.parameters()).device
+        event = agreed(lambda: self._decide(wrapper), lambda it: it.told, device)
+        if wrapper is not None and event.cuts:
+            disarm(wrapper)  # type: ignore[arg-type]  # checked
+        self._sides.follow(event)
+        self._enter_epoch(self._epoch + 1)
+        certify(self._model, self.certificate)
+        return rewrapped(wrapper) if wrapper is not None and event.cuts else wrapper  # type: ignore[arg-type,return-value]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values and bool tensors; loads with ``weights_only=True``."""
-        return pruner_state(self._members, self._plan, self._epoch, self.masks)
+        return pruner_state(self._sides.weights, self._sides.channels, self._plan, self._epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` stood. A state of another model, plan or version is refused, and nothing changes."""
+        """Go on where `state` stood. A state of another model, plan or version is refused, and nothing changes.
+
+        A freshly built model is cut to the size that it had then.
+        """
+        with undone_by(self.take_shape(state)):
+            self.take_masks(state)
+
+    @torch.no_grad()
+    def take_shape(self, state: Mapping[str, Any]) -> Undo:
+        """The first half of `load_state_dict`: cut the model to its size. What is returned takes that back."""
         self._refuse_closed()
-        self._refuse_changed_model()
-        epoch, masks = read_pruner_state(state, self._members, self._plan)
-        parameters = self._parameters()
-        self._dead = {}
-        self._apply({name: (~mask).to(parameters[name].device) for name, mask in masks.items() if not mask.all()})
-        self._epoch = epoch
-        self._kept = {name: counts[epoch - 1] for name, counts in self._plan.items()} if epoch else self._totals()
-        self._enter_epoch()
+        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._plan)
+        return self._sides.take_shape(saved, self._plan)
+
+    @torch.no_grad()
+    def take_masks(self, state: Mapping[str, Any]) -> Undo:
+        """The second half of `load_state_dict`, over a model of that size. What is returned forgets the masks again."""
+        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._plan)
+        with ExitStack() as way_back:
+            way_back.callback(self._enter_epoch, self._epoch)
+            way_back.callback(self._sides.snapshot())
+            self._sides.take_masks(saved, self._plan)
+            self._enter_epoch(saved.epoch)
+            way_back.callback(certified(self._model, self.certificate)())
+            return way_back.pop_all().close
 
     def close(self) -> None:
         """Let go of the optimizer: masks are no longer held and nothing is frozen. The weights stay as they are."""
@@ -165,64 +228,8 @@ class Pruner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for members in self._members.values() for name, p in members.parameters.items()}
-
-    def _totals(self) -> dict[str, int]:
-        return {name: members.total for name, members in self._members.items()}
-
-    def _checked_optimizers(self, given: Any) -> tuple[torch.optim.Optimizer, ...]:
-        optimizers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
-        for optimizer in optimizers:
-            refuse_stranger(optimizer, [*self._model.parameters()])
-            refuse_factored(optimizer)
-            refuse_foreign_state(optimizer, self._names())
-        if any(self._frozen_by_epoch) and not optimizers:
-            raise PlanError(
-                "Pruner: a phase freezes parameters, but there is no optimizer. Give the one that trains them."
-            )
-        return optimizers
-
-    def _names(self) -> dict[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self._parameters().items()}
-
-    def _decide(self, due: dict[str, int]) -> dict[str, Tensor]:
-        """The new dead masks of the spaces that are due. Reads only; what it refuses, all processes hear of."""
-        self._refuse_changed_model()
-        for optimizer in self._optimizers:
-            refuse_foreign_state(optimizer, self._names())
-        cuts = list[tuple[Ranked, Cut]]()
-        for name, keep in due.items():
-            ranked = self._ranked(self._members[name])
-            cuts += zip(ranked, cut_points(ranked, keep), strict=True)
-        return {ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}
-
-    def _ranked(self, members: Members) -> list[Ranked]:
-        metric = members.space.metric or magnitude
-        found = []
-        for name, parameter in members.parameters.items():
-            by_magnitude = metric is magnitude
-            if not by_magnitude:
-                refuse_not_finite(name, parameter)
-            # The magnitude itself is never materialised: the selection reads the weights.
-            scores = parameter.detach() if by_magnitude else score(metric, parameter, name)
-            dead = self._dead[name].to(scores.device) if name in self._dead else None  # the model may have moved
-            found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
-        return found
-
-    def _apply(self, pruned: dict[str, Tensor]) -> None:
-        parameters = self._parameters()
-        self._dead |= pruned
-        self._held = held((parameters[name], dead) for name, dead in self._dead.items())
-        with one_thread():  # an event is rare: no thread pool to wait for
-            for it in self._held if pruned else ():
-                it.zero()
-                it.zero_state(self._optimizers)
-        for optimizer in self._optimizers if pruned else ():
-            restart_flat_history(optimizer)
-
     def _hook(self) -> list[RemovableHandle]:
-        self._enter_epoch()
+        self._enter_epoch(0)
         handles = [optimizer.register_step_pre_hook(self._before_update) for optimizer in self._optimizers]
         return handles + [optimizer.register_step_post_hook(self._after_update) for optimizer in self._optimizers]
 
@@ -232,42 +239,28 @@ class Pruner:
         return without_updates(self._frozen, args, kwargs) if self._frozen else None
 
     def _after_update(self, *_: object) -> None:
-        for it in self._held:
+        for it in self._sides.held:
             it.zero()
 
-    def _enter_epoch(self) -> None:
-        """Freeze what the phase of the coming epoch freezes."""
-        frozen = self._frozen_by_epoch[self._epoch] if self._epoch < len(self._frozen_by_epoch) else ()
+    def _decide(self, wrapper: Any) -> Event:
+        """What the event does; all that one process may refuse is refused here, so that no other waits for it."""
+        self._refuse_unusable(wrapper)
+        return self._sides.decide(self._plan, self._epoch, wrapper)
+
+    def _enter_epoch(self, epoch: int) -> None:
+        """So many events are behind us: freeze what the phase of the coming epoch freezes."""
+        self._epoch = epoch
+        frozen = self._frozen_by_epoch[epoch] if epoch < len(self._frozen_by_epoch) else ()
         if frozen is not self._frozen:
             for optimizer in self._optimizers:
                 restart_flat_history(optimizer)
         self._frozen = frozen
 
+    def _refuse_unusable(self, wrapper: Any) -> None:
+        self._refuse_closed()
+        if wrapper is not None:
+            refuse_other_wrapper(wrapper, self._model)
+
     def _refuse_closed(self) -> None:
         if self._handles is None:
             raise KeepkError("Pruner: it was closed, so masks are no longer held. Make a new one.")
-
-    def _refuse_changed_model(self) -> None:
-        now = named_parameters(self._model)
-        for name, parameter in self._parameters().items():
-            if now.get(name) is not parameter:
-                raise SpaceError(
-                    f"parameter {name!r}: the model's is another object than when the Pruner was made. "
-                    f"Change the model first (load, move, wrap, replace layers), then make the Pruner."
-                )
-
-
-def _refuse_wrong_types(model: object, spaces: object, phases: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise SpaceError(f"Pruner: got a {type(model).__name__} as model. Give a torch.nn.Module.")
-    listed = [spaces] if isinstance(spaces, WeightSpace) else spaces
-    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(it, WeightSpace) for it in listed):
-        raise SpaceError(f"Pruner: spaces={spaces!r}. Give a list of keepk.weights(...), at least one.")
-    if phases is not None and not (
-        isinstance(phases, list | tuple) and phases and all(isinstance(it, Phase) for it in phases)
-    ):
-        raise PlanError(f"Pruner: phases={phases!r}. Give a list of keepk.Phase(...), at least one.")
-
-
-def _frozen_by_epoch(model: nn.Module, phases: Sequence[Phase]) -> list[tuple[nn.Parameter, ...]]:
-    return [frozen for phase in phases for frozen in [find_frozen(model, phase.freeze)] * phase.epochs]

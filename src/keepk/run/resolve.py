@@ -21,6 +21,7 @@ class Members:
 
     space: WeightSpace
     parameters: dict[str, nn.Parameter]
+    shapes: dict[str, list[int]]  # as they were when the run began
     total: int
     keep: int
 
@@ -95,7 +96,8 @@ def _counted(space: WeightSpace, parameters: dict[str, nn.Parameter]) -> Members
             f"space {space.name!r}: {list(space.select)} without {list(space.exclude)} leaves no weight. "
             f"Widen the space."
         )
-    members = Members(space, parameters, total, space.count_kept(total))
+    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    members = Members(space, parameters, shapes, total, space.count_kept(total))
     floors = sum(members.floor(parameter) for parameter in parameters.values())
     if floors > members.keep:
         raise SpaceError(

@@ -1,0 +1,218 @@
+"""Metrics of channels: what makes a channel worth keeping.
+
+A metric is a pure function of one layer's channels to one score for each; the highest scores stay. It gets a `Layer`,
+whose parameters are sorted by role and lie channels first, with gradients where there are any:
+
+>>> def taylor(layer):
+...     return sum((s.tensor * s.grad).flatten(1).sum(1) for s in layer.producer).abs()
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from keepk.errors import RankError
+from keepk.plan.numbers import exact_share
+from keepk.rank.layers import Layer, Slices
+
+ChannelMetric = Callable[[Layer], Tensor]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm of a channel's own weights, ||C||.
+
+    Attributes:
+        kind: "l1", "l2", or "l1_l2", their mean, which is the paper's R_L.
+        of: "producer", the filter that computes the channel; "reader", the slices that read it; None takes the producer
+            where channels are counted at the output, and the reader where they are counted at the input.
+    """
+
+    kind: Literal["l1", "l2", "l1_l2"]
+    of: Literal["producer", "reader"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("l1", "l2", "l1_l2") or self.of not in (None, "producer", "reader"):
+            raise RankError(
+                f'norm(kind={self.kind!r}, of={self.of!r}): unknown. Give "l1", "l2" or "l1_l2", of "producer", '
+                f'"reader" or None.'
+            )
+
+    def __call__(self, layer: Layer) -> Tensor:
+        """One norm for each channel."""
+        side = self.of or ("producer" if layer.at == "output" else "reader")
+        slices: tuple[Slices, ...] = getattr(layer, side)
+        if not slices:
+            raise RankError(
+                f"metric {self.kind}: layer {layer.name!r} has no {side}'s weights. "
+                f"Choose another side, metrics.norm({self.kind!r}, of=...), or another metric."
+            )
+        if self.kind == "l1_l2":
+            return (_norm(slices, 1) + _norm(slices, 2)) / 2
+        return _norm(slices, 1 if self.kind == "l1" else 2)
+
+
+def norm(kind: Literal["l1", "l2", "l1_l2"], *, of: Literal["producer", "reader"] | None = None) -> Norm:
+    """The norm of a channel's weights on one side: of the filter that computes it, or of the slices that read it.
+
+    >>> norm("l2", of="reader")
+    Norm(kind='l2', of='reader')
+    """
+    return Norm(kind, of)
+
+
+l1 = Norm("l1")
+l2 = Norm("l2")
+l1_l2 = Norm("l1_l2")
+outgoing = Norm("l2", of="reader")
+
+
+def bn_scale(layer: Layer) -> Tensor:
+    """R_B(C) = |gamma|, the scale of the channel's BatchNorm; the mean of several."""
+    scales = scales_of(layer)
+    if not scales:
+        raise RankError(
+            f"metric bn_scale: layer {layer.name!r} has no BatchNorm with a scale. "
+            f"Leave the layer out, or rank by product or l2."
+        )
+    sizes = [_wide(it.tensor).abs() for it in scales]
+    return torch.stack([size if size.ndim == 1 else size.flatten(1).mean(1) for size in sizes]).mean(0)
+
+
+def product(layer: Layer) -> Tensor:
+    """The norm of the weights that compute a channel, times the norm of those that read it; for nets without BatchNorm.
+
+    A side without weights (a channel that pooling alone reads) counts as 1.
+    """
+    sides = [_norm(side, 2) for side in (layer.producer, layer.reader) if side]
+    if not sides:
+        raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Give a metric of your own.")
+    return sides[0] * sides[1] if len(sides) == 2 else sides[0]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A weighted sum of metrics, each divided by its largest value over the space, or over each layer."""
+
+    terms: tuple[tuple[float, ChannelMetric], ...]
+    over: Literal["space", "layer"]
+
+    def __call__(self, layer: Layer) -> Tensor:
+        """The scores of one layer as if it were the whole space."""
+        return self.scores([layer])[0]
+
+    def scores(self, layers: Sequence[Layer]) -> list[Tensor]:
+        """The scores of all layers of a space."""
+        total = [torch.zeros(len(layer), dtype=torch.float64) for layer in layers]
+        for weight, metric in ((weight, metric) for weight, metric in self.terms if weight):
+            # In float64, so that no two scores of float32 become equal by the division.
+            found = [torch.from_numpy(_checked(metric, metric(layer), layer)) for layer in layers]
+            largest = [float(it.max()) for it in found]
+            if self.over == "space":
+                largest = [max(largest)] * len(layers)
+            shares = [it / top if top > 0 else it for it, top in zip(found, largest, strict=True)]
+            total = [so_far + weight * it for so_far, it in zip(total, shares, strict=True)]
+        return total
+
+
+def blend(
+    alpha: float,
+    *,
+    scale: ChannelMetric = bn_scale,
+    weights: ChannelMetric = l1_l2,
+    over: Literal["space", "layer"] = "space",
+) -> Blend:
+    r"""The paper's metric, between the BatchNorm's scale (alpha = 1) and the norm of the weights (alpha = 0).
+
+    .. math:: R(C) = \alpha R_B(C) / R_B^{max} + (1 - \alpha) R_L(C) / R_L^{max}
+
+    Args:
+        alpha: The weight of the scale.
+        scale: R_B.
+        weights: R_L.
+        over: Where the maxima are taken: over the space that is ranked, or over each layer.
+
+    >>> blend(alpha=0.5).over
+    'space'
+    """
+    share = float(exact_share(alpha, "blend: alpha", RankError))
+    if over not in ("space", "layer"):
+        raise RankError(f'blend(over={over!r}): unknown. Give "space" or "layer".')
+    return Blend(((share, scale), (1 - share, weights)), over)
+
+
+def default_metric(layers: Sequence[Layer]) -> ChannelMetric:
+    """The paper's blend where every layer has a BatchNorm, `product` where not."""
+    return blend(0.5) if all(scales_of(layer) for layer in layers) else product
+
+
+def reads_weights_alone(metric: Callable[..., Any]) -> bool:
+    """Whether a metric is one of ours that needs nothing but weights, so that it can be tried before training."""
+    if isinstance(metric, Blend):
+        return all(reads_weights_alone(term) for _, term in metric.terms)
+    return isinstance(metric, Norm) or metric in (bn_scale, product)
+
+
+def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArray[np.float64]:
+    """The checked scores of the channels of all layers, one after another."""
+    slices = [it for layer in layers for it in layer.slices]
+    versions = [it.versions for it in slices]
+    found = metric.scores(layers) if isinstance(metric, Blend) else [metric(layer) for layer in layers]
+    for it, before in zip(slices, versions, strict=True):
+        if it.versions != before:
+            raise RankError(
+                f"metric {_called(metric)}: changed parameter {it.name!r} or its gradient in place. "
+                f"Return scores, change nothing."
+            )
+    return np.concatenate([_checked(metric, scores, layer) for scores, layer in zip(found, layers, strict=True)])
+
+
+def scales_of(layer: Layer) -> list[Slices]:
+    """The scales of the BatchNorms that a layer's channels pass."""
+    return [it for it in layer.carrier if issubclass(it.module, _BatchNorm) and it.name.endswith("weight")]
+
+
+def _norm(slices: Sequence[Slices], order: int) -> Tensor:
+    """The norm of everything that a channel has in these parameters."""
+    parts = []
+    for it in slices:
+        weights = _wide(it.tensor)
+        others = tuple(range(1, weights.ndim))
+        parts.append(torch.linalg.vector_norm(weights, order, dim=others) if others else weights.abs())
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), order, dim=0)
+
+
+def _wide(weights: Tensor) -> Tensor:
+    """In a dtype in which sums of squares neither overflow nor lose their low bits."""
+    return weights if weights.dtype == torch.float64 else weights.float()
+
+
+def _checked(metric: Callable[..., Any], scores: Any, layer: Layer) -> NDArray[np.float64]:
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != (len(layer),):
+        got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise RankError(
+            f"metric {_called(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
+            f"Return a float tensor with one score for each channel."
+        )
+    plain: NDArray[np.float64] = scores.detach().cpu().double().numpy()
+    if np.isnan(plain).any():
+        raise RankError(
+            f"metric {_called(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of {layer.name!r} "
+            f"have NaN as their score. Find out where training diverged; nothing was pruned."
+        )
+    if reads_weights_alone(metric) and np.isinf(plain).any():  # of a user's own metric it protects a channel
+        raise RankError(
+            f"layer {layer.name!r}: the weights of {int(np.isinf(plain).sum())} of its {len(layer)} channels are "
+            f"infinite, so they cannot be ranked. Find out where training diverged; nothing was pruned."
+        )
+    return plain
+
+
+def _called(metric: Callable[..., Any]) -> str:
+    return getattr(metric, "__name__", None) or getattr(metric, "kind", None) or type(metric).__name__

@@ -1,0 +1,256 @@
+"""From names of modules to channels: the spaces of a plan found in the graph of a model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from keepk.errors import SpaceError
+from keepk.graph.edits import Indices
+from keepk.graph.facts import Role
+from keepk.graph.graph import Graph
+from keepk.graph.units import GraphSpace
+from keepk.plan.names import matches, nearest
+from keepk.plan.portions import Portion, nearest_totals
+from keepk.plan.spaces import ChannelSpace
+from keepk.rank.choices import Choice
+
+KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelMembers:
+    """The channels of one space.
+
+    Attributes:
+        space: What was asked for.
+        layers: The spaces of the graph that it takes, each a layer.
+        units: All their units.
+        total: M.
+        keep: K.
+        choices: What is chosen from as one.
+        sources: Units of which at least one of each set must stay, so that every source is read by somebody.
+    """
+
+    space: ChannelSpace
+    layers: tuple[GraphSpace, ...]
+    units: Indices
+    total: int
+    keep: int
+    choices: tuple[Choice, ...]
+    sources: tuple[Indices, ...]
+
+
+def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[ChannelSpace]) -> dict[str, ChannelMembers]:
+    """The channels of every space, checked: each glob finds some, none is in two spaces, K can be met."""
+    found = dict[str, ChannelMembers]()
+    taken = dict[int, str]()
+    for space in spaces:
+        layers = _select(graph, modules, space)
+        for layer in layers:
+            if (other := taken.get(int(layer.units[0]))) is not None:
+                raise SpaceError(
+                    f"space {space.name!r}: the channels of {layer.name!r} are in space {other!r} too. "
+                    f"Spaces are disjoint: narrow one, or use exclude=."
+                )
+        taken |= {int(layer.units[0]): space.name for layer in layers}
+        found[space.name] = _counted(graph, space, layers)
+    _refuse_sources_beside_readings(graph, found)
+    return found
+
+
+def modules_of(layer: GraphSpace, at: str) -> list[str]:
+    """The modules that produce the channels of a layer, or those that read them."""
+    wanted = {Role.PRODUCER if at == "output" else Role.READER}
+    if layer.kind == "read":
+        wanted.add(Role.CARRIER)  # its BatchNorm is what reads
+    names = dict.fromkeys(_module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
+    return [*names] or [layer.name]
+
+
+def _module_of(tensor: str) -> str:
+    """The module that a user knows: without parametrizations and wrappers inside of it."""
+    path = f".{tensor.rpartition('.')[0]}".partition(".parametrizations.")[0]
+    return path.replace("._orig_mod", "").removeprefix(".")
+
+
+def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[GraphSpace, ...]:
+    candidates = [(layer, modules_of(layer, space.at)) for layer in graph.spaces if layer.kind in KINDS[space.at]]
+    for option, globs in (("select", space.select), ("exclude", space.exclude)):
+        for glob in globs:
+            if not any(matches(name, [glob]) for name in modules):
+                raise SpaceError(
+                    f"space {space.name!r}: {option}={glob!r} matches no module. "
+                    f"Nearest names: {nearest(glob, [name for name in modules if name])}."
+                )
+    named = [layer for layer, names in candidates if _any(names, space.select) and not _any(names, space.exclude)]
+    for glob in space.select:
+        mine = [layer for layer in named if _any(modules_of(layer, space.at), [glob])]
+        if not any(space.lossy or not layer.lossy for layer in mine):
+            _refuse_nothing(graph, space, glob, mine)
+    return tuple(layer for layer in named if space.lossy or not layer.lossy)
+
+
+def _any(names: Iterable[str], globs: Iterable[str]) -> bool:
+    return any(matches(name, globs) for name in names)
+
+
+def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequence[GraphSpace]) -> None:
+    where = f"space {space.name!r}: select={glob!r}"
+    if lossy:
+        raise SpaceError(
+            f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
+            f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
+        )
+    role = Role.PRODUCER if space.at == "output" else Role.READER
+    for fixed in graph.fixed:
+        if matches(_module_of(fixed.tensor), [glob]) and graph.wiring.roles.get((fixed.tensor, fixed.axis)) is role:
+            raise SpaceError(
+                f"{where} matches no channel that can go: axis {fixed.axis} of {fixed.tensor!r} is fixed, {fixed.why}. "
+                f"keepk.inspect(model, example) lists what can shrink."
+            )
+    names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
+    if _any(names, [glob]):
+        raise SpaceError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
+    raise SpaceError(
+        f"{where} matches modules, but none with channels at its {space.at}. "
+        f"Nearest modules that have some: {nearest(glob, list(dict.fromkeys(names)))}."
+    )
+
+
+def _counted(graph: Graph, space: ChannelSpace, layers: tuple[GraphSpace, ...]) -> ChannelMembers:
+    units = np.sort(np.concatenate([layer.units for layer in layers]))
+    total = len(units)
+    keep = space.count_kept(total)
+    sources = tuple(_sources(graph, units)) if space.at == "input" else ()
+    choices = tuple(_choices(graph, space, layers, units, sources))
+    portions = [choice.portion for choice in choices]
+    least = sum(portion.counts[0] for portion in portions)
+    if keep < least:
+        needs = [f"layer_floor={space.layer_floor} in {len(layers)} layers"]
+        needs += [f"round_to={space.round_to}"] if space.round_to else []
+        needs += [f"a reader for each of {len(sources)} sources"] if sources else []
+        raise SpaceError(
+            f"space {space.name!r}: keep={keep}, but {' with '.join(needs)} needs {least} channels. "
+            f"Choose keep >= {least}{' or a lower floor' if space.layer_floor > 1 else ''}."
+        )
+    possible = nearest_totals(portions, keep)
+    if possible != [keep]:
+        raise SpaceError(
+            f"space {space.name!r}: keep={keep} of {total} channels cannot be met: {_why(graph, space, units)}. "
+            f"Nearest that can: {' and '.join(map(str, possible))}."
+        )
+    return ChannelMembers(space, layers, units, total, keep, choices, sources)
+
+
+def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:
+    mine = set(units.tolist())
+    bound = [blocks for blocks in graph.bindings if mine & set(np.concatenate(blocks).tolist())]
+    reasons = [f"{len(blocks)} parts must keep equally many" for blocks in bound[:1]]
+    reasons += [f"round_to={space.round_to} binds the width of each layer"] if space.round_to else []
+    return " and ".join(reasons)
+
+
+def _choices(
+    graph: Graph, space: ChannelSpace, layers: Sequence[GraphSpace], units: Indices, sources: Sequence[Indices]
+) -> Iterable[Choice]:
+    """What is chosen from as one; each has room for the floors of its layers and a reading of each of its sources."""
+    mine = np.zeros(len(graph.units), bool)
+    mine[units] = True
+    bound = np.zeros(len(graph.units), bool)
+    for blocks in graph.bindings:
+        members = np.concatenate(blocks)
+        bound[members] = True
+        if mine[members].any():
+            _refuse_outsiders(graph, space, members[~mine[members]])
+            yield Choice(blocks, _bound_portion(graph, space, blocks, sources))
+    free = [(layer, layer.units[~bound[layer.units]]) for layer in layers]
+    free = [(layer, members) for layer, members in free if len(members)]
+    if space.round_to is None and free:
+        # Layers whose counts nothing binds are one portion: any of their channels may go in any order.
+        members = np.concatenate([members for _, members in free])
+        least = sum(min(space.layer_floor, len(own)) for _, own in free) + _count_read(graph, sources, members)
+        yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))))
+    elif space.round_to is not None:
+        for layer, members in free:
+            least = space.layer_floor + _count_read(graph, sources, members)
+            yield Choice((members,), _rounded(len(members), least, _step(graph, layer, space.round_to)))
+
+
+def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int:
+    """Of how many sources there are readings among these units."""
+    here = np.zeros(len(graph.units), bool)
+    here[units] = True
+    return sum(bool(here[readings].any()) for readings in sources)
+
+
+def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
+    if len(outside):
+        other = graph.spaces[int(graph.units.space[outside[0]])]
+        remedy = "Say lossy=True" if other.lossy and not space.lossy else "Select that module as well"
+        raise SpaceError(
+            f"space {space.name!r}: its channels must go in equal numbers with those of {other.name!r}, which are not "
+            f"in it. {remedy}, or exclude both."
+        )
+
+
+def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], sources: Sequence[Indices]) -> Portion:
+    """Equally many go of each block; a block keeps the floor of every layer that it has a part of."""
+    sizes = [len(block) for block in blocks]
+    floors = [
+        space.layer_floor * len(np.unique(graph.units.space[block])) + _count_read(graph, sources, block)
+        for block in blocks
+    ]
+    most = min(size - min(floor, size) for size, floor in zip(sizes, floors, strict=True))
+    lost = [number for number in range(most, -1, -1) if _fits(graph, space, blocks, number)]
+    return Portion(tuple(sum(sizes) - len(blocks) * number for number in lost))
+
+
+def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: int) -> bool:
+    """Whether every layer has a width that is a multiple of `round_to` after losing so many channels of each block."""
+    if space.round_to is None or lost == 0:
+        return True
+    widths = dict[int, int]()
+    for block in blocks:
+        home = int(graph.units.space[block[0]])
+        widths[home] = widths.get(home, 0) + len(block) - lost
+    return all(count % _step(graph, graph.spaces[home], space.round_to) == 0 for home, count in widths.items())
+
+
+def _step(graph: Graph, layer: GraphSpace, round_to: int) -> int:
+    """By how many channels a layer falls so that its width, in numbers, is a multiple."""
+    tensor, axis, _ = next((it for it in layer.axes if it[2] is Role.PRODUCER), layer.axes[0])
+    slices = [(name, dim) for name, dim, _ in graph.slices(int(layer.units[0]))]
+    width = max(slices.count((tensor, axis)), 1)
+    return round_to // gcd(round_to, width)
+
+
+def _rounded(size: int, floor: int, step: int) -> Portion:
+    multiples = [count for count in range(step, size, step) if count >= floor]
+    return Portion((*multiples, size))
+
+
+def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:
+    """For each layer that several read: the units that are readings of it."""
+    mine = np.zeros(len(graph.units), bool)
+    mine[units] = True
+    links = graph.links()
+    for space in graph.spaces:
+        if space.kind == "source":
+            readings = links[np.isin(links[:, 0], space.units), 1]
+            if len(readings) and mine[readings].all():
+                yield readings
+
+
+def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMembers]) -> None:
+    """A source takes its readings along, so their number could not be kept."""
+    home = dict[int, str]()
+    for name, members in found.items():
+        home |= dict.fromkeys(members.units.tolist(), name)
+    for source, reading in graph.links().tolist():
+        if source in home and reading in home:
+            raise SpaceError(
+                f"spaces {home[source]!r} and {home[reading]!r}: channels of one are read by the other, and go with "
+                f"them. Count either outputs or inputs."
+            )

@@ -1,0 +1,190 @@
+"""The channels of a run: which are still there, and which go at the next event."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from keepk.errors import RankError, ShrinkError, StateError
+from keepk.graph.edits import Indices
+from keepk.graph.graph import Graph
+from keepk.plan.portions import Split, chain, has_even_steps, snapped
+from keepk.rank.channel_metrics import channel_scores, default_metric, reads_weights_alone
+from keepk.rank.choices import Decision, Flags, keep_best, rank_values
+from keepk.rank.layers import Layer, layers_of
+from keepk.run.channel_members import ChannelMembers
+
+Plan = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ChannelEvent:
+    """What one event decides: the units of the spaces that go, and by space the chains that lead on to K."""
+
+    removed: Indices
+    chains: dict[str, tuple[Split, ...]]
+
+
+class ChannelSide:
+    """The channel spaces of a run over one graph."""
+
+    def __init__(self, graph: Graph, model: nn.Module, members: Mapping[str, ChannelMembers]) -> None:
+        self.graph, self.members = graph, members
+        self._model, self._parameters = model, dict(model.named_parameters(remove_duplicate=False))
+        self.dead: Flags = np.zeros(len(graph.units), bool)
+        self._plan: Plan = {}
+        self._chains = dict[str, tuple[Split, ...]]()
+
+    def settle(self, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """The plan moved to counts that can be met, which is followed from now on."""
+        self._plan = {name: snapped(_portions(it), plan[name]) for name, it in self.members.items()}
+        for name, it in self.members.items():
+            if not has_even_steps(_portions(it)):
+                found = chain(_portions(it), self._plan[name])
+                assert found is not None  # the plan was snapped along one
+                self._chains[name] = found
+        return dict(self._plan)
+
+    def try_metrics(self) -> None:
+        """Rank once by every metric that needs weights alone, so that what it misses is refused before training."""
+        for name, it in self.members.items():
+            layers = self.layers(name)
+            metric = it.space.metric or default_metric(layers)
+            if reads_weights_alone(metric):
+                channel_scores(metric, layers)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """By space, how many channels are left."""
+        return {name: it.total - int(self.dead[it.units].sum()) for name, it in self.members.items()}
+
+    def layers(self, name: str) -> list[Layer]:
+        """The channels of a space that are left, layer by layer, as a metric sees them."""
+        members = self.members[name]
+        return layers_of(self.graph, self._parameters, self._model, members.layers, ~self.dead, members.space.at)
+
+    def decide(self, epoch: int) -> ChannelEvent:
+        """Which units go at the end of an epoch. Reads only."""
+        removed, chains = [np.zeros(0, np.int64)], dict[str, tuple[Split, ...]]()
+        for name, counts in self._plan.items():
+            known = self._chains.get(name, ())
+            if counts[epoch] < self.kept[name]:
+                decision = self._decide(self.members[name], counts[epoch:], known)
+                removed.append(decision.removed)
+                chains[name] = decision.chain
+            else:
+                chains[name] = tuple(known[1:])
+        return ChannelEvent(np.sort(np.concatenate(removed)), chains)
+
+    def follow(self, event: ChannelEvent, gone: Indices) -> None:
+        """Take note that an event happened; `gone` are all units that went, those of no space too."""
+        self.dead = self.dead.copy()
+        self.dead[gone] = True
+        self._chains = dict(event.chains)
+
+    def refuse_other_counts(self, event: ChannelEvent, gone: Indices) -> None:
+        """Refuse a removal that takes other channels of a space along than were chosen."""
+        chosen = set(event.removed.tolist())
+        for name, it in self.members.items():
+            going = np.intersect1d(gone, it.units[~self.dead[it.units]])
+            more = [unit for unit in going.tolist() if unit not in chosen]
+            if more:
+                raise RankError(
+                    f"space {name!r}: {len(more)} more channels would go with those that were chosen, so the count "
+                    f"could not be kept. Make the space narrower."
+                )
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Where it stands, for `restore`."""
+        return self.dead, self._chains
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Stand there again."""
+        self.dead, self._chains = snapshot
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as plain values."""
+        return {
+            "total": len(self.dead),
+            "gone": np.flatnonzero(self.dead).tolist(),
+            "removed": np.flatnonzero(~self.graph.alive).tolist(),
+            "chains": {name: [list(counts) for counts in found] for name, found in self._chains.items()},
+        }
+
+    def refuse_other_state(self, saved: Mapping[str, Any], epoch: int) -> None:
+        """Refuse a state of other units, with counts that the plan does not have, or behind what is gone already."""
+        try:
+            total, gone, removed = saved["total"], np.asarray(saved["gone"], np.int64), {*saved["removed"]}
+            fits = (
+                total == len(self.dead) and (gone >= 0).all() and (gone < total).all() and removed <= {*gone.tolist()}
+            )
+            chains_fit = all(
+                not found or [sum(counts) for counts in found] == list(self._plan[name][epoch:])
+                for name, found in saved["chains"].items()
+            )
+        except (KeyError, TypeError, ValueError):
+            fits = chains_fit = False
+        if not fits or not chains_fit:
+            raise StateError(
+                "pruner state: its channels are not those of this model. It is damaged, or of another one."
+            )
+        after = np.zeros(total, bool)
+        after[gone] = True
+        for name, it in self.members.items():
+            kept, planned = it.total - int(after[it.units].sum()), self._plan[name][epoch - 1] if epoch else it.total
+            if kept != planned:
+                raise StateError(
+                    f"pruner state: {kept} channels of space {name!r} are left, the plan says {planned}. It is damaged."
+                )
+        if (self.dead & ~after).any():
+            raise StateError(
+                f"pruner state: {int((self.dead & ~after).sum())} of its channels are gone here already, and do not "
+                f"come back. Build the model anew, and load the state into a new Pruner."
+            )
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Stand where a state stood that was not refused."""
+        self.dead = np.zeros(len(self.dead), bool)
+        self.dead[np.asarray(saved["gone"], np.int64)] = True
+        self._chains = {name: tuple(tuple(counts) for counts in found) for name, found in saved["chains"].items()}
+
+    def _refuse_changed_model(self, members: ChannelMembers, parameters: Mapping[str, nn.Parameter]) -> None:
+        tensors = {tensor for layer in members.layers for tensor, _, _ in layer.axes} & self.graph.wiring.parameters
+        for tensor in sorted(tensors):
+            got = tuple(parameters[tensor].shape) if tensor in parameters else None
+            if got != self.graph.shape(tensor):
+                raise ShrinkError(
+                    f"parameter {tensor!r}: {f'has shape {got}' if got else 'is gone'}, where the Pruner expects "
+                    f"{self.graph.shape(tensor)}. Change the model first (load, move, wrap, replace layers), then make "
+                    f"the Pruner."
+                )
+
+    def _decide(self, members: ChannelMembers, rest: Sequence[int], known: Sequence[Split]) -> Decision:
+        layers = self.layers(members.space.name)
+        scores = channel_scores(members.space.metric or default_metric(layers), layers)
+        units = np.concatenate([layer.units for layer in layers])
+        size = len(self.graph.units)
+        values = rank_values(units, scores, np.zeros(size, bool), size)
+        forced = self._forced(members, values)
+        if forced.any():
+            values = rank_values(units, scores, forced, size)
+        decision = keep_best(members.choices, ~self.dead, values, rest, known)
+        assert not forced[decision.removed].any()  # every choice has room for what must stay
+        return decision
+
+    def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
+        """The best of every layer, up to its floor, and the best reading of every source."""
+        forced = np.zeros(len(values), bool)
+        needs = [(layer.units, members.space.layer_floor) for layer in members.layers]
+        needs += [(readings, 1) for readings in members.sources]
+        for units, least in needs:
+            living = units[~self.dead[units]]
+            if not forced[living].sum() >= least:
+                forced[living[np.argsort(-values[living], kind="stable")[:least]]] = True
+        return forced
+
+
+def _portions(members: ChannelMembers) -> list[Any]:
+    return [choice.portion for choice in members.choices]

@@ -1,0 +1,104 @@
+"""Who takes part in a run, checked before it begins: the spaces, the channels of the model, the optimizers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
+from keepk.errors import PlanError, ShrinkError, SpaceError
+from keepk.graph.trace import trace
+from keepk.graph.wrappers import unwrap
+from keepk.plan.phases import Phase
+from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
+from keepk.run.channel_members import find_channels
+from keepk.run.channel_side import ChannelSide
+from keepk.run.resolve import find_frozen
+from keepk.run.weight_side import WeightSide
+
+
+def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object, followers: object) -> None:
+    """Refuse arguments of a `Pruner` that are not of their kinds."""
+    if not isinstance(model, nn.Module):
+        raise SpaceError(f"Pruner: got a {type(model).__name__} as model. Give a torch.nn.Module.")
+    listed = [spaces] if isinstance(spaces, Space) else spaces
+    if not isinstance(listed, list | tuple) or not listed or not all(isinstance(it, Space) for it in listed):
+        raise SpaceError(
+            f"Pruner: spaces={spaces!r}. Give a list of keepk.weights(...) and keepk.channels(...), at least one."
+        )
+    if phases is not None and not (
+        isinstance(phases, list | tuple) and phases and all(isinstance(it, Phase) for it in phases)
+    ):
+        raise PlanError(f"Pruner: phases={phases!r}. Give a list of keepk.Phase(...), at least one.")
+    if shrink not in ("each", "end", "never"):
+        raise PlanError(f'Pruner: shrink={shrink!r}. Give "each", "end" or "never".')
+    if not isinstance(followers, list | tuple) or not all(isinstance(it, nn.Module | dict) for it in followers):
+        raise ShrinkError(
+            f"Pruner: followers={followers!r}. Give a list of modules (a copy, an AveragedModel) or dicts of tensors."
+        )
+
+
+def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], list[ChannelSpace]]:
+    """The spaces of weights and those of channels; each has a name of its own."""
+    listed = [spaces] if isinstance(spaces, Space) else list(spaces)
+    names = [space.name for space in listed]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpaceError(f"space {name!r}: the name is given twice. Give each space a name of its own.")
+    weights = [space for space in listed if isinstance(space, WeightSpace)]
+    return weights, [space for space in listed if isinstance(space, ChannelSpace)]
+
+
+def channel_side(model: nn.Module, example: Any, spaces: Sequence[ChannelSpace]) -> ChannelSide | None:
+    """The channels of a model, by one trace; None if no space asks for any."""
+    if not spaces:
+        return None
+    if example is None:
+        raise SpaceError(
+            f"space {spaces[0].name!r}: channels are found by a trace, which needs an input. "
+            f"Give Pruner(..., example=...), such as one batch."
+        )
+    inner = unwrap(model)
+    graph = trace(inner, example)
+    modules = [name for name, _ in inner.named_modules(remove_duplicate=False)]
+    side = ChannelSide(graph, inner, find_channels(graph, modules, spaces))
+    with torch.no_grad():
+        side.try_metrics()
+    return side
+
+
+def refuse_weights_that_end_before_channels(
+    plan: Mapping[str, tuple[int, ...]], weights: WeightSide, channels: ChannelSide | None
+) -> None:
+    """Refuse a plan in which weights are at K while channels with such weights still go: there would be fewer."""
+    for name, it in (channels.members if channels else {}).items():
+        last = plan[name].index(it.keep) if it.keep < it.total else -1
+        touched = {tensor for layer in it.layers for tensor, _, _ in layer.axes}
+        for other, members in weights.members.items():
+            done = plan[other].index(members.keep)
+            if done < last and touched & set(members.parameters):
+                raise PlanError(
+                    f"space {other!r}: reaches its {members.keep} weights at epoch {done + 1}, but channels of "
+                    f"{name!r} go until epoch {last + 1} and would take some of them along. "
+                    f"Let its schedule end at epoch {last + 1} or later."
+                )
+
+
+def checked_optimizers(
+    model: nn.Module, given: Any, names: Mapping[nn.Parameter, str], freezes: bool
+) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of a run, if all of them train the model and keep state that can follow."""
+    optimizers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    for optimizer in optimizers:
+        refuse_stranger(optimizer, [*model.parameters()])
+        refuse_factored(optimizer)
+        refuse_foreign_state(optimizer, names)
+    if freezes and not optimizers:
+        raise PlanError("Pruner: a phase freezes parameters, but there is no optimizer. Give the one that trains them.")
+    return optimizers
+
+
+def frozen_by_epoch(model: nn.Module, phases: Sequence[Phase]) -> list[tuple[nn.Parameter, ...]]:
+    """For each epoch of the phases, the parameters that get no update."""
+    return [frozen for phase in phases for frozen in [find_frozen(model, phase.freeze)] * phase.epochs]

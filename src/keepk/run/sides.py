@@ -1,0 +1,194 @@
+"""Weights and channels of one run together: what an event decides, and doing it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from keepk.cut.hold import Held, held
+from keepk.cut.optimizer_state import refuse_foreign_state, restart_flat_history
+from keepk.cut.undo import Undo
+from keepk.errors import ShrinkError, StateError
+from keepk.graph.wrappers import named_parameters
+from keepk.rank.choices import Flags
+from keepk.rank.pieces import one_thread
+from keepk.run.channel_side import ChannelEvent, ChannelSide
+from keepk.run.state import Plan, Saved, read_masks
+from keepk.run.surgery import Masks, Operation, Surgery, nothing
+from keepk.run.weight_side import WeightSide
+
+Shrink = Literal["each", "end", "never"]
+NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one event decides, before anything changes.
+
+    Attributes:
+        due: By weight space, how many are left.
+        channels: Which channels go.
+        operation: What removes them.
+        masks: The new masks of weights, over the model as it is now.
+    """
+
+    due: Mapping[str, int]
+    channels: ChannelEvent | None
+    operation: Operation | None
+    masks: Masks
+
+    @property
+    def told(self) -> list[Tensor]:
+        """What all processes must agree on, as flags."""
+        gone = [] if self.operation is None else [torch.from_numpy(self.operation.flags)]
+        return [*self.masks.values(), *gone]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it changes the shapes of the model."""
+        return self.operation is not None and self.operation.prepared is not None
+
+
+class Sides:
+    """The weights and the channels of a run, with what is masked and held."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: WeightSide,
+        channels: tuple[ChannelSide, Surgery] | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        shrink: Shrink,
+    ) -> None:
+        self.weights, self.channels = weights, channels[0] if channels else None
+        self._surgery = channels[1] if channels else None
+        self._model, self._optimizers, self._shrink = model, optimizers, shrink
+        self._silenced: Masks = {}  # by channels that are masked
+        self.held: list[Held] = []
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """By space: how many units are left."""
+        return {**self.weights.kept, **(self.channels.kept if self.channels else {})}
+
+    @property
+    def masks(self) -> Masks:
+        """By parameter of a weight space, or with masked channels: which entries are kept."""
+        return {**{name: ~mask for name, mask in self._silenced.items()}, **self.weights.masks}
+
+    def decide(self, plan: Plan, epoch: int, wrapper: nn.Module | None) -> Event:
+        """What goes at the end of an epoch: channels first, then weights of what stays. Reads only."""
+        now = {name: plan[name][epoch] for name in self.weights.members}
+        due = {name: keep for name, keep in now.items() if keep < self.weights.kept[name]}
+        channels, operation, doomed = None, None, Masks()
+        if self.channels is not None and self._surgery is not None:
+            channels = self.channels.decide(epoch)
+            operation = self._operation(self.channels, self._surgery, channels, self._is_physical(plan, epoch), wrapper)
+            doomed = self._surgery.doomed(operation, self.weights.parameters) if operation else {}
+        names = {parameter: name for name, parameter in self.weights.parameters.items()}
+        for optimizer in self._optimizers if due else ():
+            refuse_foreign_state(optimizer, names)
+        return Event(due, channels, operation, self.weights.decide(due, doomed) if due or doomed else {})
+
+    def follow(self, event: Event) -> None:
+        """Do what was decided: take channels out, then hold what is left at its masks."""
+        masks = {**self.weights.dead, **event.masks}
+        if event.operation is not None and self._surgery is not None:
+            masks = event.operation.after(masks)
+            event.operation.apply()
+            self._silenced = {} if event.cuts else self._surgery.doomed(event.operation)
+        if event.channels is not None and self.channels is not None:
+            self.channels.follow(event.channels, event.operation.gone if event.operation else NONE)
+        self.weights.follow(masks, self.weights.counts(masks) if event.operation else event.due)
+        if event.masks or event.operation:
+            self._hold()
+
+    def take_shape(self, saved: Saved, plan: Plan) -> Undo:
+        """Give the model the size that it had in a saved run. What is returned takes it back."""
+        operation = None
+        if self.channels is not None and self._surgery is not None:
+            alive = self.channels.graph.alive
+            going = [unit for unit in saved.channels["removed"] if alive[unit]]
+            operation = self._as_saved(self._surgery, np.zeros_like(self.channels.dead), going, physical=True)
+        read_masks(saved, self.weights.members, operation.shape_of if operation else _shape_now, plan)
+        return operation.apply() if operation else nothing
+
+    def take_masks(self, saved: Saved, plan: Plan) -> None:
+        """Hold what a saved run held, over a model that has the size that it had."""
+        masks = read_masks(saved, self.weights.members, _shape_now, plan)
+        parameters = self.weights.parameters
+        dead = {name: (~mask).to(parameters[name].device) for name, mask in masks.items() if not mask.all()}
+        self.weights.follow(dead, self.weights.counts(dead))
+        if self.channels is not None and self._surgery is not None:
+            self.channels.load(saved.channels)
+            masked = self._as_saved(self._surgery, self.channels.dead, (), physical=False)
+            self._silenced = self._surgery.doomed(masked)
+        self._hold()
+
+    def snapshot(self) -> Undo:
+        """Where it stands; what is returned stands there again."""
+        weights, silenced, kept_held = (self.weights.dead, self.weights.kept), self._silenced, self.held
+        channels = self.channels.snapshot() if self.channels else None
+
+        def restore() -> None:
+            self.weights.dead, self.weights.kept = weights
+            self._silenced, self.held = silenced, kept_held
+            if self.channels is not None and channels is not None:
+                self.channels.restore(channels)
+
+        return restore
+
+    @staticmethod
+    def _as_saved(surgery: Surgery, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
+        try:
+            return surgery.operation(dead, going, physical=physical, wrapper=None)
+        except ShrinkError as error:
+            raise StateError(
+                f"pruner state: the channels that were gone cannot go from this model, because of {error} "
+                f"Load the state into a freshly built model, before it is wrapped or changed."
+            ) from error
+
+    def _is_physical(self, plan: Plan, epoch: int) -> bool:
+        members = self.channels.members.items() if self.channels else ()
+        ends = all(plan[name][epoch] == it.keep for name, it in members)
+        return self._shrink == "each" or (self._shrink == "end" and ends)
+
+    @staticmethod
+    def _operation(
+        channels: ChannelSide, surgery: Surgery, event: ChannelEvent, physical: bool, wrapper: nn.Module | None
+    ) -> Operation | None:
+        waiting = (channels.dead & channels.graph.alive).any()
+        if not len(event.removed) and not (physical and waiting):
+            return None
+        operation = surgery.operation(channels.dead, event.removed, physical=physical, wrapper=wrapper)
+        channels.refuse_other_counts(event, operation.gone)
+        return operation
+
+    def _hold(self) -> None:
+        parameters = named_parameters(self._model)
+        dead = {**self._silenced, **self.weights.dead}
+        self.held = held((parameters[name], mask) for name, mask in dead.items())
+        with one_thread():  # an event is rare: no thread pool to wait for
+            for it in self.held:
+                it.zero()
+                it.zero_state(self._optimizers)
+        for optimizer in self._optimizers if dead else ():
+            restart_flat_history(optimizer)
+
+
+def certificate(sides: Sides) -> dict[str, dict[str, Any]]:
+    """By space, what was asked for and what is kept."""
+    weights, channels = sides.weights.members, sides.channels.members if sides.channels else {}
+    kept = sides.kept
+    return {
+        name: {"kind": kind, "total": it.total, "asked": it.keep, "kept": kept[name]}
+        for kind, members in (("weights", weights), ("channels", channels))
+        for name, it in members.items()
+    }
+
+
+def _shape_now(_name: str, parameter: Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape)

@@ -1,0 +1,143 @@
+"""Removing channels during a run: physically, or as masks over a model that keeps its shape."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from keepk.cut.shrink import Prepared, prepare
+from keepk.cut.tensors import doomed, left_of
+from keepk.cut.undo import Undo
+from keepk.errors import ShrinkError
+from keepk.graph.edits import Cut, Edits, Indices
+from keepk.graph.graph import Graph
+from keepk.graph.wrappers import named_parameters
+from keepk.rank.choices import Flags
+
+Masks = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A removal of channels that is ready; nothing has changed yet.
+
+    Attributes:
+        edits: What it does, or would do, to the model as it is now.
+        cuts: The same by parameter, under the name that it has without wrappers.
+        prepared: The physical shrink; None where channels are masked only.
+    """
+
+    edits: Edits
+    cuts: Mapping[str, Cut]
+    prepared: Prepared | None
+
+    @property
+    def gone(self) -> Indices:
+        """The units that go, those of no space too, which nobody reads any more."""
+        return self.edits.units
+
+    @property
+    def flags(self) -> Flags:
+        """The same as flags, up to the last of them."""
+        flags = np.zeros(int(self.gone.max(initial=-1)) + 1, bool)
+        flags[self.gone] = True
+        return flags
+
+    def shape_of(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        """The shape that a parameter has afterwards."""
+        return self.cuts[name].after if self.prepared and name in self.cuts else tuple(parameter.shape)
+
+    def after(self, masks: Masks) -> Masks:
+        """Masks over the model as it is now, as masks over the model as it is afterwards."""
+        if self.prepared is None:
+            return masks
+        return {name: left_of(mask, self.cuts[name]) if name in self.cuts else mask for name, mask in masks.items()}
+
+    def apply(self) -> Undo:
+        """Take the channels out, if that is what it does. What is returned takes it back."""
+        if self.prepared is None:
+            return nothing
+        undo = self.prepared.apply()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # who compiled the model is not known, and torch gives up after a few new shapes
+        return undo
+
+
+class Surgery:
+    """Who is operated on: the model, its optimizers, and who follows its weights."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        optimizers: Sequence[torch.optim.Optimizer],
+        followers: Sequence[nn.Module | dict[str, Tensor]],
+    ) -> None:
+        self._model, self._graph = model, graph
+        self._optimizers, self._followers = optimizers, followers
+        self._parameters = named_parameters(model)
+
+    def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
+        """What removes these units, and those that are masked so far."""
+        self._refuse_changed_model()
+        masked = np.flatnonzero(dead & self._graph.alive)
+        units = np.union1d(masked, np.fromiter(going, np.int64))
+        if not physical:
+            edits = self._graph.edits(units)
+            self._refuse_other_shapes(cuts := self._cuts(edits))
+            return Operation(edits, cuts, None)
+        prepared = prepare(
+            self._model,
+            self._graph,
+            units,
+            optimizer=list(self._optimizers),
+            followers=self._followers,
+            wrapper=wrapper,
+        )
+        return Operation(prepared.edits, self._cuts(prepared.edits), prepared)
+
+    def doomed(self, operation: Operation, names: Iterable[str] | None = None) -> Masks:
+        """By parameter, the numbers that go, or that masks make zero instead; of all parameters, or of these."""
+        wanted = self._parameters if names is None else set(names)
+        cuts = {name: cut for name, cut in operation.cuts.items() if name in wanted}
+        if operation.prepared is None:
+            cuts = {name: self._silencing(name, cut) for name, cut in cuts.items()}
+        found = {name: doomed(cut, self._parameters[name].device) for name, cut in cuts.items()}
+        return {name: mask for name, mask in found.items() if mask.any()}
+
+    def _cuts(self, edits: Edits) -> dict[str, Cut]:
+        own = (name for name, _ in self._model.named_parameters(remove_duplicate=False))
+        plain = dict(zip(own, self._parameters, strict=True))
+        return {plain[cut.tensor]: cut for cut in edits.cuts if cut.tensor in plain}
+
+    def _silencing(self, name: str, cut: Cut) -> Cut:
+        """What of a cut makes its channels zero. Of weight norm, g v / |v|, it is g alone: a zero v would be 0 / 0."""
+        length = self._parameters.get(name.removesuffix("1") + "0") if name.endswith(".original1") else None
+        if length is None:
+            return cut
+        return replace(cut, kept={axis: kept for axis, kept in cut.kept.items() if length.shape[axis] == 1})
+
+    def _refuse_other_shapes(self, cuts: Mapping[str, Cut]) -> None:
+        for name, cut in cuts.items():
+            if tuple(self._parameters[name].shape) != cut.before:
+                raise _changed(name)
+
+    def _refuse_changed_model(self) -> None:
+        now = named_parameters(self._model)
+        for name, parameter in self._parameters.items():
+            if now.get(name) is not parameter:
+                raise _changed(name)
+
+
+def nothing() -> None:
+    """Nothing was changed, so there is nothing to take back."""
+
+
+def _changed(name: str) -> ShrinkError:
+    return ShrinkError(
+        f"parameter {name!r}: the model's is another than when the Pruner was made. "
+        f"Change the model first (load, move, wrap, replace layers), then make the Pruner."
+    )

@@ -1,0 +1,98 @@
+"""The weights of a run: which are pruned, and which go at the next event."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from keepk.errors import RankError, SpaceError
+from keepk.graph.wrappers import named_parameters
+from keepk.rank.metrics import magnitude, score
+from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
+from keepk.run.resolve import Members, refuse_not_finite
+
+Masks = dict[str, Tensor]
+
+
+class WeightSide:
+    """The weight spaces of a run."""
+
+    def __init__(self, model: nn.Module, members: Mapping[str, Members]) -> None:
+        self.members = members
+        self._model = model
+        self.dead: Masks = {}
+        self.kept = {name: it.total for name, it in members.items()}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter of a space, by name."""
+        return {name: p for members in self.members.values() for name, p in members.parameters.items()}
+
+    @property
+    def masks(self) -> Masks:
+        """By parameter: which entries are kept."""
+        return {
+            name: ~self.dead[name] if name in self.dead else torch.ones_like(parameter, dtype=torch.bool)
+            for name, parameter in self.parameters.items()
+        }
+
+    def counts(self, dead: Masks) -> dict[str, int]:
+        """By space: how many weights these masks leave."""
+        return {
+            name: sum(p.numel() - (int(dead[key].sum()) if key in dead else 0) for key, p in it.parameters.items())
+            for name, it in self.members.items()
+        }
+
+    def decide(self, due: Mapping[str, int], doomed: Masks) -> Masks:
+        """The new dead masks of what changes: weights of channels that go, then the lowest-ranked. Reads only.
+
+        `due` says how many are left of each space; where channels that go leave fewer, those few stay.
+        """
+        self._refuse_changed_model()
+        own = self.parameters
+        before = {name: self._with(name, mask) for name, mask in doomed.items() if name in own}
+        left = self.counts({**self.dead, **before}) if before else self.kept
+        for name, members in self.members.items():
+            if left[name] < members.keep:
+                raise RankError(
+                    f"space {name!r}: the channels that stay have only {left[name]} of its weights, fewer than the "
+                    f"{members.keep} to keep. Keep more channels, or fewer weights."
+                )
+        cuts = list[tuple[Ranked, Cut]]()
+        for name, keep in due.items():
+            if keep < left[name]:
+                ranked = self._ranked(self.members[name], before)
+                cuts += zip(ranked, cut_points(ranked, keep), strict=True)
+        return {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
+
+    def follow(self, dead: Masks, due: Mapping[str, int]) -> None:
+        """Take note that these are the masks now, where nothing but `due` changed the counts."""
+        self.dead = dead
+        self.kept = {**self.kept, **due}
+
+    def _with(self, name: str, doomed: Tensor) -> Tensor:
+        return doomed if name not in self.dead else doomed | self.dead[name].to(doomed.device)
+
+    def _ranked(self, members: Members, before: Masks) -> list[Ranked]:
+        metric = members.space.metric or magnitude
+        found = []
+        for name, parameter in members.parameters.items():
+            by_magnitude = metric is magnitude
+            if not by_magnitude:
+                refuse_not_finite(name, parameter)
+            # The magnitude itself is never materialised: the selection reads the weights.
+            scores = parameter.detach() if by_magnitude else score(metric, parameter, name)
+            dead = before.get(name, self.dead.get(name))
+            if dead is not None:
+                dead = dead.to(scores.device)  # the model may have moved
+            found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
+        return found
+
+    def _refuse_changed_model(self) -> None:
+        now = named_parameters(self._model)
+        for name, parameter in self.parameters.items():
+            if now.get(name) is not parameter:
+                raise SpaceError(
+                    f"parameter {name!r}: the model's is another object than when the Pruner was made. "
+                    f"Change the model first (load, move, wrap, replace layers), then make the Pruner."
+                )

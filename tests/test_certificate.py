@@ -1,0 +1,211 @@
+"""What a saved model says about the run that made it: by space, what there was, was asked for and is kept."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import keepk
+from keepk.cut.record import record_of
+from keepk.deploy.arch_json import digest, to_document
+from keepk.deploy.description import describe
+from networks import NETWORKS
+from test_save_load import contents, refused
+
+
+def built(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4))
+
+
+def example():
+    return torch.linspace(-1, 1, 21).view(3, 7)
+
+
+def channels(schedule=(9, 5)):
+    return keepk.channels(["0", "3"], keep=5, name="channels", schedule=[21, *schedule])
+
+
+def weights(schedule=(60, 20)):
+    return keepk.weights("*.weight", exclude="1.weight", keep=20, name="weights", schedule=[120, *schedule])
+
+
+def entry(kind, total, asked, kept):
+    return {"kind": kind, "total": total, "asked": asked, "kept": kept}
+
+
+RUNS = {
+    "channels": ([channels()], {}),
+    "channels, masked": ([channels()], {"shrink": "never"}),
+    "weights": ([weights()], {}),
+    "both": ([channels(), weights()], {}),
+    "both, at the end": ([channels(), weights()], {"shrink": "end"}),
+}
+
+
+def ran(name, events=3, model=None):
+    model = built() if model is None else model
+    pruner = keepk.Pruner(model, RUNS[name][0], example=example(), **RUNS[name][1])
+    for _ in range(events):
+        pruner.step()
+    return model, pruner
+
+
+def written(folder):
+    return json.loads((folder / "arch.json").read_text())
+
+
+def certificate_of(model):
+    return to_document(describe(model))["certificate"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_in_the_file_and_comes_back_with_the_model(tmp_path, name):
+    model, pruner = ran(name)
+    wanted = {}
+    if "weights" in pruner.kept:
+        wanted["weights"] = entry("weights", 7 * 12 + 12 * 9 + 9 * 4, 20, 20)
+    if "channels" in pruner.kept:
+        wanted["channels"] = entry("channels", 21, 5, 5)
+    assert pruner.certificate == wanted
+    keepk.save(model, tmp_path / "first")
+    assert written(tmp_path / "first")["certificate"] == wanted
+    fresh = keepk.load(tmp_path / "first", built(seed=5))
+    assert certificate_of(fresh) == wanted
+    keepk.save(fresh, tmp_path / "second")
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+
+
+@pytest.mark.parametrize("name", ["channels", "weights"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_and_pickles_have_it_and_it_is_their_own(tmp_path, copied, name):
+    model, pruner = ran(name, events=2)
+    twin = copied(model)
+    keepk.save(model, tmp_path / "model")
+    keepk.save(twin, tmp_path / "twin")
+    assert contents(tmp_path / "model") == contents(tmp_path / "twin")
+    before = certificate_of(twin)
+    pruner.step()
+    assert certificate_of(model) != certificate_of(twin) == before
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_says_what_is_kept_at_every_event(tmp_path, name):
+    """A model that is saved on the way says that it is on the way."""
+    for events in range(4):
+        model, pruner = ran(name, events=events)
+        keepk.save(model, tmp_path / str(events))
+        said = written(tmp_path / str(events))["certificate"]
+        assert said == (pruner.certificate if events else {})
+        for space, it in said.items():
+            assert it["kept"] == pruner.kept[space]
+            assert (it["kept"] == it["asked"]) == (events == 3)
+
+
+def test_the_channels_that_it_counts_are_those_of_the_tensors(tmp_path):
+    model, _ = ran("channels")
+    keepk.save(model, tmp_path)
+    document = written(tmp_path)
+    widths = [len(_indices(document["tensors"][f"{layer}.weight"]["kept"]["0"])) for layer in (0, 3)]
+    assert sum(widths) == document["certificate"]["channels"]["kept"] == 5
+
+
+def _indices(text):
+    runs = (part.split(":") for part in text.split(", "))
+    return [index for first, *end in runs for index in range(int(first), int(end[0]) if end else int(first) + 1)]
+
+
+def test_a_model_that_no_run_made_has_none(tmp_path):
+    model = built()
+    keepk.save(model, tmp_path / "dense")
+    keepk.shrink(model, keepk.trace(model, example()), [0, 1])
+    keepk.save(model, tmp_path / "shrunk")
+    for folder in ("dense", "shrunk"):
+        assert written(tmp_path / folder)["certificate"] == {}
+        assert "certificate" not in record_of(keepk.load(tmp_path / folder, built()))
+
+
+def test_a_load_brings_the_saved_run_in_place_of_the_models_own(tmp_path):
+    """A model whose weights were pruned is still of its dense shape, so that another can be loaded into it."""
+    keepk.save(built(), tmp_path / "dense")
+    keepk.save(ran("channels")[0], tmp_path / "channels")
+    for folder in ("dense", "channels"):
+        model = keepk.load(tmp_path / folder, ran("weights")[0])
+        keepk.save(model, tmp_path / "again")
+        assert contents(tmp_path / "again") == contents(tmp_path / folder)
+
+
+def test_a_resumed_run_certifies_what_it_loaded():
+    _, source = ran("both", events=2)
+    model, pruner = ran("both", events=0)
+    pruner.load_state_dict(source.state_dict())
+    assert certificate_of(model) == source.certificate
+    pruner.step()
+    assert certificate_of(model) == {
+        "weights": entry("weights", 228, 20, 20),
+        "channels": entry("channels", 21, 5, 5),
+    }
+
+
+def test_readings_of_a_dense_block_are_certified_too(tmp_path):
+    model, pictures = NETWORKS["dense_block"]()
+    pruner = keepk.Pruner(model, keepk.channels("norms.*", keep=20, at="input"), example=pictures)
+    pruner.step()
+    keepk.save(model, tmp_path)
+    assert written(tmp_path)["certificate"] == {"norms.*": entry("channels", 8 + 12 + 16, 20, 20)}
+    assert certificate_of(keepk.load(tmp_path, NETWORKS["dense_block"](seed=3)[0])) == pruner.certificate
+
+
+def rewritten(folder, change, *, signed):
+    document = written(folder)
+    document["certificate"] = change(document["certificate"])
+    if signed:
+        document["sha256"] = digest(document)
+    (folder / "arch.json").write_text(json.dumps(document))
+
+
+def test_an_edited_certificate_is_refused(tmp_path):
+    keepk.save(ran("weights")[0], tmp_path)
+    rewritten(tmp_path, lambda said: {"weights": {**said["weights"], "kept": 19}}, signed=False)
+    refused(tmp_path, built(), "arch.json: was edited or damaged after it was written: its sha256 differs")
+    rewritten(tmp_path, lambda _: {}, signed=False)
+    refused(tmp_path, built(), "its sha256 differs")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kept": 20.0}, "kept of the certificate of 'weights' is 20.0"),
+        ({"kept": True}, "kept of the certificate of 'weights' is True"),
+        ({"kept": -1}, "kept of the certificate of 'weights' is -1"),
+        ({"kept": 229}, "kept of the certificate of 'weights' is 229"),
+        ({"asked": 229}, "asked of the certificate of 'weights' is 229"),
+        ({"asked": None}, "asked of the certificate of 'weights' is None"),
+        ({"total": "228"}, "total of the certificate of 'weights' is '228'"),
+        ({"kind": "neurons"}, "kind of the certificate of 'weights' is 'neurons'"),
+        ({"kind": ["weights"]}, "kind of the certificate of 'weights' is"),
+    ],
+)
+def test_a_certificate_that_no_run_gives_is_refused_even_if_it_is_signed(tmp_path, change, words):
+    keepk.save(ran("weights")[0], tmp_path)
+    rewritten(tmp_path, lambda said: {"weights": {**said["weights"], **change}}, signed=True)
+    refused(tmp_path, built(), f"is not laid out as keepk.save writes it .*{words}")
+
+
+@pytest.mark.parametrize("certificate", [[], None, "all", {"weights": {}}, {"weights": None}, {"weights": [20]}])
+def test_a_certificate_of_another_layout_is_refused(tmp_path, certificate):
+    keepk.save(ran("weights")[0], tmp_path)
+    rewritten(tmp_path, lambda _: certificate, signed=True)
+    refused(tmp_path, built(), "is not laid out as keepk.save writes it")
+
+
+def test_a_file_from_before_there_were_certificates_is_read(tmp_path):
+    keepk.save(built(), tmp_path)
+    document = written(tmp_path)
+    del document["certificate"]
+    document["sha256"] = digest(document)
+    (tmp_path / "arch.json").write_text(json.dumps(document))
+    assert certificate_of(keepk.load(tmp_path, built(seed=4))) == {}
