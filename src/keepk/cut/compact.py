@@ -1,0 +1,240 @@
+"""`compact`: take out what weight pruning has left dead."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from keepk.cut.constants import fold, reader_paths, readings
+from keepk.cut.dead import Flags, dead_units, removable, would_matter
+from keepk.cut.dead_flow import Flow, NotFollowed
+from keepk.cut.shrink import prepare
+from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
+from keepk.errors import ShrinkError
+from keepk.graph.edits import Edits
+from keepk.graph.graph import Graph
+from keepk.graph.shell import META, Example, Workshop
+from keepk.graph.trace import trace
+from keepk.graph.wrappers import unwrap
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """What `compact` did.
+
+    Attributes:
+        rounds: How many sweeps found something.
+        unread: Units removed because nothing that they compute reaches the output.
+        unfed: Units removed because no input reaches them.
+        folded: How many of those were constants other than zero, folded into biases.
+        edits: What was cut; empty if nothing was.
+        parameters_before: Parameters of the model before.
+        parameters_after: Parameters of the model now.
+        note: Why nothing more could be proved dead; empty where the model could be followed.
+    """
+
+    rounds: int
+    unread: int
+    unfed: int
+    folded: int
+    edits: tuple[Edits, ...]
+    parameters_before: int
+    parameters_after: int
+    note: str = ""
+
+    @property
+    def removed(self) -> dict[str, int]:
+        """How many units went, by reason."""
+        return {"unread": self.unread, "unfed": self.unfed}
+
+    @property
+    def units(self) -> int:
+        """How many units went."""
+        return self.unread + self.unfed
+
+    def __len__(self) -> int:
+        return self.units
+
+    def __str__(self) -> str:
+        """One line for people."""
+        if self.note and not self.units:
+            return f"nothing removed: {self.note}"
+        reasons = f"{self.unread} without a reader, {self.unfed} without an input, {self.folded} folded into biases"
+        sizes = f"{self.parameters_before:,} -> {self.parameters_after:,} parameters"
+        rounds = f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
+        return f"{self.units} dead units removed in {rounds} ({reasons}): {sizes}"
+
+
+def compact(
+    model: nn.Module,
+    example: Any,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    followers: Sequence[nn.Module | dict[str, Tensor]] = (),
+) -> Compaction:
+    """Remove the units that zeros among the weights have left dead, in place; in eval mode the model computes the same.
+
+    A unit is dead if nothing that it computes reaches the output, or if no input reaches it. In the second case it is
+    a constant c, which is folded into the biases of the layers that read it, b + W c; where that is not exact (zeros
+    padded around it, no bias) the unit stays. One unit is left of every layer.
+
+    Args:
+        model: A model of which weights were set to zero.
+        example: What its forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments. What
+            is removed is dead for all inputs of these shapes, whatever their numbers; the batch may have any size.
+        optimizer: Its state is cut along. Several may be given.
+        followers: Copies and averages of the model, which are cut along; folded constants are added to their biases.
+
+    Examples:
+        >>> import keepk
+        >>> net = nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 3))
+        >>> with torch.no_grad():
+        ...     net[0].weight[:2] = 0  # no input reaches these two
+        ...     net[2].weight[:, 3:] = 0  # and nobody reads these three
+        >>> print(compact(net, torch.zeros(2, 4)))
+        5 dead units removed in 1 round (3 without a reader, 2 without an input, 2 folded into biases):
+        51 -> 11 parameters
+    """
+    if not isinstance(model, nn.Module):
+        raise ShrinkError(f"compact: got {type(model).__name__} as the model. Give a torch.nn.Module.")
+    before, note, done = _count(model), "", list[tuple[_Found, Edits]]()
+    with ExitStack() as undos, torch.inference_mode(False), torch.no_grad():
+        try:
+            while (found := _sweep(model, example, first=not done)).gone.any():
+                undo, edits = _commit(model, found, optimizer, followers)
+                undos.callback(undo)
+                done.append((found, edits))
+        except NotFollowed as reason:
+            note = str(reason)
+        undos.pop_all()
+    return Compaction(
+        rounds=len(done),
+        unread=sum(int((found.gone & ~found.unfed).sum()) for found, _ in done),
+        unfed=sum(int(found.unfed.sum()) for found, _ in done),
+        folded=sum(int(found.folded.sum()) for found, _ in done),
+        edits=tuple(edits for _, edits in done),
+        parameters_before=before,
+        parameters_after=_count(model),
+        note=note,
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Which units go, which of them because no input reaches them, which were folded, and what biases become."""
+
+    graph: Graph
+    gone: Flags
+    unfed: Flags
+    folded: Flags
+    biases: dict[str, Tensor]
+
+
+def _sweep(model: nn.Module, example: Any, *, first: bool) -> _Found:
+    """What is dead in a model, found on a copy: fold what then goes, and nothing else."""
+    graph, given, inner = trace(model, example), Example.of(example), unwrap(model)
+    nothing = np.zeros(len(graph.units), bool)
+    if not len(graph.units):
+        return _Found(graph, nothing, nothing, nothing, {})
+    if first:
+        _refuse_looking(inner, given)
+    workshop = Workshop(inner, given, None)
+    copy = workshop.copy()
+    flow = Flow(copy, reader_paths(copy)).run(workshop)
+    constants, matters, wanted = readings(copy, flow), would_matter(graph, copy, flow), ~graph.units.lossy
+    while True:
+        lost, folded = fold(graph, copy, constants, wanted)
+        after = Flow(copy, ()).run(workshop) if lost.any() else flow
+        chosen = removable(graph, dead_units(graph, copy, after) & wanted)
+        if not (lost & ~chosen).any():
+            return _Found(graph, chosen, chosen & (lost | matters), folded, _new_biases(copy, inner))
+        wanted = chosen
+        _restore(copy, inner)
+
+
+def _new_biases(copy: nn.Module, model: nn.Module) -> dict[str, Tensor]:
+    old = dict(model.named_parameters())
+    biases = [(name, new) for name, new in copy.named_parameters() if name.rpartition(".")[2] == "bias"]
+    return {name: new.detach() for name, new in biases if not torch.equal(new, old[name])}
+
+
+def _restore(copy: nn.Module, model: nn.Module) -> None:
+    for mine, original in zip(copy.parameters(), model.parameters(), strict=True):
+        mine.copy_(original)
+
+
+def _refuse_looking(model: nn.Module, example: Example) -> None:
+    """A forward that works without values cannot decide anything by them."""
+    workshop = Workshop(model, example, META)
+    try:
+        with workshop.running() as given:
+            workshop.copy()(*given.arguments, **given.by_name)
+    except Exception as error:
+        raise NotFollowed(f"forward seems to look at values ({type(error).__name__}: {error})") from error
+
+
+def _commit(
+    model: nn.Module,
+    found: _Found,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    followers: Sequence[nn.Module | dict[str, Tensor]],
+) -> tuple[Undo, Edits]:
+    """Biases and cuts, all or nothing; the way back."""
+    changes = list[Change]()
+    named = dict(unwrap(model).named_parameters())
+    following = [_tensors_of(follower) for follower in followers]
+    for name, new in found.biases.items():
+        changes.append(_new_values(named[name], new))
+        for held in (held[name] for held in following if name in held):
+            _refuse_other_shape(name, held, new)
+            changes.append(_new_values(held, held + (new - named[name])))
+    done = list[Edits]()
+
+    def cut() -> Undo:
+        # Prepared now, so that what is cut has the new biases.
+        units = np.flatnonzero(found.gone).tolist()
+        prepared = prepare(model, found.graph, units, optimizer=optimizer, followers=followers)
+        done.append(prepared.edits)
+        return prepared.apply()
+
+    return all_or_nothing([*changes, cut]), done[0]
+
+
+def _tensors_of(follower: object) -> dict[str, Tensor]:
+    """The tensors of a follower by the model's names; what cannot follow is refused by `shrink`."""
+    if isinstance(follower, AveragedModel):
+        follower = follower.module
+    if isinstance(follower, nn.Module):
+        return dict(unwrap(follower).named_parameters())
+    return follower if isinstance(follower, dict) else {}
+
+
+def _refuse_other_shape(name: str, held: Tensor, new: Tensor) -> None:
+    if held.shape != new.shape:
+        raise ShrinkError(
+            f"followers: {name!r} has shape {tuple(held.shape)}, the model's {tuple(new.shape)}. "
+            f"A follower must have followed every shrink before."
+        )
+
+
+def _new_values(bias: Tensor, values: Tensor) -> Change:
+    def change() -> Undo:
+        old = bias.detach().clone()
+
+        def undo() -> None:
+            bias.detach().copy_(old)
+
+        with undone_by(undo):
+            bias.detach().copy_(values)
+            return undo
+
+    return change
+
+
+def _count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

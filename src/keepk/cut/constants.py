@@ -1,0 +1,121 @@
+"""Channels that are one constant for every input: folded into the bias of the layer that reads them.
+
+A layer with weight W and bias b that reads a channel of constant value c gives the same with b + W c and no such
+channel, if it meets c at every place: not where zeros are added at the edges of a picture.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from keepk.cut.dead import Flags, column_units
+from keepk.cut.dead_flow import Flow, Input
+from keepk.graph.graph import Graph
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+READERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
+ROUNDING = 32  # units in the last place by which sums of the same numbers may differ from place to place
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A layer and the constants that it reads: one for each input channel, NaN where it varies."""
+
+    path: str
+    constants: Tensor
+
+
+def reader_paths(model: nn.Module) -> list[str]:
+    """The plain layers whose weight and bias are their own."""
+    owners: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return [
+        path
+        for path, module in model.named_modules()
+        if type(module) in READERS
+        and getattr(module, "groups", 1) == 1
+        and set(module._parameters) == {"weight", "bias"}
+        and all(owners[id(parameter)] == 1 for parameter in module.parameters())
+    ]
+
+
+def readings(model: nn.Module, flow: Flow) -> list[Reading]:
+    """What the layers read that are called once, and whose weights nobody else uses."""
+    modules = dict(model.named_modules())
+    return [
+        Reading(path, _constants(modules[path], calls[0]))
+        for path, calls in flow.calls.items()
+        if len(calls) == 1 and all(flow.uses[id(parameter)] == 1 for parameter in modules[path].parameters())
+    ]
+
+
+def _constants(module: nn.Module, given: Input) -> Tensor:
+    """The value of each channel if it is the same constant at every place, else NaN."""
+    weight, tensor = module.get_parameter("weight"), given.tensor
+    channels = weight.shape[_read_dim(module)]
+    dim = tensor.ndim - 1 if isinstance(module, nn.Linear) else tensor.ndim + 1 - weight.ndim
+    unknown = torch.full((channels,), torch.nan, dtype=torch.float64, device=weight.device)
+    if tensor._version != given.version or not tensor.is_floating_point() or not tensor.numel():
+        return unknown
+    if not 0 <= dim < tensor.ndim or tensor.shape[dim] != channels:
+        return unknown
+    values = tensor.movedim(dim, 0).reshape(channels, -1).to(torch.float64)
+    varies = given.knowledge.varies.movedim(dim, 0).reshape(channels, -1).any(dim=1)
+    low, high = values.amin(dim=1), values.amax(dim=1)
+    slack = ROUNDING * torch.finfo(tensor.dtype).eps * torch.maximum(low.abs(), high.abs())
+    return torch.where(varies | ~(high - low <= slack) | ~low.isfinite(), unknown, (low + high) / 2)
+
+
+def _read_dim(module: nn.Module) -> int:
+    return 0 if isinstance(module, TRANSPOSED) else 1
+
+
+def _meets_everywhere(module: nn.Module) -> bool:
+    """Whether a constant other than zero comes out the same at every place, and there is a bias to take it."""
+    if getattr(module, "bias", None) is None or isinstance(module, TRANSPOSED):
+        return False
+    padding = getattr(module, "padding", 0)
+    return padding == "valid" or (not isinstance(padding, str) and not np.any(padding))
+
+
+@torch.no_grad()
+def fold(graph: Graph, model: nn.Module, found: list[Reading], wanted: Flags) -> tuple[Flags, Flags]:
+    """Fold the constants of the wanted units wherever that is exact; their columns are zero then.
+
+    Returns which units lost a column, and which of them gave a constant other than zero to a bias.
+    """
+    lost, given = np.zeros(len(wanted), bool), np.zeros(len(wanted), bool)
+    for module, units, constants in _columns(graph, model, found):
+        weight = module.get_parameter("weight")
+        columns = weight.movedim(_read_dim(module), 0)
+        foldable = ~constants.isnan() & (columns != 0).flatten(1).any(dim=1)
+        if not _meets_everywhere(module):
+            foldable &= constants == 0
+        asked = (units >= 0) & wanted[units] & foldable.cpu().numpy()
+        index = torch.from_numpy(np.flatnonzero(asked)).to(weight.device)
+        if len(index):
+            _into_bias(module, columns[index], constants[index])
+            columns[index] = 0
+            lost[units[asked]] = True
+            given[units[asked & (constants != 0).cpu().numpy()]] = True
+    return lost, given
+
+
+def _columns(graph: Graph, model: nn.Module, found: list[Reading]) -> Iterator[tuple[nn.Module, np.ndarray, Tensor]]:
+    """By layer, the unit and the constant of each column."""
+    modules = dict(model.named_modules())
+    for reading in found:
+        module, name = modules[reading.path], f"{reading.path}.weight".removeprefix(".")
+        yield module, column_units(graph, name, _read_dim(module)), reading.constants
+
+
+def _into_bias(module: nn.Module, columns: Tensor, constants: Tensor) -> None:
+    if bool((constants != 0).any()):
+        sums = columns.flatten(2).sum(dim=2, dtype=torch.float64) if columns.ndim > 2 else columns.to(torch.float64)
+        bias = module.get_parameter("bias")
+        bias.copy_((bias.to(torch.float64) + constants @ sums).to(bias.dtype))

@@ -1,0 +1,75 @@
+"""An operation of the forward pass, and how it passes influence on.
+
+Every operation is stood in for by one on masks, numbers that are 1 where an element can be other than zero: a sum of
+products of its inputs' masks, positive exactly where influence passes. Its gradient says which inputs reach an output.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from keepk.graph.call import base_name
+
+Masks: TypeAlias = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The stand-in of one operation.
+
+    Attributes:
+        through: From the masks of the inputs to those of the outputs.
+        product: Whether inputs are multiplied, so that a zero in one of them stops the others.
+        edges: Whether what becomes of a constant other than zero depends on the place or on how many there are: zeros
+            are added around it, or it is summed up.
+    """
+
+    through: Callable[[Masks], list[Tensor]]
+    product: bool = False
+    edges: bool = False
+
+
+class Operation:
+    """An operation that ran: its name, the tensors among its arguments in order, and the tensors that it returned."""
+
+    def __init__(self, function: Any, arguments: Sequence[Any], by_name: dict[str, Any], result: Any) -> None:
+        self.function, self.name = function, base_name(function).removeprefix("aten::")
+        self._leaves, self._tree = tree_flatten((tuple(arguments), by_name))
+        self.inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.shapes = [tuple(output.shape) for output in self.outputs]
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by the names of the schema, defaults filled in."""
+        positional, by_name = tree_unflatten(self._leaves, self._tree)
+        schema = self.function._schema.arguments
+        given = {argument.name: value for argument, value in zip(schema, positional, strict=False)}
+        defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+        return {**defaults, **given, **by_name}
+
+    @cached_property
+    def written(self) -> list[Tensor]:
+        """The inputs that it writes into."""
+        marked = {a.name for a in self.function._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        values = [value for name, value in self.arguments.items() if name in marked]
+        return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+    def again(self) -> Callable[[Masks], list[Tensor]]:
+        """The operation itself, on masks in the place of tensors."""
+        kept = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        function, tree = self.function, self._tree
+
+        def through(masks: Masks) -> list[Tensor]:
+            leaves = list(kept)
+            for place, mask in zip(places, masks, strict=True):
+                leaves[place] = mask
+            positional, by_name = tree_unflatten(leaves, tree)
+            return [leaf for leaf in tree_leaves(function(*positional, **by_name)) if isinstance(leaf, Tensor)]
+
+        return through

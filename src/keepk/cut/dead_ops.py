@@ -1,0 +1,239 @@
+"""The stand-ins of operations: which elements of the inputs can matter to which elements of the outputs.
+
+That of a convolution is the convolution itself, that of anything element by element is a sum. An operation without one
+passes everything on to everything.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from keepk.cut.dead_operation import Masks, Operation, Spread
+from keepk.graph.call import is_pointwise
+from keepk.graph.rules.pooling import POOLS, SPATIAL
+
+Builder: TypeAlias = Callable[[Operation], Spread]
+BUILDERS: dict[str, Builder] = {}
+
+
+def _builds(*names: str) -> Callable[[Builder], Builder]:
+    def register(builder: Builder) -> Builder:
+        BUILDERS.update(dict.fromkeys(names, builder))
+        return builder
+
+    return register
+
+
+def spread_of(operation: Operation) -> Spread:
+    """The stand-in of an operation; of one that is not known, everything reaches everything."""
+    builder = BUILDERS.get(operation.name)
+    if builder is None:
+        builder = by_element if is_pointwise(operation.function) else everywhere
+    return builder(operation)
+
+
+def everywhere(operation: Operation) -> Spread:
+    """Every input reaches every output."""
+    return to_all(operation.shapes)
+
+
+def to_all(shapes: Sequence[tuple[int, ...]]) -> Spread:
+    """Everything reaches everything in outputs of these shapes."""
+    return Spread(lambda masks: [_total(masks).expand(shape) for shape in shapes])
+
+
+@_builds("where", "masked_fill", "_prelu_kernel", "lerp", "celu", "clamp", "hardswish", "log_sigmoid_forward", "fill",
+         "zero", "floor_divide", "hardtanh", "softplus")  # fmt: skip
+def by_element(operation: Operation) -> Spread:
+    """Element by element, with broadcasting."""
+    shapes = operation.shapes
+    return Spread(lambda masks: [_sum([mask.broadcast_to(shape) for mask in masks]) for shape in shapes])
+
+
+@_builds("mul")
+def _times(operation: Operation) -> Spread:
+    if len(operation.inputs) != 2:
+        return by_element(operation)
+    return Spread(lambda masks: [masks[0] * masks[1]], product=True)
+
+
+@_builds("glu")
+def _gated(operation: Operation) -> Spread:
+    dim = operation.arguments["dim"]
+
+    def through(masks: Masks) -> list[Tensor]:
+        value, gate = masks[0].chunk(2, dim)
+        return [value * (1 + gate)]  # a gate is never quite shut
+
+    return Spread(through, product=True)
+
+
+@_builds("copy")
+def _written(operation: Operation) -> Spread:
+    shape = operation.shapes[0]
+    return Spread(lambda masks: [masks[1].broadcast_to(shape)])
+
+
+@_builds("detach", "alias", "_to_copy", "clone", "lift_fresh", "lift_fresh_copy", "contiguous", "view", "_unsafe_view",
+         "reshape", "_reshape_alias", "unflatten", "flatten")  # fmt: skip
+def _same(operation: Operation) -> Spread:
+    shape = operation.shapes[0]
+    return Spread(lambda masks: [masks[0].reshape(shape)])
+
+
+@_builds("permute", "t", "transpose", "numpy_T", "mT", "unsqueeze", "squeeze", "expand", "flip", "repeat", "cat",
+         "stack", "slice", "narrow", "select", "unbind", "split", "split_with_sizes", "chunk", "unsafe_split",
+         "unsafe_split_with_sizes", "unsafe_chunk", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
+         "native_channel_shuffle", "unfold")  # fmt: skip
+def _moved(operation: Operation) -> Spread:
+    return everywhere(operation) if operation.written else Spread(operation.again())
+
+
+@_builds("constant_pad_nd")
+def _padded(operation: Operation) -> Spread:
+    pad = list(operation.arguments["pad"])
+    return Spread(lambda masks: [F.pad(masks[0], pad)], edges=True)
+
+
+@_builds("convolution", "_convolution")
+def _convolved(operation: Operation) -> Spread:
+    given = operation.arguments
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    settings = [given[name] for name in names]
+
+    def through(masks: Masks) -> list[Tensor]:
+        bias = masks[2] if len(masks) > 2 else None
+        return [torch.ops.aten.convolution.default(masks[0], masks[1], bias, *settings)]
+
+    return Spread(through, product=True, edges=bool(given["transposed"]) or any(given["padding"]))
+
+
+PRODUCTS: dict[str, Callable[..., Tensor]] = {
+    "mm": torch.mm, "bmm": torch.bmm, "addmm": torch.addmm, "baddbmm": torch.baddbmm, "mv": torch.mv, "dot": torch.dot,
+    "linear": F.linear,
+}  # fmt: skip
+
+
+@_builds(*PRODUCTS)
+def _multiplied(operation: Operation) -> Spread:
+    product = PRODUCTS[operation.name]
+    return Spread(lambda masks: [product(*masks)], product=True)
+
+
+@_builds("embedding")
+def _embedded(operation: Operation) -> Spread:
+    shape = operation.shapes[0]
+
+    def through(masks: Masks) -> list[Tensor]:
+        rows, index = masks
+        return [rows.sum(0).broadcast_to(shape) * (1 + index.unsqueeze(-1))]
+
+    return Spread(through, product=True)
+
+
+@_builds("native_batch_norm", "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "batch_norm",
+         "_batch_norm_no_update")  # fmt: skip
+def _batch_normalised(operation: Operation) -> Spread:
+    given, shapes = operation.arguments, operation.shapes
+    carriers = [given.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    rank = len(shapes[0])
+    if given.get("training", False) or carriers[2] is None or carriers[3] is None or rank < 2:
+        return everywhere(operation)
+    there = [carrier is not None for carrier in carriers]
+    channels = tuple(-1 if dim == 1 else 1 for dim in range(rank))
+
+    def through(masks: Masks) -> list[Tensor]:
+        left = iter(mask.view(channels) for mask in masks[1:])
+        scale, shift = (next(left) if found else None for found in there[:2])
+        mean, variance = left
+        scaled = (masks[0] + mean) * (1 + variance)  # a variance of zero stops nothing
+        scaled = scaled if scale is None else scaled * scale
+        return [scaled if shift is None else scaled + shift, *(_total(masks).expand(shape) for shape in shapes[1:])]
+
+    return Spread(through, product=True)
+
+
+@_builds("native_layer_norm", "_fused_rms_norm")
+def _layer_normalised(operation: Operation) -> Spread:
+    rank = operation.inputs[0].ndim
+    over = tuple(range(rank - len(operation.arguments["normalized_shape"]), rank))
+    shapes = operation.shapes
+
+    def through(masks: Masks) -> list[Tensor]:
+        total = masks[0].sum(over, keepdim=True)
+        output = _sum([mask.broadcast_to(shapes[0]) for mask in (total, *masks[1:])])
+        return [output, *(total.reshape(shape) for shape in shapes[1:])]
+
+    return Spread(through)
+
+
+@_builds("native_group_norm")
+def _group_normalised(operation: Operation) -> Spread:
+    shape, groups = operation.shapes[0], operation.arguments["group"]
+    channels = tuple(-1 if dim == 1 else 1 for dim in range(len(shape)))
+
+    def through(masks: Masks) -> list[Tensor]:
+        fibres = masks[0].reshape(shape[0], groups, -1)
+        total = fibres.sum(2, keepdim=True)
+        output = _sum([total.expand_as(fibres).reshape(shape), *(mask.view(channels) for mask in masks[1:])])
+        return [output, total[:, :, 0], total[:, :, 0]]
+
+    return Spread(through)
+
+
+# Of equal numbers these give the same however many there are; a sum does not.
+WHATEVER_THE_SIZE = {"mean", "amax", "amin", "max", "min", "any", "all", "var", "std"}
+
+
+@_builds("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sum", "mean", "amax",
+         "amin", "var", "std", "norm", "linalg_vector_norm", "prod", "logsumexp", "any", "all")  # fmt: skip
+def _over_dims(operation: Operation) -> Spread:
+    if len(operation.inputs) != 1:
+        return everywhere(operation)
+    given = operation.arguments.get("dim")
+    dims = tuple(given) if isinstance(given, Sequence) else () if given is None else (given,)
+    rank = operation.inputs[0].ndim
+    spread = _mixed(operation, tuple(dim % rank for dim in dims) if rank else ())
+    return Spread(spread.through, edges=operation.name not in WHATEVER_THE_SIZE)
+
+
+@_builds("max", "min")
+def _extreme(operation: Operation) -> Spread:
+    return by_element(operation) if len(operation.inputs) == 2 else _over_dims(operation)
+
+
+@_builds(*POOLS)
+def _pooled(operation: Operation) -> Spread:
+    if len(operation.inputs) != 1:
+        return everywhere(operation)
+    rank = operation.inputs[0].ndim
+    count = next((n for mark, n in SPATIAL.items() if mark in operation.name), 2)
+    padding = operation.arguments.get("padding", 0)
+    padded = any(padding) if isinstance(padding, Sequence) else bool(padding)
+    spread = _mixed(operation, tuple(range(rank - count, rank)))
+    # A maximum is taken over real elements only; so are the frames that repeat what is there.
+    return Spread(spread.through, edges=padded and operation.name.startswith("avg_pool"))
+
+
+def _mixed(operation: Operation, dims: tuple[int, ...]) -> Spread:
+    """Everything along the dims reaches everything along them; no dims means all."""
+    rank, shapes = operation.inputs[0].ndim, operation.shapes
+    over = dims or tuple(range(rank))
+
+    def through(masks: Masks) -> list[Tensor]:
+        total = masks[0].sum(over, keepdim=True) if rank else masks[0]
+        squeezed = total.squeeze(over) if rank else total
+        return [(total if len(shape) == rank else squeezed).broadcast_to(shape) for shape in shapes]
+
+    return Spread(through)
+
+
+def _total(masks: Masks) -> Tensor:
+    return torch.stack([mask.sum() for mask in masks]).sum()
+
+
+def _sum(masks: Masks) -> Tensor:
+    return sum(masks[1:], masks[0])
