@@ -1,0 +1,148 @@
+"""What running a model here and elsewhere takes: other batches, onnxruntime, how far outputs differ, a quiet place."""
+
+import gc
+import importlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from keepk.errors import KeepkError, TraceError
+from keepk.graph.shell import Example
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors of a nested value, in order; an example's are those of its arguments."""
+    parts = (value.arguments, value.by_name) if isinstance(value, Example) else value
+    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]
+
+
+def rows_of(example: Example) -> int:
+    """How many rows an example has: the first dim of its first tensor.
+
+    >>> rows_of(Example.of({"ids": torch.zeros(3, 5), "scale": 2.0}))
+    3
+    """
+    first = next(iter(tensors_of(example)), None)
+    if first is None or first.dim() == 0 or len(first) == 0:
+        got = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"
+        raise TraceError(f"example: has {got}, so there is no batch to change. Let the first dim be the batch.")
+    return len(first)
+
+
+def is_batched(value: object, rows: int) -> bool:
+    """Whether a value is a tensor whose first dim is the batch."""
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def with_rows(example: Example, rows: int) -> Example:
+    """The example with so many rows: its own, again and again. Tensors of another length stay as they are.
+
+    >>> with_rows(Example.of(torch.tensor([[1], [2], [3]])), 5).arguments[0].T
+    tensor([[1, 2, 3, 1, 2]])
+    """
+    before = rows_of(example)
+
+    def repeated(value: Any) -> Any:
+        # A concatenation keeps channels_last.
+        return torch.cat([value] * -(-rows // before))[:rows] if is_batched(value, before) else value
+
+    return Example(tree_map(repeated, example.arguments), tree_map(repeated, example.by_name))
+
+
+def bound(model: nn.Module, example: Example) -> dict[str, Any]:
+    """The arguments by the names that forward gives them, in its order."""
+    return dict(inspect.signature(model.forward).bind(*example.arguments, **example.by_name).arguments)
+
+
+def in_order(model: nn.Module, example: Example) -> Example:
+    """Keyword arguments in the order of forward, which is the order of an ONNX file's inputs."""
+    first = {name: example.by_name[name] for name in bound(model, example) if name in example.by_name}
+    return Example(example.arguments, {**first, **example.by_name})
+
+
+def require_packages(verb: str, *packages: str) -> None:
+    """Refuse before any work what would fail for a missing package."""
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as missing:
+            raise KeepkError(f'{verb}: {missing.name} is not installed. Run: pip install "keepk[onnx]"') from None
+
+
+def open_session(path: Path, threads: int | None = None) -> Any:
+    """An ONNX file in onnxruntime, on the CPU."""
+    import onnxruntime  # noqa: PLC0415 - the extra keepk[onnx]
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors only
+    # Threads that wait busily would take the cores from whoever runs next.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def feeds(session: Any, model: nn.Module, example: Example) -> dict[str, Any]:
+    """An example as onnxruntime takes it: arrays by the names in the file."""
+    tensors = tensors_of(in_order(model, example))
+    return {put.name: tensor.numpy(force=True) for put, tensor in zip(session.get_inputs(), tensors, strict=True)}
+
+
+def difference(wanted: Tensor, got: Tensor) -> float:
+    """max|a - b| / max|a| over the finite a; infinite where the shapes differ, or what is not finite.
+
+    >>> difference(torch.tensor([4.0, -8.0]), torch.tensor([4.0, -6.0]))
+    0.25
+    """
+    if wanted.shape != got.shape:
+        return float("inf")
+    if wanted.numel() == 0:
+        return 0.0
+    ours, theirs = wanted.detach().cpu().double(), got.double()
+    alike = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    gap = (ours - theirs).abs().masked_fill(alike, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf")).max()
+    scale = ours.abs().masked_fill(~ours.isfinite(), 0.0).max()
+    return float(gap / scale if scale > 0 else gap)
+
+
+@contextmanager
+def threads_set(count: int | None) -> Iterator[int]:
+    """So many threads for an operation, or as many as it has; how many that is."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
+    """All modules evaluate; each gets its own mode back."""
+    before = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collection would hit one of the two at random."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
