@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import keepk
 from keepk.cli.commands import app
 from keepk.errors import DataError
-from keepk.paper import lenet, results
+from keepk.paper import experiments, results
 from keepk.paper.data import MNIST_FILES, Mnist, Split
 from keepk.paper.models import LeNet5, LeNet300
 from keepk.paper.recipes import Recipe, Stage, saliency
@@ -374,9 +374,9 @@ def published(tmp_path_factory):
 
 @pytest.fixture
 def one_seed(monkeypatch, published, tmp_path):
-    monkeypatch.setitem(lenet.EXPERIMENTS, "lenet-300-100", {"paper": TINY})
+    monkeypatch.setitem(experiments.EXPERIMENTS, "lenet-300-100", {"paper": TINY})
     folders = {"data": published, "results": tmp_path / "results", "runs": tmp_path / "runs"}
-    return partial(lenet._one_seed, "lenet-300-100", "paper", 2, threads=1, **folders)
+    return partial(experiments._one_seed, "lenet-300-100", "paper", 2, threads=1, **folders)
 
 
 def test_a_seed_writes_one_line_a_point_and_only_once(one_seed, tmp_path, capsys):
@@ -417,9 +417,9 @@ def test_a_seed_killed_before_its_mark_is_written_again_and_counts_once(one_seed
 
 def test_a_run_of_a_changed_recipe_does_not_go_on(one_seed, monkeypatch):
     one_seed()
-    recipe = lenet.EXPERIMENTS["lenet-300-100"]["paper"]
+    recipe = experiments.EXPERIMENTS["lenet-300-100"]["paper"]
     changed = replace(recipe, stages=[replace(stage, lr=0.5) for stage in recipe.stages])
-    monkeypatch.setitem(lenet.EXPERIMENTS["lenet-300-100"], "paper", changed)
+    monkeypatch.setitem(experiments.EXPERIMENTS["lenet-300-100"], "paper", changed)
     with pytest.raises(DataError, match=r"holds a run of another recipe 'paper', .* Remove the folder"):
         one_seed()
 
@@ -427,7 +427,7 @@ def test_a_run_of_a_changed_recipe_does_not_go_on(one_seed, monkeypatch):
 def test_the_command_runs_no_finished_seed_and_shows_the_tables(published, tmp_path):
     finished = tmp_path / "runs" / "lenet-5" / "paper-1"
     finished.mkdir(parents=True)
-    (finished / "finished").write_text(lenet.EXPERIMENTS["lenet-5"]["paper"].fingerprint())
+    (finished / "finished").write_text(experiments.EXPERIMENTS["lenet-5"]["paper"].fingerprint())
     layers = {"conv1": [390, 520], "conv2": [7_281, 25_050], "fc1": [7_110, 400_500], "fc2": [1_000, 5_010]}
     values = ["lenet-5", "paper", 1, 15_781, 15_781, 431_080, 0.87, 0.98, 0.76, 1.0, {}]
     file = tmp_path / "results" / "lenet-5.jsonl"
@@ -445,12 +445,13 @@ def test_the_command_runs_no_finished_seed_and_shows_the_tables(published, tmp_p
     assert [path.name for path in finished.iterdir()] == ["finished"]
 
 
-@pytest.mark.parametrize("experiment", lenet.EXPERIMENTS)
+@pytest.mark.parametrize("experiment", experiments.EXPERIMENTS)
 def test_an_unknown_recipe_is_refused_before_data_is_looked_for(tmp_path, experiment):
     folders = {"data": tmp_path / "data", "results": tmp_path / "results", "runs": tmp_path / "runs"}
-    words = rf"experiment '{experiment}': no recipe 'papers'\. Nearest names: 'paper'"
+    known = next(iter(experiments.EXPERIMENTS[experiment]))
+    words = rf"experiment '{experiment}': no recipe '{known}s'\. Nearest names: '{known}'"
     with pytest.raises(DataError, match=words):
-        lenet.run(experiment, recipes=["paper", "papers"], seeds=1, **folders)
+        experiments.run(experiment, recipes=[known, f"{known}s"], seeds=1, **folders)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -458,4 +459,4 @@ def test_an_unknown_recipe_is_refused_before_data_is_looked_for(tmp_path, experi
 def test_counts_are_checked_before_anything_starts(tmp_path, wrong):
     counts = {"seeds": 1, "jobs": 1, "threads": 1, **wrong}
     with pytest.raises(DataError, match=f"{next(iter(wrong))}="):
-        lenet.run("lenet-5", recipes=None, data=tmp_path, results=tmp_path, runs=tmp_path, **counts)
+        experiments.run("lenet-5", recipes=None, data=tmp_path, results=tmp_path, runs=tmp_path, **counts)

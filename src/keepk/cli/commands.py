@@ -42,6 +42,8 @@ class Experiment(str, Enum):
 
     LENET_300_100 = "lenet-300-100"
     LENET_5 = "lenet-5"
+    VGG16_CIFAR10 = "vgg16-cifar10"
+    DENSENET40_CIFAR10 = "densenet40-cifar10"
 
 
 def _print_version(asked: bool) -> None:
@@ -56,11 +58,11 @@ def _keepk(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Neural-network pruning for PyTorch: say how many weights to keep, get exactly that many."""
+    """Neural-network pruning for PyTorch: say how many weights or channels to keep, get exactly that many."""
 
 
 @app.command()
-def plan(  # noqa: PLR0913 - one argument an option
+def plan(
     *,
     total: Annotated[int, typer.Option("--total", "-M", help="M: how many weights there are, a count.")],
     p0: Annotated[float, typer.Option(help="Share pruned by the end of the fast first part, 0 to 1.")],
@@ -163,7 +165,14 @@ def demo(
 
 @app.command()
 def run(
-    experiment: Annotated[Experiment, typer.Argument(help="What to repeat.", show_default=False)],
+    experiment: Annotated[
+        Experiment,
+        typer.Argument(
+            metavar="EXPERIMENT",
+            help="What to repeat: lenet-300-100, lenet-5, vgg16-cifar10 or densenet40-cifar10.",
+            show_default=False,
+        ),
+    ],
     data: Annotated[
         Path | None,
         typer.Option(
@@ -178,14 +187,17 @@ def run(
     runs: Annotated[Path, typer.Option(help="Folder of the checkpoints; a stopped run goes on there.")] = Path("runs"),
     jobs: Annotated[int, typer.Option(help="Runs at a time, a count.")] = 2,
     threads: Annotated[int, typer.Option(help="CPU threads of each run, a count.")] = 1,
+    full: Annotated[
+        bool, typer.Option("--full", help="The paper's networks at full width and length: days on a CPU.")
+    ] = False,
 ) -> None:
     """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON a result.
 
     Example: [cyan]keepk run lenet-300-100 --seeds 5[/cyan]
     """
-    from keepk.paper import lenet, tables  # noqa: PLC0415 - the other commands need none of it
+    from keepk.paper import experiments, tables  # noqa: PLC0415 - the other commands need none of it
 
-    written = lenet.run(
+    written = experiments.run(
         experiment.value,
         recipes=recipe or None,
         seeds=seeds,
@@ -194,6 +206,7 @@ def run(
         runs=runs,
         jobs=jobs,
         threads=threads,
+        full=full,
     )
     console = Console(highlight=False)
     for table in tables.experiment_tables(written):

@@ -30,13 +30,17 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pictures [N, ...] as float32, and the class of each as int64 [N]."""
+    """Pictures [N, ...], as float32 or bytes, and the class of each as int64 [N]."""
 
     images: Tensor
     labels: Tensor
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def to(self, device: torch.device | str) -> "Split":
+        """The same pictures on another device."""
+        return Split(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,14 @@ class Mnist:
     train: Split
     validation: Split
     test: Split
+
+    def training_batch(self, rows: Tensor, generator: torch.Generator) -> Tensor:  # noqa: ARG002 - nothing is drawn
+        """What a network gets of these training pictures: they are normalised already, and shown as they are."""
+        return self.train.images[rows]
+
+    def seen(self, images: Tensor) -> Tensor:
+        """What a network gets of pictures."""
+        return images
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,9 @@ def mnist(folder: str | Path | None = None, *, download: bool = True) -> Mnist:
     images, labels, test_images, test_labels = map(_read_published, paths, MNIST_FILES)
     for path, values in ((paths[1], labels), (paths[3], test_labels)):
         _check_labels(path, values)
-    mean, std = _mean_and_std(paths[0], images[:MNIST_TRAIN])
+    mean, std = mean_and_std(images[:MNIST_TRAIN])
+    if std == 0:
+        raise bad_file(paths[0], "is not MNIST", "pictures", f"the value {mean:.0f} in every pixel")
 
     def split(pixels: Tensor, classes: Tensor) -> Split:
         return Split(pixels.to(torch.float32).sub_(mean).div_(std).unsqueeze(1), classes.to(torch.int64))
@@ -122,18 +136,18 @@ def read_idx(path: str | Path) -> NDArray[Any]:
     numbers have their highest byte first.
     """
     path = Path(path)
-    content = _unpacked(path)
+    content = unpacked(path)
     dtype, shape = _idx_header(path, content)
     offset, count = 4 + 4 * len(shape), prod(shape)
     expected = offset + count * dtype.itemsize
     if len(content) != expected:
         wrong = "is cut short" if len(content) < expected else "has bytes after its end"
-        raise _bad(path, wrong, f"{expected:,} bytes for {dtype.name} {list(shape)}", f"{len(content):,}")
+        raise bad_file(path, wrong, f"{expected:,} bytes for {dtype.name} {list(shape)}", f"{len(content):,}")
     values = np.frombuffer(content, dtype, count, offset)
     return values.reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def _unpacked(path: Path) -> bytes:
+def unpacked(path: Path) -> bytes:
     """The bytes of a file, without its gzip wrapping if it has one."""
     try:
         content = path.read_bytes()
@@ -144,7 +158,24 @@ def _unpacked(path: Path) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _bad(path, "is damaged or cut short", "a whole gzip file", str(error)) from error
+        raise bad_file(path, "is damaged or cut short", "a whole gzip file", str(error)) from error
+
+
+def bad_file(path: Path | str, wrong: str, expected: str, got: str) -> DataError:
+    """The error that says what is wrong with a data file, and what to do."""
+    return DataError(f"{path}: {wrong}: expected {expected}, got {got}. Delete it and download it again.")
+
+
+def mean_and_std(pixels: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation of bytes, with exact sums over the 256 values.
+
+    >>> mean_and_std(torch.tensor([0, 0, 3, 3], dtype=torch.uint8))
+    (1.5, 1.5)
+    """
+    counts = torch.bincount(pixels.flatten(), minlength=256)
+    values = torch.arange(256, device=counts.device)
+    number, total = pixels.numel(), int(counts @ values)
+    return total / number, sqrt(number * int(counts @ values**2) - total**2) / number
 
 
 def _idx_header(path: Path, content: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -153,16 +184,12 @@ def _idx_header(path: Path, content: bytes) -> tuple[np.dtype[Any], tuple[int, .
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_DTYPES or magic[3] > IDX_MAX_DIMS:
         types = ", ".join(f"{code:02x}" for code in IDX_DTYPES)
         expected = f"the first bytes 00 00, a type ({types}), at most {IDX_MAX_DIMS} dimensions"
-        raise _bad(path, "is no IDX file", expected, magic.hex(" ") or "an empty file")
+        raise bad_file(path, "is no IDX file", expected, magic.hex(" ") or "an empty file")
     dims = magic[3]
     if len(content) < 4 + 4 * dims:
-        raise _bad(path, "is cut short", f"{4 + 4 * dims} bytes of header", f"{len(content)}")
+        raise bad_file(path, "is cut short", f"{4 + 4 * dims} bytes of header", f"{len(content)}")
     shape = np.frombuffer(content, ">u4", dims, 4)
     return IDX_DTYPES[magic[2]], tuple(shape.tolist())
-
-
-def _bad(path: Path, wrong: str, expected: str, got: str) -> DataError:
-    return DataError(f"{path}: {wrong}: expected {expected}, got {got}. Delete it and download it again.")
 
 
 def _read_published(path: Path, published: IdxFile) -> Tensor:
@@ -170,24 +197,13 @@ def _read_published(path: Path, published: IdxFile) -> Tensor:
     values = read_idx(path)
     if values.dtype != np.uint8 or values.shape != published.shape:
         expected, got = f"uint8 {list(published.shape)}", f"{values.dtype.name} {list(values.shape)}"
-        raise _bad(path, f"is not the published {published.name}", expected, got)
+        raise bad_file(path, f"is not the published {published.name}", expected, got)
     return torch.from_numpy(values)
 
 
 def _check_labels(path: Path, labels: Tensor) -> None:
     if (highest := int(labels.max())) >= MNIST_CLASSES:
-        raise _bad(path, "is not MNIST", f"labels from 0 to {MNIST_CLASSES - 1}", f"the label {highest}")
-
-
-def _mean_and_std(path: Path, pixels: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation of bytes, with exact sums over the 256 values."""
-    counts = torch.bincount(pixels.flatten(), minlength=256)
-    values = torch.arange(256, device=counts.device)
-    number, total = pixels.numel(), int(counts @ values)
-    variance = number * int(counts @ values**2) - total**2
-    if variance == 0:
-        raise _bad(path, "is not MNIST", "pictures", f"the value {total // number} in every pixel")
-    return total / number, sqrt(variance) / number
+        raise bad_file(path, "is not MNIST", f"labels from 0 to {MNIST_CLASSES - 1}", f"the label {highest}")
 
 
 def _mnist_paths(root: Path, *, download: bool) -> tuple[Path, ...]:

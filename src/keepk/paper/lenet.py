@@ -4,25 +4,11 @@
 with batches of 64 and a rate of 0.1 until its error is the paper's.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from multiprocessing import get_context
-from pathlib import Path
-from typing import Any
 
-import torch
-
-from keepk.errors import DataError
-from keepk.paper import results as result_files
-from keepk.paper.data import mnist
 from keepk.paper.models import LeNet5, LeNet300
 from keepk.paper.recipes import Recipe, Stage, saliency
-from keepk.paper.training import Progress, Run
-from keepk.plan.names import nearest
-from keepk.plan.numbers import count
 from keepk.plan.schedules import Annealing, Cubic
-from keepk.run.pruner import Pruner
 
 by_plain_sgd = partial(Stage, lr=0.1, flat=None, momentum=0.0, nesterov=False)
 by_a_tenth = partial(Stage, lr=0.01, flat=None, momentum=0.9, nesterov=False)
@@ -86,9 +72,9 @@ LENET_5_OURS = Recipe(
         Stage(15, lr=0.05, decay=2e-4, dropout=(0.2, 0.5)),
         Stage(16, lr=0.05, decay=1e-4, dropout=(0.1, 0.3), keep={"all": (15_781, Cubic(epochs=8))}),
         Stage(12, lr=0.05, decay=1e-4, dropout=(0.05, 0.2), keep={"all": (8_621, Cubic(epochs=7))}),
-        sparse(16, keep={"all": (3_879, Cubic(epochs=10))}),
-        sparse(12, keep={"all": (2_500, Cubic(epochs=5))}, metric=saliency),
-        sparse(24, keep={"all": (1_724, Cubic(epochs=7))}, metric=saliency),
+        sparse(28, keep={"all": (3_879, Cubic(epochs=20))}),
+        sparse(16, keep={"all": (2_500, Cubic(epochs=10))}, metric=saliency),
+        sparse(32, keep={"all": (1_724, Cubic(epochs=16))}, metric=saliency),
     ],
 )
 
@@ -96,70 +82,3 @@ EXPERIMENTS = {
     "lenet-300-100": {recipe.name: recipe for recipe in (LENET_300_PAPER, LENET_300_OURS)},
     "lenet-5": {recipe.name: recipe for recipe in (LENET_5_PAPER, LENET_5_OURS)},
 }
-
-
-def run(
-    experiment: str,
-    *,
-    recipes: Sequence[str] | None,
-    seeds: int,
-    data: Path | None,
-    results: Path,
-    runs: Path,
-    jobs: int = 1,
-    threads: int = 1,
-) -> Path:
-    """Run every recipe with seeds 1, 2, ... and add the points to the experiment's result file, which is returned.
-
-    A seed that was killed goes on from its last epoch; one that is finished is not run again. `jobs` seeds run at a
-    time, each in a process with `threads` threads.
-    """
-    for name, value in (("seeds", seeds), ("jobs", jobs), ("threads", threads)):
-        count(value, f"experiment {experiment!r}: {name}", DataError, least=1)
-    chosen = recipes or list(EXPERIMENTS[experiment])
-    for name in chosen:
-        if name not in EXPERIMENTS[experiment]:
-            raise DataError(
-                f"experiment {experiment!r}: no recipe {name!r}. Nearest names: "
-                f"{nearest(name, list(EXPERIMENTS[experiment]))}."
-            )
-    mnist(data)  # found or fetched once, before the workers look for it
-    work = partial(_one_seed, experiment, data=data, results=results, runs=runs, threads=threads)
-    tasks = [(name, seed) for name in chosen for seed in range(1, seeds + 1)]
-    pool = ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn"))
-    try:
-        for finished in as_completed([pool.submit(work, name, seed) for name, seed in tasks]):
-            finished.result()
-    finally:  # a seed that failed, or Ctrl-C: those that wait need not start
-        pool.shutdown(cancel_futures=True)
-    return results / f"{experiment}.jsonl"
-
-
-def _one_seed(
-    experiment: str, recipe: str, seed: int, *, data: Path | None, results: Path, runs: Path, threads: int
-) -> None:
-    torch.set_num_threads(threads)
-    folder = runs / experiment / f"{recipe}-{seed}"
-    chosen = EXPERIMENTS[experiment][recipe]
-    finished = folder / "finished"
-    if finished.exists() and finished.read_text() == chosen.fingerprint():
-        print(f"{experiment} {recipe} seed {seed}: finished before; remove {folder} to run it again", flush=True)
-        return
-    run_of_seed = Run(chosen, seed, mnist(data), folder)
-    points = run_of_seed.finish(partial(_say, f"{experiment} {recipe} seed {seed}"))
-    shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
-    about = {
-        "dense_test_error": points[0]["test_error"],
-        "threads": threads,
-        "versions": result_files.versions(),
-    }
-    result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
-    finished.write_text(chosen.fingerprint())
-
-
-def _say(who: str, progress: Progress, pruner: Pruner) -> None:
-    point: dict[str, Any] = progress.points[-1] if progress.points else {}
-    reached = f"  test {point['test_error']:.2f} %" if point.get("epochs") == progress.epoch else ""
-    kept = sum(pruner.kept.values())
-    spent = f"{progress.seconds:.0f} s"
-    print(f"{who}  epoch {progress.epoch}/{pruner.epochs}  kept {kept:,}  {spent}{reached}", flush=True)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import cos, pi
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
 from keepk.plan.phases import Phase
 from keepk.plan.schedules import AnySchedule, plan
-from keepk.plan.spaces import WeightSpace, weights
+from keepk.plan.spaces import ChannelSpace, WeightSpace, channels, weights
+from keepk.rank.channel_metrics import ChannelMetric
 from keepk.rank.metrics import magnitude
 
 Metric: TypeAlias = Callable[[Tensor], Tensor]
@@ -82,6 +83,12 @@ class Recipe:
         spaces: By name, the glob of each space.
         stages: What is done, in order.
         batch: Pictures per step.
+        options: Arguments of the network.
+        units: What spaces are of: "weights", or channels counted at the "output" or the "input" of modules.
+        metric: Ranks channels; None is the library's own choice. Weights are ranked by their stage's metric.
+        start: The recipe whose last network this one goes on with.
+        smoothing: Of the labels.
+        pictures: How many of the training pictures are used, the first ones; None is all.
     """
 
     name: str
@@ -89,20 +96,47 @@ class Recipe:
     spaces: Mapping[str, str]
     stages: Sequence[Stage]
     batch: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    units: Literal["weights", "output", "input"] = "weights"
+    metric: ChannelMetric | None = None
+    start: str | None = None
+    smoothing: float = 0.0
+    pictures: int | None = None
 
     def fingerprint(self) -> str:
         """What a checkpoint of another recipe would differ in: every number of this one, hashed."""
         metrics = [stage.metric.__name__ for stage in self.stages]
         said = (self.network.__name__, dict(self.spaces), self.batch, metrics, list(self.stages))
-        return sha256(repr(said).encode()).hexdigest()
+        more = (dict(self.options), self.units, self.metric, self.start, self.smoothing, self.pictures)
+        usual: tuple[Any, ...] = ({}, "weights", None, None, 0.0, None)
+        return sha256(repr(said if more == usual else said + more).encode()).hexdigest()
 
-    def phases(self) -> list[Phase]:
-        """Each stage as a phase of the pruner."""
+    @property
+    def epochs(self) -> int:
+        """The length of all stages."""
+        return sum(stage.epochs for stage in self.stages)
+
+    def phases(self) -> list[Phase] | None:
+        """Each stage as a phase of the pruner; None if no stage prunes."""
+        if not any(stage.keep for stage in self.stages):
+            return None
         return [Phase(stage.epochs, prune=tuple(stage.keep), freeze=stage.freeze) for stage in self.stages]
 
     def weight_spaces(self, totals: Mapping[str, int], metric: Metric = magnitude) -> list[WeightSpace]:
         """Each space with the plan that goes through all of its points."""
         return [self._space(name, glob, totals[name], metric) for name, glob in self.spaces.items()]
+
+    def channel_spaces(self) -> list[ChannelSpace]:
+        """Each space with the goal of the stage that prunes it; without one it keeps all of its channels."""
+        assert self.units != "weights"
+        goals = {name: goal for stage in self.stages for name, goal in stage.keep.items()}
+        at, metric = self.units, self.metric
+        return [
+            channels(glob, keep=goals[name][0], schedule=goals[name][1], at=at, metric=metric, name=name)
+            if name in goals
+            else channels(glob, prune=0.0, at=at, metric=metric, name=name)
+            for name, glob in self.spaces.items()
+        ]
 
     def _space(self, name: str, glob: str, total: int, metric: Metric) -> WeightSpace:
         counts, left = list[int](), total

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from keepk.errors import DataError
+from keepk.graph.costs import layer_costs
 from keepk.graph.wrappers import named_parameters
 from keepk.paper.data import Mnist, Split
-from keepk.paper.models import LeNet5
+from keepk.paper.models import LeNet5, printed_parameters
+from keepk.paper.pictures import Pictures
 from keepk.paper.recipes import Recipe, Stage, saliency
 from keepk.plan.names import matches
+from keepk.plan.spaces import Space
 from keepk.run.checkpoint import load_checkpoint, save_checkpoint
 from keepk.run.pruner import Pruner
 from keepk.run.report import layer_counts
@@ -34,9 +38,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an epoch reads, and the part of the model that it goes through."""
+    """What an epoch reads, and the part of the model that it goes through.
 
-    values: Tensor
+    Attributes:
+        batch: From rows of the training part to what goes in.
+        labels: Of the training part.
+        forward: What it goes into.
+    """
+
+    batch: Callable[[Tensor], Tensor]
     labels: Tensor
     forward: Callable[[Tensor], Tensor]
 
@@ -64,20 +74,33 @@ class MeanSquares:
 class Run:
     """One seed of a recipe. Killed at any moment, it goes on from its last whole epoch and ends bit-equal."""
 
-    def __init__(self, recipe: Recipe, seed: int, data: Mnist, folder: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, seed: int, data: Mnist | Pictures, folder: Path, start: Path | None = None
+    ) -> None:
         torch.manual_seed(seed)
         self.recipe, self.data, self.folder = recipe, data, folder
-        self.model = recipe.network().to(data.train.images.device)
+        self.model = recipe.network(**recipe.options).to(data.train.images.device)
         # Convolutions on a CPU take half the time in this format.
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=recipe.stages[0].lr)
         self._stage = recipe.stages[0]
-        spaces = recipe.weight_spaces(_totals(self.model, recipe), self._score)
-        self.pruner = Pruner(self.model, spaces, self.optimizer, phases=recipe.phases())
+        if start is not None:
+            load_checkpoint(start, model=self.model)
+        self.pruner = self._new_pruner()
         self.order = torch.Generator().manual_seed(seed)
         self.progress = Progress(recipe.fingerprint())
         if (folder / "checkpoint.json").exists():
             self.progress = self._resumed(load_checkpoint(folder, **self._parts()))
+
+    def _new_pruner(self) -> Pruner:
+        recipe, data = self.recipe, self.data
+        example = None if recipe.units == "weights" else data.seen(data.train.images[:2])
+        spaces: list[Space] = (
+            [*recipe.weight_spaces(_totals(self.model, recipe), self._score)]
+            if recipe.units == "weights"
+            else [*recipe.channel_spaces()]
+        )
+        return Pruner(self.model, spaces, self.optimizer, epochs=recipe.epochs, phases=recipe.phases(), example=example)
 
     def finish(self, report: Callable[[Progress, Pruner], None]) -> list[dict[str, Any]]:
         """Train what is left; returns the points of all stages."""
@@ -128,19 +151,20 @@ class Run:
             self.model.eval()
             with torch.no_grad():
                 features = torch.cat([self.model.features(images) for images in torch.split(train.images, 2_000)])
-            return Inputs(features, train.labels, self.model.classify)
-        return Inputs(train.images, train.labels, self.model)
+            return Inputs(features.__getitem__, train.labels, self.model.classify)
+        return Inputs(partial(self.data.training_batch, generator=self.order), train.labels, self.model)
 
     def _train_epoch(self, stage: Stage, epoch: int, inputs: Inputs) -> None:
         self.model.train()
-        size, total = self.recipe.batch, len(inputs.labels)
+        size, total = self.recipe.batch, self.recipe.pictures or len(inputs.labels)
         # Full batches only: the few rows left over sit this epoch out.
         rows = torch.randperm(total, generator=self.order).to(inputs.labels.device)[: total - total % size]
         batches = torch.split(rows, size)
         squares = MeanSquares(self.model) if self._ranks_by_gradients() else None
         for number, chosen in enumerate(batches):
             self.optimizer.param_groups[0]["lr"] = stage.learning_rate(epoch + number / len(batches))
-            loss = F.cross_entropy(inputs.forward(inputs.values[chosen]), inputs.labels[chosen])
+            scores = inputs.forward(inputs.batch(chosen))
+            loss = F.cross_entropy(scores, inputs.labels[chosen], label_smoothing=self.recipe.smoothing)
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             if squares:
@@ -156,19 +180,29 @@ class Run:
         return due and self._stage.metric is saliency
 
     def _point(self) -> dict[str, Any]:
-        masks = self.pruner.masks
+        certified = self.pruner.certificate.values()
         return {
             "asked": sum(counts[self.pruner.epoch - 1] for counts in self.pruner.plan.values()),
-            "kept": sum(int(mask.sum()) for mask in masks.values()),
-            "total": sum(mask.numel() for mask in masks.values()),
-            "test_error": error_percent(self.model, self.data.test),
-            "val_error": error_percent(self.model, self.data.validation),
+            "kept": sum(space["kept"] for space in certified),
+            "total": sum(space["total"] for space in certified),
+            "test_error": error_percent(self.model, self.data.test, self.data.seen),
+            "val_error": error_percent(self.model, self.data.validation, self.data.seen),
             "spaces": self.pruner.kept,
-            "layers": {layer.name: [layer.kept, layer.total] for layer in layer_counts(masks)},
+            **(self._weights_left() if self.recipe.units == "weights" else self._costs()),
             "epochs": self.progress.epoch,
             "seconds": round(self.progress.seconds, 1),
             "cpu_seconds": round(self.progress.cpu_seconds, 1),
         }
+
+    def _weights_left(self) -> dict[str, Any]:
+        layers = layer_counts(self.pruner.masks)
+        return {"layers": {layer.name: [layer.kept, layer.total] for layer in layers}}
+
+    def _costs(self) -> dict[str, Any]:
+        """Of one picture."""
+        costs = layer_costs(self.model, self.data.seen(self.data.test.images[:1]))
+        parameters, macs = sum(layer.parameters for layer in costs), sum(layer.macs for layer in costs)
+        return {"parameters": parameters, "printed_parameters": printed_parameters(self.model), "macs": macs}
 
     def _score(self, weight: Tensor) -> Tensor:
         """The metric of the stage that is under way."""
@@ -183,12 +217,14 @@ class Run:
         }
 
 
-def error_percent(model: nn.Module, split: Split, batch: int = 2_000) -> float:
-    """The share of a split that the model gets wrong, in percent."""
+def error_percent(
+    model: nn.Module, split: Split, seen: Callable[[Tensor], Tensor] = Tensor.detach, *, batch: int = 2_000
+) -> float:
+    """The share of a split that the model gets wrong, in percent; it gets what `seen` makes of the pictures."""
     model.eval()
     with torch.no_grad():
         pairs = zip(torch.split(split.images, batch), torch.split(split.labels, batch), strict=True)
-        wrong = sum(int((model(images).argmax(1) != labels).sum()) for images, labels in pairs)
+        wrong = sum(int((model(seen(images)).argmax(1) != labels).sum()) for images, labels in pairs)
     return 100 * wrong / len(split.labels)
 
 

@@ -1,4 +1,4 @@
-"""The paper's networks."""
+"""The networks for MNIST: LeNet-300-100 and LeNet-5."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

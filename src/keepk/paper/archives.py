@@ -1,0 +1,124 @@
+"""Files that are published together: found in the data folder, loose or in their archive, or downloaded."""
+
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path, PurePosixPath
+
+from keepk.errors import DataError
+from keepk.paper.data import bad_file, data_folder, unpacked
+from keepk.paper.download import fetch, progress_bar
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file at its public home, and what it is checked by after a download."""
+
+    url: str
+    size: int
+    md5: str
+
+    @property
+    def name(self) -> str:
+        """What the file is called.
+
+        >>> Source("https://example.org/digits.tar.gz", 10, "").name
+        'digits.tar.gz'
+        """
+        return self.url.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A data set of several files.
+
+    Args:
+        title: What the data set is called.
+        folder: Where in the data folder the files are put; they may also lie there directly.
+        files: Their names.
+        sources: What is downloaded: each file, or one archive of them all, which is read without unpacking it.
+    """
+
+    title: str
+    folder: str
+    files: tuple[str, ...]
+    sources: tuple[Source, ...]
+
+    @property
+    def archive(self) -> str | None:
+        """The name of the archive, if there is one."""
+        return next((source.name for source in self.sources if source.name.endswith(".tar.gz")), None)
+
+    def read(self, folder: str | Path | None = None, *, download: bool = True) -> dict[str, bytes]:
+        """The content of each of `files`, by where it was found (see `data_folder`).
+
+        Loose files go before the archive; what is nowhere is downloaded.
+        """
+        root = data_folder(folder)
+        if self._missing(root) and self._find_archive(root) is None:
+            self._download(root, allowed=download)
+        if self._missing(root):
+            return self._from_archive(root)
+        paths = [path for name in self.files if (path := self._find(root, name))]
+        return {str(path): unpacked(path) for path in paths}
+
+    def _missing(self, root: Path) -> list[str]:
+        return [name for name in self.files if self._find(root, name) is None]
+
+    def _find(self, root: Path, name: str) -> Path | None:
+        return next((path for place in (".", self.folder) if (path := root / place / name).is_file()), None)
+
+    def _find_archive(self, root: Path) -> Path | None:
+        return self._find(root, self.archive) if self.archive else None
+
+    def _download(self, root: Path, *, allowed: bool) -> None:
+        if not allowed:
+            raise self._not_found(root, "is switched off (download=False).")
+        target = root if self.archive else root / self.folder
+        try:
+            for source in self.sources:
+                if self._find(root, source.name) is None:
+                    _fetch(source, target)
+        except DataError as error:
+            raise self._not_found(root, f"failed: {error}") from error
+
+    def _not_found(self, root: Path, download: str) -> DataError:
+        """What to put where, and why the download did not."""
+        places = f"{root} or {root / self.folder}"
+        archive = f", or the archive {self.archive} that holds them," if self.archive else ""
+        return DataError(
+            f"{self.title} is not complete in {root}: missing {', '.join(self._missing(root))}.\n"
+            f"Put the files {', '.join(self.files)}{archive} into {places}.\n"
+            f"They are at {' and '.join(source.url for source in self.sources)}.\n"
+            "Another folder is named by --data DIR or by $KEEPK_DATA.\n"
+            f"The download {download}"
+        )
+
+    def _from_archive(self, root: Path) -> dict[str, bytes]:
+        archive = self._find_archive(root)
+        assert archive is not None  # it was there, or was downloaded
+        try:
+            members = _members(unpacked(archive), self.files)
+        except tarfile.TarError as error:
+            raise bad_file(archive, "is no archive", "a whole .tar.gz file", str(error)) from error
+        if absent := [name for name in self.files if name not in members]:
+            got = f"no {', '.join(absent)}"
+            raise bad_file(archive, f"is not the published {self.archive}", ", ".join(self.files), got)
+        return {f"{archive} ({name})": members[name] for name in self.files}
+
+
+def _members(content: bytes, names: tuple[str, ...]) -> Mapping[str, bytes]:
+    """By name, the files of a tar archive that are asked for, in whatever folder of it they lie."""
+    found = {}
+    with tarfile.open(fileobj=BytesIO(content), mode="r:") as tar:
+        for member in tar:
+            name = PurePosixPath(member.name).name
+            if name in names and member.isfile() and (file := tar.extractfile(member)):
+                found[name] = file.read()
+    return found
+
+
+def _fetch(source: Source, folder: Path) -> None:
+    with progress_bar(source.name) as progress:
+        fetch(source.name, [source.url], size=source.size, folder=folder, md5=source.md5, progress=progress)

@@ -1,0 +1,107 @@
+"""The CIFAR-10 experiments: VGG-16 and DenseNet-40, channels taken out while they train (Table 3).
+
+The usual recipes are small enough for two cores. ``full-*`` is the paper's text at full width: 250 epochs of SGD at .1
+for the dense network, a fifth of it after each quarter; then 250 at .005, half of it after each quarter, without weight
+decay. Its p0, N^c and alpha come from a grid search that it does not give: here p0 = .5 by epoch 10, nu = .02,
+alpha = .5.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from keepk.paper.models import VGG16, DenseNet40
+from keepk.paper.recipes import Recipe, Stage
+from keepk.plan.schedules import Annealing
+from keepk.rank.layers import At
+
+FC = ("classifier.*",)
+small_vgg = partial(
+    Recipe, network=VGG16, options={"width": 0.25}, spaces={"conv": "features.*"}, units="output", batch=128
+)
+small_densenet = partial(
+    Recipe,
+    network=DenseNet40,
+    options={"growth": 4, "initial": 8},
+    spaces={"reads": "*"},
+    units="input",
+    batch=64,
+    pictures=15_000,
+)
+anneal = partial(Annealing, p0=0.5, n1=6)
+
+
+def _vgg(name: str, keep: int, nu: float) -> Recipe:
+    """12 epochs of annealing with the fully connected layers frozen, 12 of fine-tuning with all."""
+    return small_vgg(
+        name=name,
+        start="dense",
+        stages=[
+            Stage(12, lr=0.05, flat=12, decay=5e-4, keep={"conv": (keep, anneal(nu=nu))}, freeze=FC, report=False),
+            Stage(12, lr=0.05, decay=5e-4),
+        ],
+    )
+
+
+VGG_DENSE = small_vgg(name="dense", stages=[Stage(36, lr=0.1, flat=6, decay=5e-4)])
+VGG_CONTROL = small_vgg(
+    name="control",
+    start="dense",
+    stages=[Stage(12, lr=0.05, flat=12, decay=5e-4, report=False), Stage(12, lr=0.05, decay=5e-4)],
+)
+DENSENET_DENSE = small_densenet(name="dense", stages=[Stage(16, lr=0.1, decay=2e-4)])
+DENSENET_60 = small_densenet(
+    name="keepk-60",
+    start="dense",
+    stages=[
+        Stage(8, lr=0.05, flat=8, decay=2e-4, keep={"reads": (1_248, anneal(n1=4, nu=0.05))}, report=False),
+        Stage(6, lr=0.05, decay=2e-4),
+    ],
+)
+
+
+def _full_dense(network: type[VGG16 | DenseNet40], spaces: dict[str, str], units: At) -> Recipe:
+    quarters = zip((62, 63, 62, 63), (0.1, 0.02, 0.004, 0.0008), strict=True)
+    stages = [Stage(epochs, lr=lr, flat=None, nesterov=False, decay=5e-4, report=False) for epochs, lr in quarters]
+    return Recipe(
+        "full-dense", network, spaces, [*stages[:-1], replace(stages[-1], report=True)], batch=128, units=units
+    )
+
+
+def _full(dense: Recipe, name: str, keep: int, annealing: int) -> Recipe:
+    """`annealing` epochs with the fully connected layers frozen, and the rest of 250 with all."""
+    by = partial(Stage, flat=None, nesterov=False, report=False)
+    goal = {next(iter(dense.spaces)): (keep, Annealing(p0=0.5, n1=10, nu=0.02))}
+    stages = [
+        by(annealing, lr=0.005, keep=goal, freeze=FC),
+        by(62 - annealing, lr=0.005),
+        by(63, lr=0.0025),
+        by(62, lr=0.00125),
+        by(63, lr=0.000625, report=True),
+    ]
+    return replace(dense, name=name, start="full-dense", stages=stages)
+
+
+VGG_FULL = _full_dense(VGG16, {"conv": "features.*"}, "output")
+DENSENET_FULL = _full_dense(DenseNet40, {"reads": "*"}, "input")
+VGG = (
+    VGG_DENSE,
+    VGG_CONTROL,
+    _vgg("keepk-60", 422, 0.02),
+    _vgg("keepk-70", 316, 0.04),
+    VGG_FULL,
+    _full(VGG_FULL, "full-50", 2_112, 10),
+    _full(VGG_FULL, "full-60", 1_689, 15),
+    _full(VGG_FULL, "full-70", 1_267, 20),
+)
+DENSENET = (
+    DENSENET_DENSE,
+    DENSENET_60,
+    DENSENET_FULL,
+    _full(DENSENET_FULL, "full-60", 3_744, 15),
+    _full(DENSENET_FULL, "full-70", 2_808, 20),
+)
+
+EXPERIMENTS = {
+    "vgg16-cifar10": {recipe.name: recipe for recipe in VGG},
+    "densenet40-cifar10": {recipe.name: recipe for recipe in DENSENET},
+}

@@ -1,0 +1,122 @@
+"""The paper's experiments: every recipe with every seed, each killed run going on where it stood."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepk.errors import DataError
+from keepk.paper import cifar_recipes, lenet
+from keepk.paper import results as result_files
+from keepk.paper.cifar import cifar10
+from keepk.paper.data import Mnist, mnist
+from keepk.paper.pictures import Pictures
+from keepk.paper.recipes import Recipe
+from keepk.paper.training import Progress, Run
+from keepk.plan.names import nearest
+from keepk.plan.numbers import count
+from keepk.run.checkpoint import load_checkpoint
+from keepk.run.pruner import Pruner
+
+FULL = "full-"
+EXPERIMENTS: dict[str, dict[str, Recipe]] = {**lenet.EXPERIMENTS, **cifar_recipes.EXPERIMENTS}
+DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
+    **dict.fromkeys(lenet.EXPERIMENTS, mnist),
+    **dict.fromkeys(cifar_recipes.EXPERIMENTS, cifar10),
+}
+
+
+def run(
+    experiment: str,
+    *,
+    recipes: Sequence[str] | None,
+    seeds: int,
+    data: Path | None,
+    results: Path,
+    runs: Path,
+    jobs: int = 1,
+    threads: int = 1,
+    full: bool = False,
+) -> Path:
+    """Run every recipe with seeds 1, 2, ... and add the points to the experiment's result file, which is returned.
+
+    A seed that was killed goes on from its last epoch; one that is finished is not run again. `jobs` seeds run at a
+    time, each in a process with `threads` threads. A recipe that starts from another waits for it. Without names, all
+    recipes are run that two cores can carry; `full` takes the paper's own networks instead.
+    """
+    for name, value in (("seeds", seeds), ("jobs", jobs), ("threads", threads)):
+        count(value, f"experiment {experiment!r}: {name}", DataError, least=1)
+    chosen = _with_starts(experiment, recipes or _usual(experiment, full))
+    DATA[experiment](data)  # found or fetched once, before the workers look for it
+    work = partial(_one_seed, experiment, data=data, results=results, runs=runs, threads=threads)
+    pool = ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn"))
+    try:
+        for starts in (False, True):
+            names = [name for name in chosen if bool(EXPERIMENTS[experiment][name].start) is starts]
+            tasks = [pool.submit(work, name, seed) for name in names for seed in range(1, seeds + 1)]
+            for finished in as_completed(tasks):
+                finished.result()
+    finally:  # a seed that failed, or Ctrl-C: those that wait need not start
+        pool.shutdown(cancel_futures=True)
+    return results / f"{experiment}.jsonl"
+
+
+def _usual(experiment: str, full: bool) -> list[str]:
+    """The recipes that a run without names takes: those that two cores can carry, or those of the paper's size."""
+    names = list(EXPERIMENTS[experiment])
+    if not any(name.startswith(FULL) for name in names):
+        return names
+    return [name for name in names if name.startswith(FULL) is full]
+
+
+def _with_starts(experiment: str, names: Sequence[str]) -> list[str]:
+    """The recipes, and those that they start from."""
+    known = EXPERIMENTS[experiment]
+    for name in names:
+        if name not in known:
+            raise DataError(
+                f"experiment {experiment!r}: no recipe {name!r}. Nearest names: {nearest(name, list(known))}."
+            )
+    starts = [start for name in names if (start := known[name].start)]
+    return list(dict.fromkeys([*starts, *names]))
+
+
+def _one_seed(
+    experiment: str, recipe: str, seed: int, *, data: Path | None, results: Path, runs: Path, threads: int
+) -> None:
+    torch.set_num_threads(threads)
+    folder = runs / experiment / f"{recipe}-{seed}"
+    chosen = EXPERIMENTS[experiment][recipe]
+    finished = folder / "finished"
+    if finished.exists() and finished.read_text() == chosen.fingerprint():
+        print(f"{experiment} {recipe} seed {seed}: finished before; remove {folder} to run it again", flush=True)
+        return
+    start = runs / experiment / f"{chosen.start}-{seed}" if chosen.start else None
+    run_of_seed = Run(chosen, seed, DATA[experiment](data), folder, start)
+    points = run_of_seed.finish(partial(_say, f"{experiment} {recipe} seed {seed}"))
+    shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
+    about = {
+        "dense_test_error": _dense_error(points, start),
+        "threads": threads,
+        "versions": result_files.versions(),
+    }
+    result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
+    finished.write_text(chosen.fingerprint())
+
+
+def _dense_error(points: Sequence[dict[str, Any]], start: Path | None) -> float:
+    """The test error of the dense network that a run began with."""
+    first = points[0] if start is None else load_checkpoint(start)["points"][-1]
+    return float(first["test_error"])
+
+
+def _say(who: str, progress: Progress, pruner: Pruner) -> None:
+    point: dict[str, Any] = progress.points[-1] if progress.points else {}
+    reached = f"  test {point['test_error']:.2f} %" if point.get("epochs") == progress.epoch else ""
+    kept = sum(pruner.kept.values())
+    spent = f"{progress.seconds:.0f} s"
+    print(f"{who}  epoch {progress.epoch}/{pruner.epochs}  kept {kept:,}  {spent}{reached}", flush=True)

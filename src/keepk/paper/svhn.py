@@ -1,0 +1,79 @@
+"""SVHN, cropped digits: the published training file in two parts, and the test file."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from keepk.errors import DataError
+from keepk.paper.archives import Published, Source
+from keepk.paper.data import Split, bad_file
+from keepk.paper.pictures import Pictures, in_parts
+
+HOME = "http://ufldl.stanford.edu/housenumbers"
+SVHN = Published(
+    title="SVHN, cropped digits",
+    folder="svhn",
+    files=("train_32x32.mat", "test_32x32.mat"),
+    sources=(
+        Source(f"{HOME}/train_32x32.mat", 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
+        Source(f"{HOME}/test_32x32.mat", 64_275_384, "eb5a983be6a315427106f1b164d9cef3"),
+    ),
+)
+CLASSES = 10
+
+
+def svhn(folder: str | Path | None = None, *, download: bool = True) -> Pictures:
+    """SVHN from the published .mat files in `folder` (see `data_folder`); what is missing is downloaded.
+
+    The validation set is the last tenth of the training file. Digits of one house number are neighbours in it, so any
+    other choice would put digits of the same photograph on both sides.
+    """
+    _matlab_reader()  # if scipy is missing, that is said before a download
+    contents = SVHN.read(folder, download=download)
+    train, test = (read_digits(where, content) for where, content in contents.items())
+    validates = torch.zeros_like(train.labels, dtype=torch.bool)
+    validates[len(train) - len(train) // 10 :] = True
+    return in_parts(SVHN.title, train, validates, test, CLASSES)
+
+
+def read_digits(where: str, content: bytes) -> Split:
+    """The pictures and digits of a MATLAB file (version 5): X [32, 32, 3, N] and y [N, 1], where 10 is the digit 0."""
+    arrays = _matlab_arrays(where, content)
+    images, labels = (np.asarray(arrays.get(name)) for name in ("X", "y"))
+    number = images.shape[-1] if images.ndim else 0
+    if images.dtype != np.uint8 or images.shape != (32, 32, 3, number) or number == 0:
+        raise bad_file(where, "is not SVHN's", "X as uint8 [32, 32, 3, N]", _described(images))
+    if labels.dtype.kind not in "ui" or labels.size != number:
+        raise bad_file(where, "is not SVHN's", f"y as {number:,} integers", _described(labels))
+    labels = labels.reshape(number).astype(np.int64)
+    for place in np.flatnonzero((labels < 1) | (labels > CLASSES))[:1]:
+        raise bad_file(where, "is damaged", f"a label from 1 to {CLASSES}", f"{labels[place]} at place {place:,}")
+    pictures = np.ascontiguousarray(images.transpose(3, 2, 0, 1))
+    return Split(torch.from_numpy(pictures), torch.from_numpy(labels % CLASSES))
+
+
+def _matlab_arrays(where: str, content: bytes) -> dict[str, Any]:
+    read = _matlab_reader()
+    try:
+        return read(BytesIO(content), variable_names=("X", "y"))
+    except Exception as error:  # scipy raises whatever the bytes lead it to
+        raise bad_file(where, "is damaged or cut short", "a whole MATLAB 5 file", f"{error!r}") from error
+
+
+def _matlab_reader() -> Callable[..., dict[str, Any]]:
+    try:
+        from scipy.io import loadmat  # type: ignore[import-untyped]  # noqa: PLC0415 - the extra keepk[demo]
+    except ModuleNotFoundError:
+        message = 'SVHN: scipy, which reads its .mat files, is not installed. Run: pip install "keepk[demo]"'
+        raise DataError(message) from None
+    read: Callable[..., dict[str, Any]] = loadmat
+    return read
+
+
+def _described(array: NDArray[Any]) -> str:
+    return f"{array.dtype.name} {list(array.shape)}" if array.ndim else "nothing of that name"
