@@ -19,24 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import keepk
-from keepk.paper.models import LeNet300
+from keepk.paper.models import VGG16, LeNet300
 from keepk.paper.results import versions
 
 Optimizers = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-VGG16 = [64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool"]
-
-
-def vgg16() -> nn.Sequential:
-    """VGG-16 for CIFAR: 13 convolutions with BatchNorm, then 512-512-10."""
-    layers: list[nn.Module] = []
-    before = 3
-    for width in VGG16:
-        if width == "pool":
-            layers.append(nn.MaxPool2d(2))
-            continue
-        layers += [nn.Conv2d(before, int(width), 3, padding=1), nn.BatchNorm2d(int(width)), nn.ReLU()]
-        before = int(width)
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
 def cpu_seconds(work: Callable[[], object], times: int) -> float:
@@ -107,7 +93,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         rows.append(measure("LeNet-300-100", LeNet300, (1, 28, 28), sgd, options.pairs[0], 20))
         rows.append(measure("LeNet-300-100", LeNet300, (1, 28, 28), adam, options.pairs[0], 20))
-    rows.append(measure("CIFAR VGG-16", vgg16, (3, 32, 32), sgd, options.pairs[1], 1))
+    rows.append(measure("CIFAR VGG-16", VGG16, (3, 32, 32), sgd, options.pairs[1], 1))
     report = {"batch": 128, "versions": versions(), "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")

@@ -6,10 +6,12 @@ Pictures of 224 x 224, batch 2, one thread. Every measurement has a fresh copy o
 so that weights, gradients and Adam's two moments exist; the contenders take turns. What is in a number:
 
     forward    one forward pass of the batch, eval mode, no gradients
-    trace      keepk.trace: all that the later events need; done once
-    event      keepk: rank every unit by the L1 norm of all its slices, take the lowest 5 % of every space, and
-               keepk.shrink of weights, gradients and the optimizer's state
+    trace      keepk: Pruner(...), which traces the network and makes the plan; done once
+    event      keepk: Pruner.step, which ranks the channels of every layer by the L1 norm of their filters, keeps
+               exactly 95 % of each, and takes the others out of weights, gradients and the optimizer's state
     weights    the same without the optimizer: weights and gradients, which is what Torch-Pruning cuts
+    copy       the limit: one plain copy of weights, gradients and the two moments, which is what any event has to read
+               and write, less the 5 % that go
     build      Torch-Pruning: BasePruner, with its dependency graph; done once
     step       Torch-Pruning: BasePruner.step, which ranks by group L1 norm and cuts weights and gradients: one of ten
                steps towards half of all channels. Its parameters are new objects: the optimizer has to be made anew
@@ -37,7 +39,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -47,7 +48,6 @@ import torchvision_on_cpu
 from keepk.paper.results import versions
 
 SHARE, STEPS, BATCH, PICTURE = 0.05, 10, 2, 224
-PIECE = 1 << 17  # numbers that stay in the cache
 Times = dict[str, tuple[float, float]]
 
 
@@ -109,60 +109,17 @@ def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
     return result, (time.process_time() - cpu, time.perf_counter() - wall)
 
 
-@torch.no_grad()
-def l1_scores(graph: Any, model: nn.Module) -> np.ndarray:
-    """By unit, the sum of the magnitudes of all its slices; of a model of which nothing was removed yet."""
-    units, axes = graph.units, graph.wiring.axes
-    norms = {
-        (name, dim): norm for name, parameter in model.named_parameters() for dim, norm in axis_norms(parameter).items()
-    }
-    scores, owner = np.zeros(len(units)), np.repeat(np.arange(len(units)), np.diff(units.starts))
-    order = np.argsort(units.axis, kind="stable")
-    numbers, begins = np.unique(units.axis[order], return_index=True)
-    for number, members in zip(numbers, np.split(order, begins[1:]), strict=True):
-        norm = norms.get((axes[number].tensor, axes[number].dim))
-        if norm is not None:
-            scores += np.bincount(owner[members], norm[units.index[members]], len(units))
-    return scores
-
-
-def axis_norms(parameter: Tensor) -> dict[int, np.ndarray]:
-    """By axis, the L1 norm of each of its slices: one pass, in pieces that stay in the cache."""
-    dims = [dim for dim in range(parameter.ndim) if dim < 2 or parameter.ndim == 3]
-    norms: dict[int, list[Tensor]] = {dim: [] for dim in dims}
-    for piece in parameter.split(max(1, PIECE * len(parameter) // parameter.numel())):
-        sizes = piece.abs()
-        sizes = sizes.flatten(2).sum(2) if sizes.ndim > 3 else sizes
-        for dim in dims:
-            others = [other for other in range(sizes.ndim) if other != dim]
-            norms[dim].append(sizes.sum(others) if others else sizes)
-    whole = {dim: torch.cat(parts) if dim == 0 else torch.stack(parts).sum(0) for dim, parts in norms.items()}
-    return {dim: norm.numpy() for dim, norm in whole.items()}
-
-
-def lowest(graph: Any, scores: np.ndarray) -> np.ndarray:
-    """The share of every space with the lowest scores, equal numbers of parts that are bound."""
-    bound = np.zeros(len(graph.units), bool)
-    for blocks in graph.bindings:
-        bound[np.concatenate(blocks)] = True
-    loose = [(space.units[~bound[space.units]],) for space in graph.spaces if space.kind != "source"]
-    chosen = []
-    for blocks in (*graph.bindings, *loose):
-        count = int(min(map(len, blocks)) * SHARE)
-        chosen += [block[np.argsort(scores[block], kind="stable")[:count]] for block in blocks]
-    return np.sort(np.concatenate(chosen))
-
-
 def keepk_event(trained: Trained, pictures: Tensor, *, optimizer: bool = True) -> Times:
-    model = trained.model
-    graph, traced = timed(lambda: keepk.trace(model, pictures))
+    found = keepk.trace(trained.model, pictures).spaces
+    names = [space.name for space in found if not space.lossy and space.kind != "read"]  # a DenseNet: its sources
+    spaces = [keepk.channels(name, prune=SHARE, metric=keepk.metrics.l1) for name in names]
 
-    def event() -> None:
-        units = lowest(graph, l1_scores(graph, model))
-        keepk.shrink(model, graph, units, optimizer=trained.optimizer if optimizer else None)
+    def build() -> keepk.Pruner:
+        return keepk.Pruner(trained.model, spaces, trained.optimizer if optimizer else None, example=pictures)
 
-    _, event_times = timed(event)
-    return {"trace": traced, "event": event_times}
+    pruner, built = timed(build)
+    _, stepped = timed(pruner.step)
+    return {"trace": built, "event": stepped}
 
 
 def torch_pruning_event(trained: Trained, pictures: Tensor, network: Network) -> Times:
@@ -187,11 +144,21 @@ def torch_pruning_event(trained: Trained, pictures: Tensor, network: Network) ->
     return {"build": built, "step": stepped}
 
 
+def plain_copy(trained: Trained) -> Times:
+    """Read everything that an event cuts, and write it to new memory."""
+    state = [value for entry in trained.optimizer.state.values() for value in entry.values() if value.ndim]
+    gradients = [parameter.grad for parameter in trained.model.parameters() if parameter.grad is not None]
+    tensors = [*(parameter.detach() for parameter in trained.model.parameters()), *gradients, *state]
+    _, seconds = timed(lambda: [tensor.clone() for tensor in tensors])
+    return {"copy": seconds}
+
+
 CONTENDERS: dict[str, Callable[[Trained, Tensor, Network], Times]] = {
     "keepk": lambda trained, pictures, _: keepk_event(trained, pictures),
     "keepk_weights": lambda trained, pictures, _: {
         "event": keepk_event(trained, pictures, optimizer=False)["event"],
     },
+    "limit": lambda trained, _, __: plain_copy(trained),
     "torch_pruning": torch_pruning_event,
 }
 
@@ -268,7 +235,7 @@ def measure(network: Network, repeats: int) -> dict[str, Any]:
     }
     for name in ("keepk", "torch_pruning"):  # this warms up, too
         row[name] = facts(trained, network, pictures, name)
-    row["keepk_weights"] = {}
+    row["keepk_weights"], row["limit"] = {}, {}
     runs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     forwards = []
     for _ in range(repeats):
@@ -338,7 +305,8 @@ def first_traces(repeats: int) -> dict[str, dict[str, float]]:
 
 def table(report: dict[str, Any]) -> str:
     lines = [
-        f"{'CPU seconds':14}{'forward':>9}{'trace':>9}{'event':>9}{'weights':>9}{'build':>9}{'step':>9}{'ratio':>7}"
+        f"{'CPU seconds':14}{'forward':>9}{'trace':>9}{'event':>9}{'weights':>9}{'copy':>9}{'build':>9}{'step':>9}"
+        f"{'ratio':>7}"
     ]
     for row in report["networks"]:
         ours, theirs = row["keepk"], row["torch_pruning"]
@@ -347,11 +315,12 @@ def table(report: dict[str, Any]) -> str:
             ours["trace"],
             ours["event"],
             row["keepk_weights"]["event"],
+            row["limit"]["copy"],
             theirs["build"],
             theirs["step"],
         )
         seconds = [part["cpu_seconds"] for part in parts]
-        lines.append(f"{row['network']:14}" + "".join(f"{s:9.3f}" for s in seconds) + f"{seconds[5] / seconds[2]:7.1f}")
+        lines.append(f"{row['network']:14}" + "".join(f"{s:9.3f}" for s in seconds) + f"{seconds[6] / seconds[2]:7.1f}")
     return "\n".join([*lines, json.dumps(report["first_trace"], indent=2)])
 
 

@@ -13,7 +13,12 @@ SOURCE = Path(keepk.__file__).parent
 # A room imports from itself and from the rooms to its left.
 ROOMS = ["errors", "plan", "graph", "rank", "metrics", "cut", "run", "show", "deploy", "integrations", "paper", "cli"]
 CORE = {"torch", "safetensors", "numpy", "keepk"}
-EXTRAS = {"cli": {"typer", "rich"}, "show": {"rich", "matplotlib"}, "paper": {"rich", "sklearn", "matplotlib"}}
+EXTRAS = {
+    "cli": {"typer", "rich"},
+    "show": {"rich", "matplotlib"},
+    "deploy": {"onnx", "onnxruntime", "rich"},
+    "paper": {"rich", "sklearn", "scipy", "matplotlib"},
+}
 
 
 def imports(path):
@@ -57,11 +62,16 @@ def test_the_public_names():
             "OneShot",
             "Phase",
             "Pruner",
+            "channels",
+            "compact",
             "errors",
+            "export_onnx",
             "inspect",
+            "latency",
             "load",
             "load_checkpoint",
             "metrics",
+            "report",
             "rule",
             "save",
             "save_checkpoint",
@@ -70,7 +80,18 @@ def test_the_public_names():
             "weights",
         ]
     )
-    assert keepk.metrics.__all__ == ["magnitude", "random"]
+    assert keepk.metrics.__all__ == [
+        "blend",
+        "bn_scale",
+        "l1",
+        "l1_l2",
+        "l2",
+        "magnitude",
+        "norm",
+        "outgoing",
+        "product",
+        "random",
+    ]
     for name in keepk.__all__:
         assert getattr(keepk, name).__doc__
 
@@ -78,7 +99,8 @@ def test_the_public_names():
 def test_importing_keepk_imports_no_extra():
     code = (
         "import sys, keepk\n"
-        "extras = {'rich', 'typer', 'matplotlib', 'sklearn', 'torch._dynamo'} & set(sys.modules)\n"
+        "extras = {'rich', 'typer', 'matplotlib', 'sklearn', 'scipy', 'onnx', 'onnxruntime', 'torch._dynamo'}\n"
+        "extras &= set(sys.modules)\n"
         "assert not extras, extras"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

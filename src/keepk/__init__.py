@@ -9,20 +9,25 @@
 
 from keepk import errors as errors
 from keepk import metrics as metrics
+from keepk.cut.compact import compact as compact
 from keepk.cut.shrink import shrink as shrink
+from keepk.deploy.latency import latency as latency
 from keepk.deploy.model_files import load as load
 from keepk.deploy.model_files import save as save
+from keepk.deploy.onnx_files import export_onnx as export_onnx
 from keepk.graph.table import rule as rule
 from keepk.graph.trace import trace as trace
 from keepk.plan.phases import Phase as Phase
 from keepk.plan.schedules import Annealing as Annealing
 from keepk.plan.schedules import Cubic as Cubic
 from keepk.plan.schedules import OneShot as OneShot
+from keepk.plan.spaces import channels as channels
 from keepk.plan.spaces import weights as weights
 from keepk.run.checkpoint import load_checkpoint as load_checkpoint
 from keepk.run.checkpoint import save_checkpoint as save_checkpoint
 from keepk.run.pruner import Pruner as Pruner
 from keepk.show.inspection import inspect as inspect
+from keepk.show.run_report import report as report
 
 __version__ = "0.1.0"
 
@@ -32,11 +37,16 @@ __all__ = [
     "OneShot",
     "Phase",
     "Pruner",
+    "channels",
+    "compact",
     "errors",
+    "export_onnx",
     "inspect",
+    "latency",
     "load",
     "load_checkpoint",
     "metrics",
+    "report",
     "rule",
     "save",
     "save_checkpoint",

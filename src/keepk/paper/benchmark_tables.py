@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from keepk.errors import DataError
@@ -50,6 +51,30 @@ def hold_masks(folder: Path) -> Table:
         for row in report["rows"]
     )
     return Table(("network", "weights", "threads", "step, CPU ms", "cost of masks", "quartiles", "hook alone"), rows)
+
+
+def compact(folder: Path) -> Table:
+    """What is left of the sparse LeNets without their dead neurons: means over the seeds."""
+    rows = dict[tuple[str, str], list[dict[str, Any]]]()
+    for row in _read(folder / "compact.json")["rows"]:
+        rows.setdefault((row["experiment"], row["recipe"]), []).append(row)
+    columns = (
+        "network",
+        "recipe",
+        "n",
+        "weights",
+        "weights after",
+        "parameters",
+        "parameters after",
+        "largest difference",
+    )
+    return Table(columns, tuple(_compact_row(*key, found) for key, found in rows.items()))
+
+
+def _compact_row(experiment: str, recipe: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    means = [mean(row[key][place] for row in rows) for key in ("weights", "parameters") for place in (0, 1)]
+    difference = max(row["relative_difference"] for row in rows)
+    return (experiment, recipe, str(len(rows)), *(f"{value:,.0f}" for value in means), f"{difference:.0e}")
 
 
 def shrink_event(folder: Path) -> Table:

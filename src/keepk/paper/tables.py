@@ -89,9 +89,11 @@ def _named(name: str, result_folder: Path) -> Table:
     makers: dict[str, Callable[[], Table]] = {
         "benchmarks/select_event": lambda: benchmark_tables.select_event(result_folder / "benchmarks"),
         "benchmarks/hold_masks": lambda: benchmark_tables.hold_masks(result_folder / "benchmarks"),
+        "benchmarks/compact": lambda: benchmark_tables.compact(result_folder / "benchmarks"),
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
         "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
+        "zoo/files": lambda: zoo_tables.files(result_folder / "zoo"),
         "benchmarks/first_trace": lambda: benchmark_tables.first_trace(result_folder / "benchmarks"),
     }
     for experiment in PAPER_ERRORS:

@@ -25,6 +25,20 @@ def score(folder: Path) -> Table:
     return Table(columns, tuple(rows))
 
 
+def files(folder: Path) -> Table:
+    """By source, how many of the shrunk networks load from their files and run as ONNX, each with equal outputs."""
+    verdicts = _read(folder / "keepk.jsonl")
+    sources = list(dict.fromkeys(row["source"] for row in verdicts))
+    rows = tuple(_file_row(name, _of(name, verdicts) if name != "all" else verdicts) for name in (*sources, "all"))
+    return Table(("networks", "of", "save, load: equal", "ONNX: equal", "dense does not export"), rows)
+
+
+def _file_row(name: str, verdicts: list[dict[str, Any]]) -> tuple[str, ...]:
+    reloaded = sum(row["reload"] == "ok" for row in verdicts)
+    onnx = Counter(row["onnx"] for row in verdicts)
+    return (name, str(len(verdicts)), str(reloaded), str(onnx["ok"]), str(onnx["dense fails too"]))
+
+
 def _of(source: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["source"] == source]
 
