@@ -33,8 +33,12 @@ def weights(schedule=(60, 20)):
     return keepk.weights("*.weight", exclude="1.weight", keep=20, name="weights", schedule=[120, *schedule])
 
 
+GLOBS = {"channels": (["0", "3"], []), "weights": (["*.weight"], ["1.weight"])}
+
+
 def entry(kind, total, asked, kept):
-    return {"kind": kind, "total": total, "asked": asked, "kept": kept}
+    select, exclude = GLOBS[kind]
+    return {"kind": kind, "select": select, "exclude": exclude, "total": total, "asked": asked, "kept": kept}
 
 
 RUNS = {
@@ -155,7 +159,9 @@ def test_readings_of_a_dense_block_are_certified_too(tmp_path):
     pruner = keepk.Pruner(model, keepk.channels("norms.*", keep=20, at="input"), example=pictures)
     pruner.step()
     keepk.save(model, tmp_path)
-    assert written(tmp_path)["certificate"] == {"norms.*": entry("channels", 8 + 12 + 16, 20, 20)}
+    assert written(tmp_path)["certificate"] == {
+        "norms.*": entry("channels", 8 + 12 + 16, 20, 20) | {"select": ["norms.*"]}
+    }
     assert certificate_of(keepk.load(tmp_path, NETWORKS["dense_block"](seed=3)[0])) == pruner.certificate
 
 
@@ -209,3 +215,37 @@ def test_a_file_from_before_there_were_certificates_is_read(tmp_path):
     document["sha256"] = digest(document)
     (tmp_path / "arch.json").write_text(json.dumps(document))
     assert certificate_of(keepk.load(tmp_path, built(seed=4))) == {}
+
+
+def test_after_compaction_masks_are_held_and_the_certificate_says_what_is_alive(tmp_path):
+    """Fine-tuning goes on in the smaller network: what was pruned stays zero, what was folded stays."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 12), nn.Sigmoid(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
+    with torch.no_grad():
+        model[0].weight[:3] *= 1e-3  # no input will reach these three,
+        model[2].weight[:, :3] += 2  # which others read
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
+    pruner = keepk.Pruner(model, keepk.weights("*", keep=40, name="weights"), optimizer)
+    pruner.step()
+    before = model(example())
+    swept = keepk.compact(model, example(), optimizer)
+    assert swept.units > 0
+    assert swept.folded > 0
+    torch.testing.assert_close(model(example()), before)
+    alive = sum(int(p.count_nonzero()) for p in model.parameters())
+    assert alive <= 40
+    keepk.save(model, tmp_path)
+    kept = {"kind": "weights", "select": ["*"], "exclude": [], "total": 253, "asked": 40, "kept": 40, "alive": alive}
+    assert written(tmp_path)["certificate"] == {"weights": kept}
+    zero = {name: parameter == 0 for name, parameter in model.named_parameters()}
+    for _ in range(3):
+        model(example()).square().sum().backward()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert (parameter[zero[name]] == 0).all()
+        assert (parameter[~zero[name]] != 0).all()
+    assert pruner.kept == {"weights": alive}
+    assert pruner.certificate == {"weights": kept}
+    assert all(mask.equal(~zero[name]) for name, mask in pruner.masks.items())
+    with pytest.raises(keepk.errors.StateError, match=r"'0.weight' was cut since the run began, by keepk.compact"):
+        pruner.state_dict()

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from keepk.cut.constants import fold, reader_paths, readings
 from keepk.cut.dead import Flags, dead_units, removable, would_matter
 from keepk.cut.dead_flow import Flow, NotFollowed
+from keepk.cut.record import certified, record_of
 from keepk.cut.shrink import prepare
 from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
 from keepk.errors import ShrinkError
@@ -21,6 +22,7 @@ from keepk.graph.graph import Graph
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.trace import trace
 from keepk.graph.wrappers import unwrap
+from keepk.plan.names import matches
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ def compact(
                 done.append((found, edits))
         except NotFollowed as reason:
             note = str(reason)
+        if done:
+            undos.callback(_alive_certified(unwrap(model))())
         undos.pop_all()
     return Compaction(
         rounds=len(done),
@@ -122,6 +126,16 @@ def compact(
         parameters_after=_count(model),
         note=note,
     )
+
+
+def _alive_certified(model: nn.Module) -> Change:
+    """A certificate of weights that were kept also says how many of them are alive."""
+    found = {name: dict(entry) for name, entry in record_of(model).get("certificate", {}).items()}
+    named = dict(model.named_parameters())
+    for entry in (entry for entry in found.values() if entry["kind"] == "weights"):
+        mine = [p for n, p in named.items() if matches(n, entry["select"]) and not matches(n, entry["exclude"])]
+        entry["alive"] = sum(int(parameter.count_nonzero()) for parameter in mine)
+    return certified(model, found)
 
 
 @dataclass(frozen=True)

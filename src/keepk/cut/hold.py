@@ -23,6 +23,11 @@ class Held:
         self._parameter, self._dead, self._words = parameter, dead, words
         self._view, self._address = parameter.detach(), -1
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether the parameter has been cut since the mask was made."""
+        return self._parameter.shape != self._dead.shape
+
     def zero(self) -> None:
         """Zero the dead weights."""
         if self._parameter.data_ptr() != self._address:

@@ -29,7 +29,8 @@ ABOUT = {
     "attributes": "Values of modules that changed with the sizes.",
     "selections": "BatchNorms that read only these of their input's channels.",
     "headwise": "Attentions that lost heads.",
-    "certificate": "By space of the run: how many units there were in the beginning, were asked for, and are kept.",
+    "certificate": "By space of the run: how many units there were in the beginning, were asked for, and were kept; of "
+    "weights also how many are alive, if dead neurons were swept.",
 }
 KINDS = ("weights", "channels")
 FORMAT = "keepk.model"
@@ -126,7 +127,7 @@ def _description(document: Mapping[str, Any]) -> Description:
 
 
 def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = ("total", "asked", "kept")
+    numbers = ("total", "asked", "kept", *(["alive"] if "alive" in written else []))
     wrong = [key for key in numbers if type(written[key]) is not int]  # a bool is none
     wrong = wrong or [key for key in numbers if not 0 <= written[key] <= written["total"]]
     wrong += [] if written["kind"] in KINDS else ["kind"]

@@ -138,17 +138,23 @@ class Pruner:
     @property
     def kept(self) -> dict[str, int]:
         """By space: how many units are left now."""
+        self._follow_cuts()
         kept = self._sides.kept
         return {name: kept[name] for name in self._plan}
 
     @property
     def masks(self) -> dict[str, Tensor]:
         """By parameter: which entries are kept. The mask says so, not the value: a kept weight may be 0.0."""
+        self._follow_cuts()
         return self._sides.masks
 
     @property
     def certificate(self) -> dict[str, dict[str, Any]]:
-        """By space: its kind, how many units there were, how many are asked for, and how many are left now."""
+        """By space: its kind, its globs, how many units there were, are asked for, and were kept at the last event.
+
+        After `keepk.compact` also how many weights are alive.
+        """
+        self._follow_cuts()
         found = certificate(self._sides)
         return {name: found[name] for name in self._plan}
 
@@ -187,6 +193,8 @@ class Pruner:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values and bool tensors; loads with ``weights_only=True``."""
+        self._follow_cuts()
+        self._sides.refuse_cut_elsewhere()
         return pruner_state(self._sides.weights, self._sides.channels, self._plan, self._epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,7 +244,13 @@ class Pruner:
     def _before_update(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._follow_cuts()
         return without_updates(self._frozen, args, kwargs) if self._frozen else None
+
+    def _follow_cuts(self) -> None:
+        """Masks follow whoever cut the model since, such as `keepk.compact`."""
+        if self._sides.follow_cuts():
+            certify(self._model, self.certificate)
 
     def _after_update(self, *_: object) -> None:
         for it in self._sides.held:
@@ -245,6 +259,7 @@ class Pruner:
     def _decide(self, wrapper: Any) -> Event:
         """What the event does; all that one process may refuse is refused here, so that no other waits for it."""
         self._refuse_unusable(wrapper)
+        self._follow_cuts()
         return self._sides.decide(self._plan, self._epoch, wrapper)
 
     def _enter_epoch(self, epoch: int) -> None:

@@ -103,8 +103,33 @@ class Sides:
         if event.channels is not None and self.channels is not None:
             self.channels.follow(event.channels, event.operation.gone if event.operation else NONE)
         self.weights.follow(masks, self.weights.counts(masks) if event.operation else event.due)
+        self.weights.certify()
         if event.masks or event.operation:
             self._hold()
+
+    def follow_cuts(self) -> bool:
+        """Whether somebody else has cut the model, as `compact` does; its zeros then say what is pruned.
+
+        What was pruned is exactly zero until the next update, so this has to be asked before one.
+        """
+        if not any(it.outgrown for it in self.held):
+            return False
+        parameters = named_parameters(self._model)
+        self._silenced = {name: _still_zero(parameters[name], mask) for name, mask in self._silenced.items()}
+        dead = {name: _still_zero(parameters[name], mask) for name, mask in self.weights.dead.items()}
+        self.weights.follow(dead, self.weights.counts(dead))
+        self._hold()
+        return True
+
+    def refuse_cut_elsewhere(self) -> None:
+        """Refuse to make a state of what no plan leads to: weights of a model that somebody else has cut."""
+        if self.channels is None:
+            for name, shape in ((n, s) for it in self.weights.members.values() for n, s in it.shapes.items()):
+                if list(self.weights.parameters[name].shape) != shape:
+                    raise StateError(
+                        f"pruner state: {name!r} was cut since the run began, by keepk.compact or keepk.shrink, so a "
+                        f"fresh model could not take it. Checkpoint before that; afterwards keepk.save the model."
+                    )
 
     def take_shape(self, saved: Saved, plan: Plan) -> Undo:
         """Give the model the size that it had in a saved run. What is returned takes it back."""
@@ -122,6 +147,7 @@ class Sides:
         parameters = self.weights.parameters
         dead = {name: (~mask).to(parameters[name].device) for name, mask in masks.items() if not mask.all()}
         self.weights.follow(dead, self.weights.counts(dead))
+        self.weights.certify()
         if self.channels is not None and self._surgery is not None:
             self.channels.load(saved.channels)
             masked = self._as_saved(self._surgery, self.channels.dead, (), physical=False)
@@ -130,11 +156,11 @@ class Sides:
 
     def snapshot(self) -> Undo:
         """Where it stands; what is returned stands there again."""
-        weights, silenced, kept_held = (self.weights.dead, self.weights.kept), self._silenced, self.held
+        weights, silenced, kept_held = self.weights.snapshot(), self._silenced, self.held
         channels = self.channels.snapshot() if self.channels else None
 
         def restore() -> None:
-            self.weights.dead, self.weights.kept = weights
+            self.weights.restore(weights)
             self._silenced, self.held = silenced, kept_held
             if self.channels is not None and channels is not None:
                 self.channels.restore(channels)
@@ -180,14 +206,25 @@ class Sides:
 
 
 def certificate(sides: Sides) -> dict[str, dict[str, Any]]:
-    """By space, what was asked for and what is kept."""
-    weights, channels = sides.weights.members, sides.channels.members if sides.channels else {}
-    kept = sides.kept
-    return {
-        name: {"kind": kind, "total": it.total, "asked": it.keep, "kept": kept[name]}
-        for kind, members in (("weights", weights), ("channels", channels))
-        for name, it in members.items()
-    }
+    """By space: its globs, what was asked for, what was kept at the last event, and of weights what is alive now."""
+    found = dict[str, dict[str, Any]]()
+    left = sides.kept
+    members: list[Any] = [*sides.weights.members.values(), *(sides.channels.members.values() if sides.channels else ())]
+    for it in members:
+        name = it.space.name
+        weights = name in sides.weights.members
+        entry = {"kind": "weights" if weights else "channels", "select": list(it.space.select)}
+        entry |= {"exclude": list(it.space.exclude), "total": it.total, "asked": it.keep}
+        found[name] = entry | {"kept": sides.weights.certified[name] if weights else left[name]}
+        if weights and left[name] != sides.weights.certified[name]:
+            found[name]["alive"] = left[name]
+    return found
+
+
+def _still_zero(parameter: Tensor, dead: Tensor) -> Tensor:
+    """Which weights are pruned after a cut, which may have folded a constant into a bias that was."""
+    zero = parameter.detach() == 0
+    return zero & dead.to(zero.device) if dead.shape == zero.shape else zero
 
 
 def _shape_now(_name: str, parameter: Tensor) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The weights of a run: which are pruned, and which go at the next event."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ class WeightSide:
         self._model = model
         self.dead: Masks = {}
         self.kept = {name: it.total for name, it in members.items()}
+        self.certified = dict(self.kept)  # at the last event, before anybody swept what is dead
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -65,10 +67,22 @@ class WeightSide:
                 cuts += zip(ranked, cut_points(ranked, keep), strict=True)
         return {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
 
-    def follow(self, dead: Masks, due: Mapping[str, int]) -> None:
-        """Take note that these are the masks now, where nothing but `due` changed the counts."""
+    def follow(self, dead: Masks, counts: Mapping[str, int]) -> None:
+        """Take note that these are the masks now, and the counts of the spaces that they changed."""
         self.dead = dead
-        self.kept = {**self.kept, **due}
+        self.kept = {**self.kept, **counts}
+
+    def certify(self) -> None:
+        """Take note that the counts are those of an event."""
+        self.certified = dict(self.kept)
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Where it stands, for `restore`."""
+        return self.dead, self.kept, self.certified
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        """Stand there again."""
+        self.dead, self.kept, self.certified = snapshot
 
     def _with(self, name: str, doomed: Tensor) -> Tensor:
         return doomed if name not in self.dead else doomed | self.dead[name].to(doomed.device)
