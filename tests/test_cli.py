@@ -20,7 +20,7 @@ LENET_300_100 = "plan --total 266610 --p0 0.85 --prune 0.935 --n1 1 --nu 0.05"
 OPTIONS = {
     "plan": "--total --p0 --n1 --nu --prune --keep --mu --every --epochs --json",
     "demo": "--out --seed --dense-epochs --fine-tune-epochs",
-    "run": "--data --seeds --recipe --results --runs --jobs --threads --full lenet-300-100 lenet-5 vgg16-cifar10",
+    "run": "--data --seeds --recipe --results --runs --jobs --threads --full --inits --figure lenet-5 parity",
 }
 
 

@@ -44,6 +44,7 @@ class Experiment(str, Enum):
     LENET_5 = "lenet-5"
     VGG16_CIFAR10 = "vgg16-cifar10"
     DENSENET40_CIFAR10 = "densenet40-cifar10"
+    PARITY = "parity"
 
 
 def _print_version(asked: bool) -> None:
@@ -169,7 +170,7 @@ def run(
         Experiment,
         typer.Argument(
             metavar="EXPERIMENT",
-            help="What to repeat: lenet-300-100, lenet-5, vgg16-cifar10 or densenet40-cifar10.",
+            help="What to repeat: lenet-300-100, lenet-5, vgg16-cifar10, densenet40-cifar10 or parity.",
             show_default=False,
         ),
     ],
@@ -179,7 +180,12 @@ def run(
             help="Folder of the data; what is missing is downloaded.", show_default="$KEEPK_DATA, else ~/.cache/keepk"
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs per recipe, a count; seeds 1, 2, ...")] = 5,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs per recipe, a count; seeds 1, 2, ...; of parity, draws of data.", show_default="5, parity 3"
+        ),
+    ] = None,
     recipe: Annotated[
         list[str] | None, typer.Option(help="Name of a recipe; may be given several times.", show_default="all")
     ] = None,
@@ -190,25 +196,26 @@ def run(
     full: Annotated[
         bool, typer.Option("--full", help="The paper's networks at full width and length: days on a CPU.")
     ] = False,
+    inits: Annotated[int, typer.Option(help="parity: initialisations per draw of data, a count.")] = 10,
+    figure: Annotated[Path | None, typer.Option(help="parity: where to draw its figure, a PNG.")] = None,
 ) -> None:
     """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON a result.
 
     Example: [cyan]keepk run lenet-300-100 --seeds 5[/cyan]
     """
-    from keepk.paper import experiments, tables  # noqa: PLC0415 - the other commands need none of it
+    from keepk.paper import experiments, parity, parity_tables, tables  # noqa: PLC0415 - other commands need none of it
 
-    written = experiments.run(
-        experiment.value,
-        recipes=recipe or None,
-        seeds=seeds,
-        data=data,
-        results=results,
-        runs=runs,
-        jobs=jobs,
-        threads=threads,
-        full=full,
-    )
+    shared: dict[str, Any] = {"recipes": recipe or None, "results": results, "threads": threads}
+    if experiment is Experiment.PARITY:
+        written = parity.run_parity(draws=3 if seeds is None else seeds, inits=inits, **shared)
+        if figure:
+            parity.save_figure(written, figure)
+        made = parity_tables.experiment_tables(written)
+    else:
+        seeds = 5 if seeds is None else seeds
+        written = experiments.run(experiment.value, seeds=seeds, data=data, runs=runs, jobs=jobs, full=full, **shared)
+        made = tables.experiment_tables(written)
     console = Console(highlight=False)
-    for table in tables.experiment_tables(written):
+    for table in made:
         console.print(table)
     console.print(f"Results: {written}", soft_wrap=True, markup=False)

@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from keepk.errors import DataError
-from keepk.paper import benchmark_tables, results, zoo_tables
+from keepk.paper import benchmark_tables, parity_tables, results, zoo_tables
 from keepk.plan.names import nearest
 from keepk.show.tables import Table
 
@@ -93,6 +93,7 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
         "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
+        "parity/errors": lambda: parity_tables.error_table(results.read(result_folder / "parity.jsonl")),
         "zoo/files": lambda: zoo_tables.files(result_folder / "zoo"),
         "benchmarks/first_trace": lambda: benchmark_tables.first_trace(result_folder / "benchmarks"),
     }

@@ -1,0 +1,152 @@
+"""The paper's parity experiment: how few hidden nodes still learn the parity of five of fifty signs.
+
+One hidden layer; 256 nodes annealed to 1 .. 16, beside networks that have 1 .. 16 nodes from the start. For each number
+the best of ten initialisations is reported, chosen by validation error.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keepk.errors import DataError
+from keepk.paper import results as result_files
+from keepk.paper.parity_data import SIZES, at_floor, draw
+from keepk.paper.parity_training import SEEDS_A_DRAW, Recipe, Trained, train
+from keepk.plan.names import nearest
+from keepk.plan.numbers import count
+from keepk.plan.schedules import Annealing
+
+NODES = 256
+GOALS = tuple(range(1, 17))
+
+# 17 nodes are left after the first 8 epochs of annealing, then one goes every third epoch: 1 is reached after 48 more.
+# Strong decay of the incoming weights and none of the outgoing ones keeps the nodes out of saturation, where they can
+# still change their part: by validation error it takes four nodes to the floor; one decay throughout, only five.
+KEEPK = Recipe(
+    name="keepk",
+    optimizer="adam",
+    lr=0.01,
+    shrink=((0.001, 0.001), (0.005, 0.0), (0.001, 0.0)),
+    dense=30,
+    anneal=56,
+    tail=16,
+    start=NODES,
+    schedule=Annealing(p0=0.93, n1=8, nu=1 / NODES, every=3),
+)
+# At their final size from the start, as long, with the decay that ours starts with.
+from_the_start = partial(Recipe, dense=86, anneal=0, tail=16)
+DECAY, LIGHT_DECAY = ((0.001, 0.001),) * 3, ((0.0001, 0.0001),) * 3
+ADAM = from_the_start(name="adam", optimizer="adam", lr=0.01, shrink=DECAY)
+SGD = from_the_start(name="sgd", optimizer="sgd", lr=1.0, shrink=DECAY)
+# What validation found to suit SGD better.
+SGD_LIGHT = from_the_start(name="sgd, light decay", optimizer="sgd", lr=1.0, shrink=LIGHT_DECAY)
+RECIPES = {recipe.name: recipe for recipe in (KEEPK, ADAM, SGD, SGD_LIGHT)}
+
+
+def run_parity(
+    *,
+    draws: int = 3,
+    inits: int = 10,
+    results: Path,
+    recipes: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+    threads: int = 1,
+) -> Path:
+    """Run every recipe on data draws 1, 2, ... and add the points to the result file, which is returned.
+
+    A recipe and draw whose points are in the file is not run again.
+    """
+    for name, value in (("draws", draws), ("inits", inits), ("threads", threads)):
+        count(value, f"experiment 'parity': {name}", DataError, least=1)
+    if inits >= SEEDS_A_DRAW:
+        raise DataError(f"experiment 'parity': inits={inits}: too many. Choose fewer than {SEEDS_A_DRAW}.")
+    chosen = [_recipe(name) for name in recipes or RECIPES]
+    path = results / "parity.jsonl"
+    done = {(point["recipe"], point["seed"], point["fingerprint"], point["inits"]) for point in result_files.read(path)}
+    for seed in range(1, draws + 1):
+        for recipe in chosen:
+            if (recipe.name, seed, recipe.fingerprint(), inits) in done:
+                print(f"parity {recipe.name} draw {seed}: in {path} already", flush=True)
+                continue
+            with _threads(threads):
+                result_files.append(path, points(recipe, seed=seed, inits=inits, device=device))
+    return path
+
+
+def points(
+    recipe: Recipe,
+    *,
+    seed: int,
+    inits: int,
+    goals: Sequence[int] = GOALS,
+    sizes: tuple[int, int, int] = SIZES,
+    device: torch.device | str = "cpu",
+) -> list[dict[str, Any]]:
+    """The points of one recipe on one draw: the dense network, if there was one, and each number of nodes."""
+    parity = draw(seed, sizes=sizes).to(device)
+    trained = train(recipe, parity, seed=seed, inits=inits, goals=goals)
+    shared = {
+        "noise_floor": parity.test.floor,
+        "val_noise_floor": parity.validation.floor,
+        "inits": inits,
+        "seconds": trained.seconds,
+        "cpu_seconds": trained.cpu_seconds,
+        "threads": torch.get_num_threads(),
+        "fingerprint": recipe.fingerprint(),
+        "versions": result_files.versions(),
+    }
+    made = [_point(recipe, trained, seed, asked) for asked in trained.errors]
+    print(f"parity {recipe.name} draw {seed}: {inits} x {len(goals)} networks, {trained.cpu_seconds} CPU s", flush=True)
+    return [{**point, "at_floor": at_floor(point["test_error"], parity.test.floor), **shared} for point in made]
+
+
+def save_figure(result_file: Path, picture: Path) -> None:
+    """Draw the test error by hidden nodes, from a result file alone."""
+    from keepk.show.parity_plot import parity_figure  # noqa: PLC0415 - running needs no matplotlib
+    from keepk.show.plots import write_png  # noqa: PLC0415
+
+    points = result_files.read(result_file)
+    if not points:
+        raise DataError(f"{result_file}: no results to draw. Run `keepk run parity` first.")
+    write_png(parity_figure(points), picture)
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise DataError(f"experiment 'parity': no recipe {name!r}. Nearest names: {nearest(name, list(RECIPES))}.")
+    return RECIPES[name]
+
+
+def _point(recipe: Recipe, trained: Trained, seed: int, asked: int) -> dict[str, Any]:
+    """What the result file says of one number of nodes: the errors of all networks, and the one chosen."""
+    errors = trained.errors[asked]
+    dense = errors if recipe.start is None else trained.errors[recipe.start]
+    return {
+        "experiment": "parity",
+        "recipe": recipe.name,
+        "seed": seed,
+        "asked": asked,
+        "kept": trained.kept[asked],
+        "total": recipe.start or asked,
+        "test_error": errors.test[errors.chosen],
+        "val_error": errors.validation[errors.chosen],
+        "dense_test_error": dense.test[dense.chosen],
+        "epochs": recipe.dense if asked == recipe.start else recipe.epochs,
+        "init": errors.chosen,
+        "val_errors": errors.validation,
+        "test_errors": errors.test,
+    }
