@@ -53,6 +53,24 @@ def hold_masks(folder: Path) -> Table:
     return Table(("network", "weights", "threads", "step, CPU ms", "cost of masks", "quartiles", "hook alone"), rows)
 
 
+def paper_sizes(folder: Path) -> Table:
+    """The paper's networks at full width, pruned to the paper's counts: parameters and MACs beside what it prints."""
+    rows = tuple(
+        (
+            row["network"],
+            f"{row['kept']:,} of {row['total']:,}",
+            f"{row['parameters']:,}",
+            row["printed"],
+            f"{row['macs'] / 1e6:.1f}M",
+            f"{row['macs'] / row['dense_macs']:.3f}",
+            f"{row['difference']:.0e}",
+        )
+        for row in _read(folder / "paper_sizes.json")["rows"]
+    )
+    columns = ("network", "kept", "parameters", "printed", "MACs", "of dense", "shrunk - masked")
+    return Table(columns, rows)
+
+
 def compact(folder: Path) -> Table:
     """What is left of the sparse LeNets without their dead neurons: means over the seeds."""
     rows = dict[tuple[str, str], list[dict[str, Any]]]()

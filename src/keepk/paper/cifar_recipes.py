@@ -16,7 +16,13 @@ from keepk.rank.layers import At
 
 FC = ("classifier.*",)
 small_vgg = partial(
-    Recipe, network=VGG16, options={"width": 0.25}, spaces={"conv": "features.*"}, units="output", batch=128
+    Recipe,
+    network=VGG16,
+    options={"width": 0.25},
+    spaces={"conv": "features.*"},
+    units="output",
+    batch=128,
+    smoothing=0.1,
 )
 small_densenet = partial(
     Recipe,
@@ -42,7 +48,7 @@ def _vgg(name: str, keep: int, nu: float) -> Recipe:
     )
 
 
-VGG_DENSE = small_vgg(name="dense", stages=[Stage(36, lr=0.1, flat=6, decay=5e-4)])
+VGG_DENSE = small_vgg(name="dense", stages=[Stage(50, lr=0.1, flat=10, decay=5e-4)])
 VGG_CONTROL = small_vgg(
     name="control",
     start="dense",

@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from keepk.errors import DataError
-from keepk.paper import benchmark_tables, parity_tables, results, zoo_tables
+from keepk.paper import benchmark_tables, channel_tables, parity_tables, results, zoo_tables
 from keepk.plan.names import nearest
 from keepk.show.tables import Table
 
@@ -55,8 +55,10 @@ def layer_percent_table(experiment: str, records: Records) -> Table:
 
 
 def experiment_tables(path: Path) -> list[Table]:
-    """Both tables of the experiment whose results are in `path`."""
+    """The tables of the experiment whose results are in `path`."""
     records = results.read(path)
+    if path.stem in channel_tables.PRINTED:
+        return [channel_tables.cost_table(path.stem, records)]
     return [make(path.stem, records) for make in (error_table, layer_percent_table)]
 
 
@@ -89,6 +91,7 @@ def _named(name: str, result_folder: Path) -> Table:
     makers: dict[str, Callable[[], Table]] = {
         "benchmarks/select_event": lambda: benchmark_tables.select_event(result_folder / "benchmarks"),
         "benchmarks/hold_masks": lambda: benchmark_tables.hold_masks(result_folder / "benchmarks"),
+        "benchmarks/paper_sizes": lambda: benchmark_tables.paper_sizes(result_folder / "benchmarks"),
         "benchmarks/compact": lambda: benchmark_tables.compact(result_folder / "benchmarks"),
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
@@ -97,6 +100,9 @@ def _named(name: str, result_folder: Path) -> Table:
         "zoo/files": lambda: zoo_tables.files(result_folder / "zoo"),
         "benchmarks/first_trace": lambda: benchmark_tables.first_trace(result_folder / "benchmarks"),
     }
+    for experiment in channel_tables.PRINTED:
+        found = results.read(result_folder / f"{experiment}.jsonl")
+        makers[f"{experiment}/costs"] = partial(channel_tables.cost_table, experiment, found)
     for experiment in PAPER_ERRORS:
         records = results.read(result_folder / f"{experiment}.jsonl")
         makers[f"{experiment}/errors"] = partial(error_table, experiment, records)
