@@ -367,3 +367,12 @@ def test_weights_that_would_end_before_the_channels_do_are_refused():
 def test_followers_that_are_none_are_refused_before_the_run(followers):
     with pytest.raises(ShrinkError, match=r"Pruner: followers=.* Give a list of modules"):
         keepk.Pruner(small(), keepk.channels("0", keep=2), example=inputs(), followers=followers)
+
+
+def test_the_name_that_the_graph_gives_a_layer_selects_it():
+    model, example = NETWORKS["multihead_attention"]()
+    space = next(it for it in keepk.inspect(model, example).spaces if it.name.endswith("in_proj_weight"))
+    attention = space.name.rpartition(".")[0]
+    for glob in (space.name, attention):
+        pruner = keepk.Pruner(model, keepk.channels(glob, prune=0.5, name="heads"), example=example)
+        assert pruner.certificate["heads"]["total"] == space.units

@@ -61,12 +61,17 @@ def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[Channel
 
 
 def modules_of(layer: GraphSpace, at: str) -> list[str]:
-    """The modules that produce the channels of a layer, or those that read them."""
+    """The modules that produce the channels of a layer, or those that read them; and the name it has in the graph."""
     wanted = {Role.PRODUCER if at == "output" else Role.READER}
     if layer.kind == "read":
         wanted.add(Role.CARRIER)  # its BatchNorm is what reads
     names = dict.fromkeys(_module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
-    return [*names] or [layer.name]
+    return list(dict.fromkeys([*names, layer.name])) if _is_side(layer, at) else [*names]
+
+
+def _is_side(layer: GraphSpace, at: str) -> bool:
+    """Whether the graph's name of a layer, which is of what produces its channels or reads them, is of this side."""
+    return at == "output" or layer.kind == "read"
 
 
 def _module_of(tensor: str) -> str:
@@ -77,12 +82,13 @@ def _module_of(tensor: str) -> str:
 
 def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[GraphSpace, ...]:
     candidates = [(layer, modules_of(layer, space.at)) for layer in graph.spaces if layer.kind in KINDS[space.at]]
+    known = [*modules, *(name for _, names in candidates for name in names)]
     for option, globs in (("select", space.select), ("exclude", space.exclude)):
         for glob in globs:
-            if not any(matches(name, [glob]) for name in modules):
+            if not any(matches(name, [glob]) for name in known):
                 raise SpaceError(
                     f"space {space.name!r}: {option}={glob!r} matches no module. "
-                    f"Nearest names: {nearest(glob, [name for name in modules if name])}."
+                    f"Nearest names: {nearest(glob, [name for name in dict.fromkeys(known) if name])}."
                 )
     named = [layer for layer, names in candidates if _any(names, space.select) and not _any(names, space.exclude)]
     for glob in space.select:
