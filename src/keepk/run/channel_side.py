@@ -67,10 +67,10 @@ class ChannelSide:
 
     def decide(self, epoch: int) -> ChannelEvent:
         """Which units go at the end of an epoch. Reads only."""
-        removed, chains = [np.zeros(0, np.int64)], dict[str, tuple[Split, ...]]()
+        removed, chains, kept = [np.zeros(0, np.int64)], dict[str, tuple[Split, ...]](), self.kept
         for name, counts in self._plan.items():
             known = self._chains.get(name, ())
-            if counts[epoch] < self.kept[name]:
+            if counts[epoch] < kept[name]:
                 decision = self._decide(self.members[name], counts[epoch:], known)
                 removed.append(decision.removed)
                 chains[name] = decision.chain
@@ -86,13 +86,14 @@ class ChannelSide:
 
     def refuse_other_counts(self, event: ChannelEvent, gone: Indices) -> None:
         """Refuse a removal that takes other channels of a space along than were chosen."""
-        chosen = set(event.removed.tolist())
-        for name, it in self.members.items():
-            going = np.intersect1d(gone, it.units[~self.dead[it.units]])
-            more = [unit for unit in going.tolist() if unit not in chosen]
-            if more:
+        unasked = np.zeros_like(self.dead)
+        unasked[gone] = True
+        unasked[event.removed] = False
+        unasked &= ~self.dead
+        for name, it in self.members.items() if unasked.any() else ():
+            if more := int(unasked[it.units].sum()):
                 raise RankError(
-                    f"space {name!r}: {len(more)} more channels would go with those that were chosen, so the count "
+                    f"space {name!r}: {more} more channels would go with those that were chosen, so the count "
                     f"could not be kept. Make the space narrower."
                 )
 
