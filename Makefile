@@ -15,7 +15,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(INSTALLED)  ## prune a network on bundled data, in less than two minutes
+demo: $(INSTALLED)  ## cut a network to exactly K channels on bundled data, save, load, measure and draw it, in about a minute
 	$(BIN)/keepk demo
 
 check: $(INSTALLED)  ## formatting, lint, types
@@ -39,6 +39,9 @@ tables: $(INSTALLED)  ## write the docs' tables anew from results/
 bench: $(INSTALLED)  ## measure again what results/benchmarks/ holds
 	$(BIN)/python benchmarks/select_event.py --limit-gb 16 --out results/benchmarks/select_event.json
 	$(BIN)/python benchmarks/hold_masks.py --out results/benchmarks/hold_masks.json
+	$(BIN)/python benchmarks/annealed_run.py --out results/benchmarks/annealed_run.json
+	$(BIN)/python benchmarks/inference.py --out results/benchmarks/inference.json
+	$(BIN)/python benchmarks/paper_sizes.py --out results/benchmarks/paper_sizes.json
 
 clean:  ## remove the environment and all caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,17 +1,20 @@
 """Tables, terminal plots and figures say what the report says."""
 
 import io
-from itertools import accumulate
+from itertools import accumulate, combinations
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from matplotlib.text import Text
 from rich.console import Console
 
 from keepk.run.report import EpochRecord, LayerCount, PlanReport, layer_counts, plan_report, whole
-from keepk.show.plots import BLUE, ORANGE, pruning_figure
+from keepk.show.demo_plot import demo_figure
+from keepk.show.plots import BLUE, ORANGE
 from keepk.show.tables import Table, layer_table, plan_table
 from keepk.show.terminal import PlanPlot
 
@@ -27,12 +30,6 @@ def reports(draw):
 
 
 LAYERS = [LayerCount("fc1", 19_500, 433), LayerCount("fc2", 30_100, 324), LayerCount("fc3", 1_010, 243)]
-HISTORY = [
-    EpochRecord("dense", 50_610, 90.0),
-    EpochRecord("dense", 50_610, 97.0),
-    EpochRecord("anneal", 5_000, 95.0),
-    EpochRecord("fine-tune", 1_000, 96.0),
-]
 
 
 def rendered(thing, *, encoding="utf-8", width=80):
@@ -131,30 +128,93 @@ def test_layers_are_counted_by_the_name_before_the_last_dot(weights, bias):
     assert layer_counts(masks) == [*oracle, LayerCount("scale", 2, 1)]
 
 
-def test_the_figure_holds_the_data():
-    figure = pruning_figure(HISTORY, LAYERS, whole=whole(LAYERS, "all"), title="2.5 % -> 2.75 %", subtitle="seed 0")
-    accuracy, kept, layers = figure.axes
-    assert list(accuracy.lines[0].get_xdata()) == [1, 2, 3, 4]
-    assert list(accuracy.lines[0].get_ydata()) == [90, 97, 95, 96]
-    assert list(kept.lines[0].get_xdata()) == [0, 1, 2, 3, 4]
-    assert list(kept.lines[0].get_ydata()) == [50_610, 50_610, 50_610, 5_000, 1_000]
-    assert kept.lines[0].get_drawstyle() == "steps-post"
-    assert {text.get_text() for text in kept.texts} == {"50,610", "exactly 1,000"}
-    assert [(text.get_text(), text.get_position()[0]) for text in accuracy.texts] == [
-        ("dense", 1.0),
-        ("anneal", 2.5),
-        ("fine-tune", 3.5),
-    ]
-    shares = [bar.get_width() for bar in layers.patches if to_hex(bar.get_facecolor()).upper() == BLUE]
-    assert shares == pytest.approx([100 * it.kept / it.total for it in [*LAYERS, whole(LAYERS)]])
-    words = {text.get_text() for text in layers.texts}
-    assert {"fc3", "243 of 1,010", "24.1 %", "all", "1,000 of 50,610", "2.0 %"} <= words
-    assert [text.get_text() for text in figure.texts] == ["2.5 % → 2.75 %", "seed 0"]
+CONVOLUTIONS = [LayerCount("conv1", 64, 7), LayerCount("conv2", 128, 9), LayerCount("conv3", 128, 16)]
+SHOWN = [*CONVOLUTIONS, whole(CONVOLUTIONS, "all channels"), LayerCount("head weights", 33_482, 500)]
+RUN = [
+    *(EpochRecord("dense", 320, 60.0 + 4 * epoch) for epoch in range(10)),
+    *(EpochRecord("anneal", kept, 90.0) for kept in range(300, 31, -12)),
+    *(EpochRecord("fine-tune", 32, 99.0) for _ in range(9)),
+]
+ERRORS = {"keepk": [35.0, 15.0, 10.1], "adam": [52.0, 50.0, 10.1]}
+POINTS = [
+    {
+        "recipe": recipe,
+        "asked": nodes,
+        "total": 256 if recipe == "keepk" else nodes,
+        "test_error": error,
+        "test_errors": (error, 50.0, 49.0),
+        "noise_floor": 10.06,
+    }
+    for recipe, errors in ERRORS.items()
+    for nodes, error in enumerate(errors, start=1)
+]
+
+
+def drawn(title="2.5 % -> 2.75 %", subtitle="1,031 kB -> 35 kB"):
+    return demo_figure(RUN, SHOWN, POINTS, total=320, title=title, subtitle=subtitle)
+
+
+def test_the_figure_shows_the_run():
+    accuracy, kept, *_ = drawn().axes
+    epochs = len(RUN)
+    assert list(accuracy.lines[0].get_xdata()) == list(range(1, epochs + 1))
+    assert list(accuracy.lines[0].get_ydata()) == [epoch.accuracy for epoch in RUN]
     assert accuracy.lines[0].get_color() == ORANGE
+    assert list(kept.lines[0].get_xdata()) == list(range(epochs + 1))
+    assert list(kept.lines[0].get_ydata()) == [320, *(epoch.kept for epoch in RUN)]
+    assert kept.lines[0].get_drawstyle() == "steps-post"
+    assert {text.get_text() for text in kept.texts} == {"320", "exactly 32"}
+    assert [(text.get_text(), text.get_position()[0]) for text in accuracy.texts] == [
+        ("dense", 5.0),
+        ("anneal", 21.5),
+        ("fine-tune", epochs - 4.5),
+    ]
+
+
+def test_the_figure_shows_what_is_kept_by_layer():
+    layers = drawn().axes[2]
+    shares = [bar.get_width() for bar in layers.patches if to_hex(bar.get_facecolor()).upper() == BLUE]
+    assert shares == pytest.approx([100 * it.kept / it.total for it in SHOWN])
+    words = {text.get_text() for text in layers.texts}
+    assert {"conv3", "16 of 128", "12.5 %", "all channels", "32 of 320", "10.0 %", "500 of 33,482", "1.5 %"} <= words
+
+
+def test_the_figure_shows_the_parity_errors_and_the_floor():
+    axes = drawn().axes[3]
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines["annealed from 256 nodes"] == ERRORS["keepk"]
+    assert lines["this few from the start"] == ERRORS["adam"]
+    assert [10.06, 10.06] in lines.values()
+    assert [text.get_text() for text in axes.texts] == ["noise floor 10.1 %"]
+    assert axes.get_xlabel() == "hidden nodes (the best of 3 starts)"
+
+
+def words_in_sight(figure):
+    """All words that are painted; matplotlib also keeps labels of ticks beyond the ends of an axis."""
+    all_axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    ticks = [(tick, sorted(axis.get_view_interval())) for axis in all_axes for tick in axis.get_major_ticks()]
+    beyond = {tick.label1 for tick, (low, high) in ticks if not low <= tick.get_loc() <= high}
+    off = {text for axes in figure.axes if not axes.axison for text in axes.findobj(Text)}
+    off -= {text for axes in figure.axes for text in axes.texts}
+    return [it for it in figure.findobj(Text) if it.get_visible() and it.get_text().strip() and it not in beyond | off]
+
+
+def test_no_words_of_the_figure_touch_each_other_or_the_edge():
+    figure = drawn("32 of 320 channels, 109x fewer MACs, test error 0.50 % -> 1.00 %")
+    FigureCanvasAgg(figure).draw()
+    boxes = [(it.get_text(), it.get_window_extent()) for it in words_in_sight(figure)]
+    assert len(boxes) > 40
+    assert [(one, other) for (one, box), (other, its) in combinations(boxes, 2) if box.overlaps(its)] == []
+    width, height = figure.bbox.size
+    assert [name for name, it in boxes if it.x0 < 0 or it.y0 < 0 or it.x1 > width or it.y1 > height] == []
+
+
+def test_arrows_are_drawn_as_arrows():
+    assert {"2.5 % → 2.75 %", "1,031 kB → 35 kB"} <= {text.get_text() for text in drawn().texts}
 
 
 def test_drawing_leaves_no_figure_open():
     from matplotlib import pyplot
 
-    pruning_figure(HISTORY, LAYERS, whole=whole(LAYERS), title="")
+    drawn()
     assert pyplot.get_fignums() == []

@@ -14,7 +14,7 @@ from keepk.plan.spaces import weights
 
 @dataclass(frozen=True)
 class LayerCount:
-    """How many weights of one layer are kept."""
+    """How many units (weights or channels) of one layer are kept."""
 
     name: str
     total: int
@@ -23,7 +23,7 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """The end of one epoch: how many weights are left, and the accuracy on the validation part in percent."""
+    """The end of one epoch: how many units are left, and the accuracy on the validation part in percent."""
 
     phase: str
     kept: int

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn with matplotlib (the extra ``keepk[demo]``) without a screen and without global state."""
+"""Panels of a run, drawn with matplotlib (the extra ``keepk[demo]``) without a screen and without global state."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -13,54 +13,44 @@ from keepk.run.report import EpochRecord, LayerCount
 
 DPI = 160
 BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe and Ito: told apart by every kind of eye
-INK, SOFT, TRACK = "#222222", "#6B6B6B", "#E6E6E6"
-PHASE_SHADES = ("#FFFFFF", "#F1F5F9")
+INK, SOFT, TRACK = "#222222", "#595959", "#E6E6E6"
+PHASE_SHADES = ("#FFFFFF", "#E9EEF4", "#F7F3EA")
+SMALL, LARGE = 11.5, 13
 
 
-def pruning_figure(
-    history: Sequence[EpochRecord], layers: Sequence[LayerCount], *, whole: LayerCount, title: str, subtitle: str = ""
-) -> Figure:
-    """A run in two panels: accuracy and weights kept over the epochs; weights kept by layer, and of the whole."""
-    figure = Figure(figsize=(10, 4.4), dpi=DPI, facecolor="white")
-    figure.text(0.02, 0.945, title.replace("->", "→"), fontsize=15, fontweight="bold", color=INK, va="center")
-    figure.text(0.02, 0.875, subtitle, fontsize=10, color=SOFT, va="center")
-    left = figure.add_gridspec(2, 1, left=0.105, right=0.61, top=0.76, bottom=0.12, height_ratios=(2, 3), hspace=0.14)
-    right = figure.add_gridspec(1, 1, left=0.67, right=0.98, top=0.76, bottom=0.12)
-    upper = figure.add_subplot(left[0])
-    lower = figure.add_subplot(left[1], sharex=upper)
+def draw_run(upper: Axes, lower: Axes, history: Sequence[EpochRecord], total: int, *, unit: str) -> None:
+    """Accuracy above, units kept below, over the same epochs; the phases shaded and named."""
     draw_accuracy(upper, history)
-    draw_kept(lower, history, whole.total)
+    draw_kept(lower, history, total, unit=unit)
     for axes in (upper, lower):
         _shade_phases(axes, history)
-        _tidy(axes)
+        axes.set_xlim(0, len(history))
+        tidy(axes)
     _name_phases(upper, history)
     upper.tick_params(labelbottom=False)
-    draw_layers(figure.add_subplot(right[0]), [*layers, whole])
-    return figure
 
 
 def draw_accuracy(axes: Axes, history: Sequence[EpochRecord]) -> None:
     """Validation accuracy at the end of every epoch."""
     accuracies = [epoch.accuracy for epoch in history]
-    axes.plot(range(1, len(history) + 1), accuracies, color=ORANGE, linewidth=1.8, label="validation accuracy")
+    axes.plot(range(1, len(history) + 1), accuracies, color=ORANGE, linewidth=2.2, label="validation accuracy")
     axes.set_ylabel("validation\naccuracy")
     axes.set_ylim(top=101)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
     axes.yaxis.set_major_locator(MaxNLocator(3, steps=(1, 2, 5, 10)))
 
 
-def draw_kept(axes: Axes, history: Sequence[EpochRecord], total: int) -> None:
-    """How many weights are left, as steps: pruning happens at the end of an epoch."""
+def draw_kept(axes: Axes, history: Sequence[EpochRecord], total: int, *, unit: str) -> None:
+    """How many units are left, as steps: pruning happens at the end of an epoch."""
     epochs, kept = range(len(history) + 1), [total, *(epoch.kept for epoch in history)]
     axes.fill_between(epochs, kept, 1, step="post", color=BLUE, alpha=0.18, linewidth=0)
-    axes.step(epochs, kept, where="post", color=BLUE, linewidth=1.8, label="weights kept")
+    axes.step(epochs, kept, where="post", color=BLUE, linewidth=2.2, label=f"{unit} kept")
     axes.set_yscale("log")
-    axes.set_ylim(kept[-1] / 2.5, total * 1.9)
-    axes.set_xlim(0, len(history))
+    axes.set_ylim(kept[-1] / 2, total * 1.9)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_ylabel("weights kept\n(log scale)")
+    axes.set_ylabel(f"{unit} kept\n(log scale)")
     axes.set_xlabel("epoch")
     _note(axes, f"{total:,}", 0, total, side="left")
     _note(axes, f"exactly {kept[-1]:,}", len(history), kept[-1], side="right")
@@ -70,17 +60,16 @@ def draw_layers(axes: Axes, layers: Sequence[LayerCount]) -> None:
     """Kept of total by layer: the grey track is the whole layer."""
     rows = range(len(layers), 0, -1)
     shares = [100 * layer.kept / layer.total for layer in layers]
-    axes.barh(rows, [100] * len(layers), height=0.26, color=TRACK, label="total")
-    axes.barh(rows, shares, height=0.26, color=BLUE, label="kept")
+    axes.barh(rows, [100] * len(layers), height=0.2, color=TRACK, label="total")
+    axes.barh(rows, shares, height=0.2, color=BLUE, label="kept")
     for row, layer, share in zip(rows, layers, shares, strict=True):
-        axes.text(0, row + 0.22, layer.name, color=INK, fontsize=11, fontweight="bold", va="bottom")
-        axes.text(
-            50, row + 0.22, f"{layer.kept:,} of {layer.total:,}", color=SOFT, fontsize=10, va="bottom", ha="center"
-        )
-        axes.text(100, row + 0.22, f"{share:.1f} %", color=INK, fontsize=11, fontweight="bold", va="bottom", ha="right")
+        above = row + 0.17
+        axes.text(0, above, layer.name, color=INK, fontsize=LARGE, fontweight="bold", va="bottom")
+        axes.text(100, above, f"{share:.1f} %", color=INK, fontsize=LARGE, fontweight="bold", va="bottom", ha="right")
+        below = f"{layer.kept:,} of {layer.total:,}"
+        axes.text(0, row - 0.17, below, color=SOFT, fontsize=SMALL, va="top")
     axes.set_xlim(0, 100)
-    axes.set_ylim(0.87, len(layers) + 0.6)
-    axes.set_title("weights kept by layer", fontsize=10, color=SOFT, pad=8)
+    axes.set_ylim(0.55, len(layers) + 0.5)
     axes.set_axis_off()
 
 
@@ -89,9 +78,20 @@ def write_png(figure: Figure, path: Path) -> None:
     figure.savefig(path, format="png", dpi=DPI)
 
 
+def tidy(axes: Axes) -> None:
+    """The house's look: two spines, soft words, a light grid behind the data."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(SOFT)
+    axes.tick_params(colors=SOFT, labelsize=SMALL)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(color=SOFT, fontsize=SMALL)
+    axes.grid(axis="y", color="#D5D5D5", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
 def _note(axes: Axes, words: str, epoch: int, kept: int, *, side: Literal["left", "right"]) -> None:
     away = (5 if side == "left" else -5, 3)
-    style = {"color": BLUE, "fontsize": 10.5, "fontweight": "bold", "ha": side, "va": "bottom"}
+    style = {"color": BLUE, "fontsize": LARGE, "fontweight": "bold", "ha": side, "va": "bottom"}
     axes.annotate(words, (epoch, kept), xytext=away, textcoords="offset points").set(**style)
 
 
@@ -107,20 +107,10 @@ def _spans(history: Sequence[EpochRecord]) -> list[tuple[str, int, int]]:
 
 def _shade_phases(axes: Axes, history: Sequence[EpochRecord]) -> None:
     for position, (_, start, end) in enumerate(_spans(history)):
-        axes.axvspan(start, end, color=PHASE_SHADES[position % 2], zorder=0, linewidth=0)
+        axes.axvspan(start, end, color=PHASE_SHADES[position % len(PHASE_SHADES)], zorder=0, linewidth=0)
 
 
 def _name_phases(axes: Axes, history: Sequence[EpochRecord]) -> None:
     for phase, start, end in _spans(history):
         place = (start + end) / 2
-        axes.text(place, 1.04, phase, transform=axes.get_xaxis_transform(), ha="center", color=SOFT, fontsize=10)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(SOFT)
-    axes.tick_params(colors=SOFT, labelsize=9)
-    axes.xaxis.label.set_color(SOFT)
-    axes.yaxis.label.set_color(SOFT)
-    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
+        axes.text(place, 1.04, phase, transform=axes.get_xaxis_transform(), ha="center", color=SOFT, fontsize=SMALL)

@@ -93,18 +93,6 @@ def layer_table(layers: Sequence[LayerCount], *, title: str = "", total: LayerCo
     return Table(("layer", "total", "kept", "%"), rows, title, total_row=total is not None)
 
 
-def result_table(asked: int, kept: int, error_before: float, error_after: float) -> Table:
-    """K as asked and as kept, side by side, and the test error in percent before and after.
-
-    >>> print(result_table(1000, 1000, 2.5, 2.75))
-    asked K  kept K  test error before  test error after
-    -------  ------  -----------------  ----------------
-    1,000     1,000              2.50%             2.75%
-    """
-    row = (f"{asked:,}", f"{kept:,}", f"{error_before:.2f}%", f"{error_after:.2f}%")
-    return Table(("asked K", "kept K", "test error before", "test error after"), (row,))
-
-
 def percent(part: int, of: int) -> str:
     """A share in words.
 

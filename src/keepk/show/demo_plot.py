@@ -1,0 +1,71 @@
+"""The demo's picture: the run over its epochs, what is kept by layer, and the parity error by hidden nodes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from keepk.run.report import EpochRecord, LayerCount
+from keepk.show.parity_plot import LOOKS, Point, curve
+from keepk.show.plots import DPI, INK, LARGE, SMALL, SOFT, draw_layers, draw_run, tidy
+
+TOP, BOTTOM = 0.735, 0.12
+RUN, LAYERS, PARITY = (0.09, 0.425), (0.475, 0.66), (0.737, 0.987)  # from left to right, each panel's own
+TITLES = {RUN: "accuracy and plan", LAYERS: "what is kept", PARITY: "parity of 5 in 50 signs"}
+NAMES = {"keepk": "annealed from {start} nodes", "adam": "this few from the start"}
+
+
+def demo_figure(
+    history: Sequence[EpochRecord],
+    layers: Sequence[LayerCount],
+    parity: Sequence[Point],
+    *,
+    total: int,
+    title: str,
+    subtitle: str = "",
+) -> Figure:
+    """Three panels; `total` channels are there in the beginning."""
+    figure = Figure(figsize=(13, 5.6), dpi=DPI, facecolor="white")
+    figure.text(0.016, 0.945, title.replace("->", "→"), fontsize=19, fontweight="bold", color=INK, va="center")
+    figure.text(0.016, 0.875, subtitle.replace("->", "→"), fontsize=SMALL + 1, color=SOFT, va="center")
+    for (left, _), words in TITLES.items():
+        figure.text(left, 0.812, words, fontsize=LARGE + 1, fontweight="bold", color=INK, va="center")
+    grid = figure.add_gridspec(
+        2, 1, left=RUN[0], right=RUN[1], top=TOP, bottom=BOTTOM, height_ratios=(2, 3), hspace=0.14
+    )
+    upper = figure.add_subplot(grid[0])
+    draw_run(upper, figure.add_subplot(grid[1], sharex=upper), history, total, unit="channels")
+    draw_layers(figure.add_axes(_place(LAYERS, BOTTOM - 0.045, TOP + 0.045)), layers)
+    draw_parity(figure.add_axes(_place(PARITY, BOTTOM, TOP)), parity)
+    return figure
+
+
+def draw_parity(axes: Axes, points: Sequence[Point]) -> None:
+    """Test error of the networks that validation chose, by hidden nodes, and the noise floor."""
+    for place, recipe in enumerate(NAMES):
+        found = [point for point in points if point["recipe"] == recipe]
+        name = NAMES[recipe].format(start=max(point["total"] for point in found))
+        _, colour, marker = LOOKS[recipe]
+        drawn = curve(found, recipe)
+        # The later lies below, with larger marks, so that both are seen where they agree.
+        style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6 + 3 * place, "zorder": 4 - place}
+        axes.plot(drawn.nodes, drawn.chosen, linewidth=2.2, label=name, **style)
+    nodes, floor, starts = sorted({it["asked"] for it in points}), points[0]["noise_floor"], points[0]["test_errors"]
+    axes.axhline(floor, color=INK, linewidth=1.4, linestyle=(0, (5, 3)), zorder=1.5)
+    axes.text(nodes[-1], floor - 3, f"noise floor {floor:.1f} %", color=INK, fontsize=SMALL, ha="right", va="top")
+    axes.set_xlabel(f"hidden nodes (the best of {len(starts)} starts)")
+    axes.set_ylabel("test error")
+    axes.set_xticks(nodes)
+    axes.set_xlim(nodes[0] - 0.5, nodes[-1] + 0.5)
+    axes.set_ylim(0, 68)  # no error is above 55 but by luck: room for the legend
+    axes.set_yticks(range(0, 51, 10))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
+    axes.legend(loc="upper left", frameon=False, fontsize=SMALL, labelcolor=INK, borderaxespad=0, labelspacing=0.3)
+    tidy(axes)
+
+
+def _place(span: tuple[float, float], bottom: float, top: float) -> tuple[float, float, float, float]:
+    """Left, bottom, width, height."""
+    return span[0], bottom, span[1] - span[0], top - bottom
