@@ -99,16 +99,18 @@ def shrink_event(folder: Path) -> Table:
     """One removal event beside one of Torch-Pruning, in CPU seconds."""
     rows = []
     for row in _read(folder / "shrink_event.json")["networks"]:
-        ours, bare, theirs = row["keepk"], row["keepk_weights"], row["torch_pruning"]
+        ours, bare, copy, theirs = row["keepk"], row["keepk_weights"], row["limit"]["copy"], row["torch_pruning"]
         step = theirs["step"]["cpu_seconds"]
         rows.append(
             (
                 row["network"],
                 _seconds(ours["event"]),
                 _seconds(bare["event"]),
+                _seconds(copy),
                 _seconds(theirs["step"]),
                 f"{step / ours['event']['cpu_seconds']:.1f}",
                 f"{step / bare['event']['cpu_seconds']:.1f}",
+                f"{step / copy['cpu_seconds']:.1f}",
                 f"{ours['removed_percent']:.1f} / {theirs['removed_percent']:.1f} %",
                 f"{_passes(ours, 'event')} / {_passes(theirs, 'step')}",
             )
@@ -117,13 +119,47 @@ def shrink_event(folder: Path) -> Table:
         "network",
         "keepk with Adam (quartiles)",
         "without Adam",
+        "plain copy",
         "Torch-Pruning step",
         "step / with",
         "step / without",
+        "step / copy",
         "parameters gone",
         "passes",
     )
     return Table(columns, tuple(rows))
+
+
+def annealed_run(folder: Path) -> Table:
+    """The time of a run that shrinks, as a share of the dense run's, beside the share of MACs."""
+    rows = tuple(
+        (
+            name,
+            f"{twin['time_share']:.3f}",
+            f"{twin['macs_share']:.3f}",
+            f"{twin['time_share'] / twin['macs_share']:.2f}",
+            f"{1000 * twin['event_cpu_seconds']:.0f}",
+        )
+        for name, twin in _read(folder / "annealed_run.json")["twins"].items()
+    )
+    return Table(("VGG-16, annealed to 30 %", "time / dense", "MACs / dense", "time / MACs", "event, CPU ms"), rows)
+
+
+def inference(folder: Path) -> Table:
+    """What 70 % fewer channels give at inference, beside the MACs."""
+    report = _read(folder / "inference.json")
+    rows = tuple(
+        (
+            row["runtime"],
+            str(row["batch"]),
+            f"{row['baseline']['median']:.2f}",
+            f"{row['model']['median']:.2f}",
+            f"{row['ratio']['median']:.1f} ({row['ratio']['lower']:.1f} to {row['ratio']['upper']:.1f})",
+            f"{report['macs_ratio']:.1f}",
+        )
+        for row in report["latency"]["rows"]
+    )
+    return Table(("runtime", "batch", "dense, ms", "1,267 channels, ms", "times as fast", "fewer MACs"), rows)
 
 
 def shrink_trace(folder: Path) -> Table:
