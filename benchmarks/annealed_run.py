@@ -2,7 +2,7 @@
 
     python benchmarks/annealed_run.py --out results/benchmarks/annealed_run.json
 
-Four twins take turns, a few training steps each for every epoch of the plan (p0 = .6, N1 = 10, nu = .01 to p = .7, 20
+Four twins take turns, a few training steps each for every epoch of the plan (p0 = .6, N1 = 10, then up to p = .7, 20
 epochs; random pictures, SGD with momentum, channels last):
 
     dense    never pruned
@@ -10,8 +10,8 @@ epochs; random pictures, SGD with momentum, channels last):
     by 16    the same with round_to=16: widths that the convolutions' vector units like
     masked   the channels of `shrunk` held at zero in a network that keeps its shape
 
-Channels are ranked by the paper's blend, each term as a share of the largest of its layer, so that all layers shrink,
-as they do in a trained network; an untrained one has no better order.
+Every layer has a space of its own and loses the same share: with untrained weights a ranking over all layers leaves
+single channels in some of them, which no trained network looks like.
 
 `share of MACs` is the mean over the epochs of the multiply-accumulates that are left, by torch's own counter: the limit
 for the shrunk twin's share of the dense twin's time. CPU seconds are user + system of the process.
@@ -32,10 +32,21 @@ import keepk
 from keepk.graph.costs import layer_costs
 from keepk.paper.models import VGG16
 from keepk.paper.results import versions
+from keepk.plan.spaces import ChannelSpace
 
-METRIC = keepk.metrics.blend(alpha=0.5, over="layer")
-EPOCHS = 20
-KEEP, NU = {None: 1_267, 16: 1_264}, {None: 0.01, 16: 0.0101}
+EPOCHS, PRUNE = 20, 0.7
+
+
+def is_convolution(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d)
+
+
+def space_of(name: str, layer: nn.Module, round_to: int | None) -> ChannelSpace:
+    """30 % of a layer's channels, or the nearest multiple."""
+    keep = int(layer.out_channels * (1 - PRUNE) + 1e-9)
+    if round_to:
+        keep = max(1, round(keep / round_to)) * round_to
+    return keepk.channels(name, keep=keep, schedule=keepk.Annealing(p0=0.6, n1=10, nu=0.02), round_to=round_to)
 
 
 class Twin:
@@ -47,10 +58,11 @@ class Twin:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.images = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(10, (batch,))
-        plan = keepk.Annealing(p0=0.6, n1=10, nu=NU[round_to])
-        space = keepk.channels("features.*", keep=KEEP[round_to], metric=METRIC, schedule=plan, round_to=round_to)
+        spaces = [
+            space_of(name, layer, round_to) for name, layer in self.model.named_modules() if is_convolution(layer)
+        ]
         self.pruner = shrink and keepk.Pruner(
-            self.model, [space], self.optimizer, epochs=EPOCHS, example=self.images[:2], shrink=shrink
+            self.model, spaces, self.optimizer, epochs=EPOCHS, example=self.images[:2], shrink=shrink
         )
         self.seconds = list[float]()
         self.events = list[float]()
@@ -116,7 +128,7 @@ def main() -> None:
     report = {
         "benchmark": "annealed_run",
         "network": "VGG-16",
-        "keep": list(KEEP.values()),
+        "prune": PRUNE,
         "batch": options.batch,
         "steps": options.steps,
         "threads": options.threads,
