@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from keepk.errors import SpaceError
 from keepk.plan.names import as_globs
@@ -11,8 +11,8 @@ from keepk.plan.schedules import AnySchedule, OneShot
 
 
 @dataclass(frozen=True)
-class WeightSpace:
-    """A space of single weights; `weights` makes it."""
+class Space:
+    """What both kinds of space have in common."""
 
     select: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -22,34 +22,42 @@ class WeightSpace:
     metric: Callable[..., Any] | None
     schedule: AnySchedule
     layer_floor: int
+    units: ClassVar[str]
 
     def count_kept(self, total: int) -> int:
-        """K, for a space of `total` weights."""
-        return _count_kept(self, total, "weights")
+        """K, for a space of `total` units."""
+        if self.prune is not None:
+            keep = keep_count(total, exact_share(self.prune, f"space {self.name!r}: prune", SpaceError))
+            if keep < 1:
+                raise SpaceError(
+                    f"space {self.name!r}: prune={self.prune} of {total} {self.units} keeps none. "
+                    f"Prune less, or give keep=."
+                )
+            return keep
+        assert self.keep is not None  # a space has exactly one of the two
+        if self.keep > total:
+            raise SpaceError(
+                f"space {self.name!r}: keep={self.keep}, but {list(self.select)} matches only {total} {self.units}. "
+                f"Choose keep <= {total} or widen the pattern."
+            )
+        return self.keep
 
 
 @dataclass(frozen=True)
-class ChannelSpace:
+class WeightSpace(Space):
+    """A space of single weights; `weights` makes it."""
+
+    units: ClassVar[str] = "weights"
+
+
+@dataclass(frozen=True)
+class ChannelSpace(Space):
     """A space of channels; `channels` makes it."""
 
-    select: tuple[str, ...]
-    exclude: tuple[str, ...]
-    keep: int | None
-    prune: float | None
-    name: str
-    metric: Callable[..., Any] | None
-    schedule: AnySchedule
-    layer_floor: int
     at: Literal["output", "input"]
     round_to: int | None
     lossy: bool
-
-    def count_kept(self, total: int) -> int:
-        """K, for a space of `total` channels."""
-        return _count_kept(self, total, "channels")
-
-
-Space = WeightSpace | ChannelSpace
+    units: ClassVar[str] = "channels"
 
 
 def weights(
@@ -148,23 +156,6 @@ def channels(
     return ChannelSpace(
         globs, excluded, keep, prune, called, metric, _frozen(schedule), layer_floor, at, round_to, lossy
     )
-
-
-def _count_kept(space: Space, total: int, what: str) -> int:
-    if space.prune is not None:
-        keep = keep_count(total, exact_share(space.prune, f"space {space.name!r}: prune", SpaceError))
-        if keep < 1:
-            raise SpaceError(
-                f"space {space.name!r}: prune={space.prune} of {total} {what} keeps none. Prune less, or give keep=."
-            )
-        return keep
-    assert space.keep is not None  # a space has exactly one of the two
-    if space.keep > total:
-        raise SpaceError(
-            f"space {space.name!r}: keep={space.keep}, but {list(space.select)} matches only {total} {what}. "
-            f"Choose keep <= {total} or widen the pattern."
-        )
-    return space.keep
 
 
 def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
