@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -249,3 +250,37 @@ def test_after_compaction_masks_are_held_and_the_certificate_says_what_is_alive(
     assert all(mask.equal(~zero[name]) for name, mask in pruner.masks.items())
     with pytest.raises(keepk.errors.StateError, match=r"'0.weight' was cut since the run began, by keepk.compact"):
         pruner.state_dict()
+
+
+@pytest.mark.parametrize("sweep", ["compact", "shrink", "shrink twice"])
+def test_a_kept_weight_that_is_zero_stays_kept_when_the_model_is_cut(sweep):
+    """The mask says what is kept, not the value: also after somebody else has cut the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 1, groups=2), nn.ReLU(), nn.Conv2d(8, 6, 1), nn.ReLU(), nn.Conv2d(6, 3, 1))
+    images = torch.randn(2, 4, 5, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model[2].weight[:, ::4] = 0  # two of its eight inputs are read by nobody
+    keep_all_biases = lambda weight, name: weight.abs() + (1e3 if name.endswith("bias") else 0)  # noqa: E731
+    pruner = keepk.Pruner(model, keepk.weights("*", keep=50, metric=keep_all_biases, name="weights"), optimizer)
+    pruner.step()
+    with torch.no_grad():
+        model[0].bias.zero_()
+    before = {
+        name: (mask, parameter.detach().clone())
+        for (name, parameter), mask in zip(model.named_parameters(), pruner.masks.values(), strict=True)
+    }
+    if sweep == "compact":
+        assert keepk.compact(model, images, optimizer).units > 0
+    else:
+        graph = keepk.trace(model, images)
+        for units in ([0, 4], [1, 5])[: 1 + (sweep == "shrink twice")]:
+            keepk.shrink(model, graph, units, optimizer=optimizer)
+    kept = record_of(model)["tensors"]
+    for name, mask in pruner.masks.items():
+        old = before[name][0]
+        for axis, indices in kept.get(name, {"kept": {}})["kept"].items():
+            assert np.ndim(indices) == 1
+            old = old.index_select(int(axis), torch.tensor(indices))
+        assert mask.equal(old), name
+    assert pruner.masks["0.bias"].all()

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from keepk.cut.undo import Change, Undo, undone_by
@@ -20,6 +21,36 @@ def record_of(model: nn.Module) -> dict[str, Any]:
     """
     found = model.__dict__.get(ATTRIBUTE)
     return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
+
+
+def cuts_since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Cut]:
+    """By tensor, what was cut between two records of the same model.
+
+    >>> before = {"tensors": {"w": {"shape": [4, 2], "kept": {"0": [0, 2, 3]}}}}
+    >>> now = {"tensors": {"w": {"shape": [4, 2], "kept": {"0": [0, 3]}}}}
+    >>> cuts_since(before, now)["w"]
+    Cut(tensor='w', kept={0: array([0, 2])}, before=(3, 2), after=(2, 2))
+    """
+    return {name: _cut_between(name, before["tensors"].get(name), entry) for name, entry in now["tensors"].items()}
+
+
+def _cut_between(name: str, before: dict[str, Any] | None, now: dict[str, Any]) -> Cut:
+    def kept(entry: dict[str, Any] | None, axis: str) -> NDArray[np.int64]:
+        found = None if entry is None else entry["kept"].get(axis)
+        return np.arange(now["shape"][int(axis)]) if found is None else np.asarray(found, np.int64)
+
+    axes = range(len(now["shape"]))
+    positions = dict[int, NDArray[np.int64]]()
+    for axis in map(int, now["kept"]):
+        old, new = kept(before, str(axis)), kept(now, str(axis))
+        if new.ndim == 2:  # for each row, its columns: where they stand among those that the row had
+            rows = np.searchsorted(kept(before, "0"), kept(now, "0"))
+            old = old[rows] if old.ndim == 2 else np.broadcast_to(old, (len(rows), len(old)))
+            positions[axis] = (old[:, None, :] == new[:, :, None]).argmax(axis=2)
+        else:
+            positions[axis] = np.searchsorted(old, new)
+    shapes = (tuple(kept(entry, str(axis)).shape[-1] for axis in axes) for entry in (before, now))
+    return Cut(name, positions, *shapes)
 
 
 def was_cut(model: nn.Module) -> bool:

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from keepk.cut.hold import Held, held
 from keepk.cut.optimizer_state import refuse_foreign_state, restart_flat_history
+from keepk.cut.record import cuts_since, record_of
+from keepk.cut.tensors import left_of
 from keepk.cut.undo import Undo
 from keepk.errors import ShrinkError, StateError
+from keepk.graph.edits import Cut
 from keepk.graph.wrappers import named_parameters
 from keepk.rank.choices import Flags
 from keepk.rank.pieces import one_thread
@@ -68,6 +71,7 @@ class Sides:
         self._model, self._optimizers, self._shrink = model, optimizers, shrink
         self._silenced: Masks = {}  # by channels that are masked
         self.held: list[Held] = []
+        self._record = record_of(model)  # of the model that the masks fit
 
     @property
     def kept(self) -> dict[str, int]:
@@ -108,15 +112,16 @@ class Sides:
             self._hold()
 
     def follow_cuts(self) -> bool:
-        """Whether somebody else has cut the model, as `compact` does; its zeros then say what is pruned.
+        """Whether somebody else has cut the model, as `compact` does; the masks are then cut along.
 
-        What was pruned is exactly zero until the next update, so this has to be asked before one.
+        A constant that was folded into a bias revives it, which only shows until the next update: to be asked before.
         """
         if not any(it.outgrown for it in self.held):
             return False
+        cuts = cuts_since(self._record, record_of(self._model))
         parameters = named_parameters(self._model)
-        self._silenced = {name: _still_zero(parameters[name], mask) for name, mask in self._silenced.items()}
-        dead = {name: _still_zero(parameters[name], mask) for name, mask in self.weights.dead.items()}
+        self._silenced = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self._silenced.items()}
+        dead = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self.weights.dead.items()}
         self.weights.follow(dead, self.weights.counts(dead))
         self._hold()
         return True
@@ -156,12 +161,12 @@ class Sides:
 
     def snapshot(self) -> Undo:
         """Where it stands; what is returned stands there again."""
-        weights, silenced, kept_held = self.weights.snapshot(), self._silenced, self.held
+        weights, silenced, kept_held, record = self.weights.snapshot(), self._silenced, self.held, self._record
         channels = self.channels.snapshot() if self.channels else None
 
         def restore() -> None:
             self.weights.restore(weights)
-            self._silenced, self.held = silenced, kept_held
+            self._silenced, self.held, self._record = silenced, kept_held, record
             if self.channels is not None and channels is not None:
                 self.channels.restore(channels)
 
@@ -194,6 +199,7 @@ class Sides:
         return operation
 
     def _hold(self) -> None:
+        self._record = record_of(self._model)
         parameters = named_parameters(self._model)
         dead = {**self._silenced, **self.weights.dead}
         self.held = held((parameters[name], mask) for name, mask in dead.items())
@@ -221,10 +227,14 @@ def certificate(sides: Sides) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _still_zero(parameter: Tensor, dead: Tensor) -> Tensor:
-    """Which weights are pruned after a cut, which may have folded a constant into a bias that was."""
-    zero = parameter.detach() == 0
-    return zero & dead.to(zero.device) if dead.shape == zero.shape else zero
+def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameter: Tensor) -> Tensor:
+    left = left_of(dead, cuts[name]) if name in cuts else dead
+    if left.shape != parameter.shape:
+        raise ShrinkError(
+            f"parameter {name!r}: has shape {tuple(parameter.shape)}, its mask {tuple(left.shape)}: it was cut or "
+            f"replaced by something else than keepk. Change the model first, then make the Pruner."
+        )
+    return left & (parameter.detach() == 0).to(left.device)
 
 
 def _shape_now(_name: str, parameter: Tensor) -> tuple[int, ...]:
