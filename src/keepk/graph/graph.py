@@ -7,57 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepk.errors import ShrinkError
-from keepk.graph.atoms import Axis
-from keepk.graph.attributes import Sized
-from keepk.graph.edits import Cut, Edits, Indices, Selection, Setting
-from keepk.graph.facts import Role
-from keepk.graph.maps import Flags, Map, predict, support
+from keepk.graph.edits import Edits, Indices, Selection
+from keepk.graph.left import Left, cut_between, settings_between
+from keepk.graph.maps import Flags
 from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
-
-
-@dataclass(frozen=True, eq=False)
-class Constant:
-    """A number in a module that must follow a size of the forward pass, found by trying.
-
-    Attributes:
-        module: The module's path.
-        attribute: Its attribute.
-        item: Which entry, if the attribute is a tuple or list.
-        shape: The shape of the tensor whose size it is.
-        maps: The maps of that tensor.
-        dim: Which of its dims.
-    """
-
-    module: str
-    attribute: str
-    item: int | None
-    shape: tuple[int, ...]
-    maps: tuple[Map, ...]
-    dim: int
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """What a trace found, before anything is removed; never changes.
-
-    Attributes:
-        axes: Every run of atoms.
-        tensors: By name, the maps of each parameter and buffer.
-        shapes: By name, its shape.
-        parameters: The names that are parameters.
-        roles: What each axis does.
-        sized: Attributes that repeat sizes.
-        headwise: By path of an attention, the name of its in-projection.
-    """
-
-    axes: list[Axis]
-    tensors: dict[str, tuple[Map, ...]]
-    shapes: dict[str, tuple[int, ...]]
-    parameters: set[str]
-    roles: dict[tuple[str, int], Role]
-    sized: tuple[Sized, ...]
-    headwise: dict[str, str]
+from keepk.graph.wiring import Constant, Wiring
 
 
 @dataclass(eq=False)
@@ -76,17 +31,15 @@ class Graph:
         self.units: Units = find_units(wiring.axes, wiring.parameters, solution)
         self.spaces: tuple[GraphSpace, ...] = tuple(find_spaces(self.units, wiring.axes, solution, wiring.roles))
         self.fixed: tuple[Fixed, ...] = tuple(find_fixed(wiring.axes, solution))
-        self._alive_atoms: Flags = np.ones(len(solution.classes), bool)
+        self._left = Left(wiring, np.ones(len(solution.classes), bool))  # of the model as it is now
         self._unit_of = np.full(len(solution.classes), -1, np.int64)
         self._unit_of[self.units.classes] = np.arange(len(self.units))
         self.bindings: tuple[tuple[Indices, ...], ...] = tuple(self._blocks())
-        self._shapes = dict[str, tuple[int, ...]]()  # of the model as it is now
-        self._groups = {sized.module: sized for sized in wiring.sized if sized.attribute == "groups"}
 
     @property
     def alive(self) -> NDArray[np.bool_]:
         """Which units are still there."""
-        return self._alive_atoms[self.units.classes]
+        return self._left.alive[self.units.classes]
 
     def slices(self, unit: int) -> list[tuple[str, int, int]]:
         """(tensor, axis, index) of every slice of a unit, in the model as it was traced.
@@ -149,44 +102,41 @@ class Graph:
     def edits(self, units: Iterable[int]) -> Edits:
         """What removing these units would do; nothing is done."""
         removed = self._closed(self._checked(units))
-        after = self._alive_atoms & alive_atoms(self.solution.classes, self.units.classes[removed])
-        cuts = [cut for name in self.wiring.tensors if (cut := self._cut(name, after)) is not None]
-        shapes = {name: self.shape(name) for name in self.wiring.shapes} | {cut.tensor: cut.after for cut in cuts}
+        then = self._without(removed)
+        cuts = [cut for name in self.wiring.tensors if (cut := cut_between(self._left, then, name)) is not None]
         touched = {cut.tensor for cut in cuts}
         return Edits(
             units=removed,
             cuts=tuple(cuts),
-            settings=tuple(self._settings(after, shapes)),
-            selections=tuple(self._selections(after)),
+            settings=tuple(settings_between(self._left, then, self.wiring.sized, self.constants)),
+            selections=tuple(self._selections(then.alive)),
             headwise=tuple(path for path, name in self.wiring.headwise.items() if name in touched),
         )
 
     def removed(self, edits: Edits) -> None:
         """Take note that a model was cut by these edits."""
-        self._alive_atoms &= alive_atoms(self.solution.classes, self.units.classes[edits.units])
-        self._shapes.clear()
+        self._left = self._without(edits.units)
 
     def restored(self, edits: Edits) -> None:
         """Take note that it was not cut after all."""
-        self._alive_atoms |= ~alive_atoms(self.solution.classes, self.units.classes[edits.units])
-        self._shapes.clear()
+        back = ~alive_atoms(self.solution.classes, self.units.classes[edits.units])
+        self._left = Left(self.wiring, self._left.alive | back)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """The shape that a tensor has after what was removed so far."""
-        if tensor not in self._shapes:
-            sizes = list(self.wiring.shapes[tensor])
-            for dim, kept in self._kept_atoms(tensor, self._alive_atoms).items():
-                sizes[dim] = kept.shape[-1]
-            self._shapes[tensor] = tuple(sizes)
-        return self._shapes[tensor]
+        return self._left.shape(tensor)
 
     def owners(self, tensor: str) -> dict[int, Indices]:
         """By axis of a tensor as it is now, the unit that each index belongs to, -1 for none.
 
         A matrix, by row and column, where the in-channels of a grouped convolution differ from row to row.
         """
-        kept = self._kept_atoms(tensor, self._alive_atoms)
-        return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in kept.items()}
+        left = self._left.atoms(tensor)
+        return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in left.items()}
+
+    def _without(self, units: Indices) -> Left:
+        """What is left after units are removed."""
+        return Left(self.wiring, self._left.alive & alive_atoms(self.solution.classes, self.units.classes[units]))
 
     def _checked(self, units: Iterable[int]) -> Indices:
         asked = np.unique(np.fromiter((int(unit) for unit in units), np.int64))
@@ -259,75 +209,9 @@ class Graph:
             if any((self._unit_of[block] >= 0).any() for block in binding.blocks)
         ]
 
-    def _kept_atoms(self, tensor: str, alive: Flags) -> dict[int, Map]:
-        """By axis, the atoms that are left; a matrix where they differ from row to row."""
-        maps = self.wiring.tensors[tensor]
-        kept = {dims[0]: m.ravel()[alive[m.ravel()]] for m in maps if len(dims := support(m)) == 1}
-        for index_map in maps:
-            if len(support(index_map)) > 1:
-                kept[1] = self._kept_by_row(index_map, kept, maps, alive)
-        return kept
-
-    def _kept_by_row(self, index_map: Map, kept: dict[int, Map], maps: Sequence[Map], alive: Flags) -> Map:
-        matrix = index_map.reshape(index_map.shape[:2])
-        rows = next((m.ravel() for m in maps if support(m) == (0,)), None)
-        if rows is not None and 0 in kept:
-            matrix = matrix[alive[rows]]
-        living = alive[matrix]
-        counts = living.sum(axis=1)
-        if len(counts) == 0 or (counts != counts[0]).any():
-            return matrix[:, :0]
-        return matrix[living].reshape(len(matrix), int(counts[0]))
-
-    def _cut(self, tensor: str, after: Flags) -> Cut | None:
-        maps = self.wiring.tensors[tensor]
-        if all(after[m].sum() == self._alive_atoms[m].sum() for m in maps):
-            return None
-        now, then = self._kept_atoms(tensor, self._alive_atoms), self._kept_atoms(tensor, after)
-        shape = list(self.shape(tensor))
-        kept = dict[int, Indices]()
-        for dim in now:
-            if then[dim].size == 0:
-                raise ShrinkError(
-                    f"shrink: nothing would be left of axis {dim} of {tensor!r} ({shape[dim]} now). "
-                    f"Leave at least one unit of each layer."
-                )
-            if now[dim].shape[-1] != then[dim].shape[-1]:
-                kept[dim] = _positions(now, then, dim, after)
-                shape[dim] = then[dim].shape[-1]
-        return Cut(tensor, kept, self.shape(tensor), tuple(shape))
-
-    def _settings(self, after: Flags, shapes: dict[str, tuple[int, ...]]) -> Iterable[Setting]:
-        groups = dict[str, int]()
-        for sized in self.wiring.sized:
-            now, then = self._measure(sized, self._alive_atoms, None), self._measure(sized, after, shapes)
-            if sized.attribute == "groups":
-                groups[sized.module] = then
-            if now != then:
-                yield Setting(sized.module, sized.attribute, sized.item, now, then)
-        for constant in self.constants:
-            now_shape = predict(constant.shape, constant.maps, self._alive_atoms)
-            then_shape = predict(constant.shape, constant.maps, after)
-            if now_shape and then_shape and now_shape[constant.dim] != then_shape[constant.dim]:
-                old, new = now_shape[constant.dim], then_shape[constant.dim]
-                yield Setting(constant.module, constant.attribute, constant.item, old, new)
-
-    def _measure(self, sized: Sized, alive: Flags, shapes: dict[str, tuple[int, ...]] | None) -> int:
-        if sized.blocks:
-            return self._living_blocks(sized.tensor, sized.blocks, alive)
-        size = (self.shape(sized.tensor) if shapes is None else shapes[sized.tensor])[sized.dim]
-        groups = self._groups.get(sized.module) if sized.times_groups else None
-        if groups is not None:
-            size *= self._living_blocks(groups.tensor, groups.blocks, alive)
-        return size // sized.parts
-
-    def _living_blocks(self, tensor: str, blocks: int, alive: Flags) -> int:
-        rows = next((m.ravel() for m in self.wiring.tensors[tensor] if support(m) == (0,)), None)
-        return blocks if rows is None else int(alive[rows].reshape(blocks, -1).any(axis=1).sum())
-
     def _selections(self, after: Flags) -> Iterable[Selection]:
         for read in self.solution.reads:
-            before = self._alive_atoms[read.sources], self._alive_atoms[read.readers]
+            before = self._left.alive[read.sources], self._left.alive[read.readers]
             sources, readers = after[read.sources], after[read.readers]
             if (readers & ~sources).any():
                 raise ShrinkError(f"shrink: {read.module!r} would read channels that go. Remove its readings as well.")
@@ -344,14 +228,3 @@ def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flag
     members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
     count = min(min(int(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))
     return np.concatenate([some[: max(count, 0)] for some in members])
-
-
-def _positions(now: dict[int, Map], then: dict[int, Map], dim: int, after: Flags) -> Indices:
-    """Where what is left then stands in what is left now."""
-    if now[dim].ndim == 1:
-        return np.flatnonzero(after[now[dim]])
-    rows = now[dim]
-    if 0 in now and len(now[0]) != len(then[0]):
-        rows = rows[after[now[0]]]
-    living = after[rows]
-    return np.nonzero(living)[1].reshape(then[dim].shape)

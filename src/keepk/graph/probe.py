@@ -15,12 +15,13 @@ from torch import nn
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits, Indices
 from keepk.graph.facts import Bound, Line, Lines, Reason
-from keepk.graph.graph import Constant, Graph, Wiring
+from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags, Map, predict
 from keepk.graph.replay import Mismatch, Replay
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
 from keepk.graph.tracer import Step, Tracer
+from keepk.graph.wiring import Constant, Wiring
 
 ROUNDS = 60
 PARENTS = 3  # how far up a number may be kept

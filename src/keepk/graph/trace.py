@@ -12,13 +12,14 @@ from torch import nn
 from keepk.errors import TraceError
 from keepk.graph.attributes import sized_attributes
 from keepk.graph.facts import Bound, Reason
-from keepk.graph.graph import Graph, Wiring
+from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
 from keepk.graph.probe import Probe
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.tracer import Tracer, named_tensors, output_maps
+from keepk.graph.wiring import Wiring
 from keepk.graph.wrappers import unwrap
 
 

@@ -6,10 +6,9 @@ portions in steps of 3 and of 5, keeping 3 + 10 on the way to 6 + 5 = 11 strands
 to lead to K, and whoever splits in another way has to find another.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,13 @@ class Portion:
 
     def within(self, least: int, most: int) -> "Portion":
         """The part of it between two bounds."""
-        return Portion(tuple(count for count in self.counts if least <= count <= most))
+        return Portion(self.counts[bisect_left(self.counts, least) : bisect_right(self.counts, most)])
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """From each count to the next."""
+        counts = np.asarray(self.counts, np.int64)
+        return counts[1:] - counts[:-1]
 
 
 def totals(portions: Iterable[Portion]) -> int:
@@ -73,27 +78,34 @@ def split(portions: Sequence[Portion], total: int, gains: Gains) -> Split | None
     room, rest = divmod(total - sum(least), step)
     if room < 0 or rest:
         return None
+    extra = [(np.asarray(it.counts) - least[place]) // step for place, it in enumerate(portions)]
     # The portion with the most counts comes last, where only one total is asked for.
-    order = sorted(range(len(portions)), key=lambda place: len(portions[place].counts))
-    extra = [[(count - least[place]) // step for count in portions[place].counts] for place in range(len(portions))]
+    *order, last = sorted(range(len(portions)), key=lambda place: len(portions[place].counts))
     best, picks = np.zeros(1), list[NDArray[np.int32]]()
-    for place in order[:-1]:
+    for place in order:
         best, pick = _with_portion(best, extra[place], gains[place], room)
         picks.append(pick)
-    return _traced_back(portions, order, extra, picks, best, gains[order[-1]], room)
+    number = _last_pick(best, extra[last], gains[last], room)
+    if number is None:
+        return None
+    taken, left = {last: number}, room - extra[last][number]
+    for place, pick in zip(reversed(order), reversed(picks), strict=True):
+        taken[place] = int(pick[left])
+        left -= extra[place][taken[place]]
+    return tuple(portion.counts[taken[place]] for place, portion in enumerate(portions))
 
 
 def _common_step(portions: Sequence[Portion]) -> int:
-    return gcd(*(later - earlier for portion in portions for earlier, later in pairwise(portion.counts))) or 1
+    return int(np.gcd.reduce(np.concatenate([portion.steps for portion in portions]))) or 1
 
 
 def _with_portion(
-    best: NDArray[np.float64], extra: Sequence[int], gains: NDArray[np.float64], room: int
+    best: NDArray[np.float64], extra: NDArray[np.int64], gains: NDArray[np.float64], room: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
     """The best sum of gains for each total with one portion more, and which of its counts that takes."""
-    size = min(room, len(best) - 1 + extra[-1]) + 1
+    size = min(room, len(best) - 1 + int(extra[-1])) + 1
     better, pick = np.full(size, -np.inf), np.zeros(size, np.int32)
-    for number, (more, gain) in enumerate(zip(extra, gains, strict=True)):
+    for number, (more, gain) in enumerate(zip(extra.tolist(), gains, strict=True)):
         if more >= size:
             break
         reached = best[: size - more] + gain
@@ -103,27 +115,15 @@ def _with_portion(
     return better, pick
 
 
-def _traced_back(
-    portions: Sequence[Portion],
-    order: Sequence[int],
-    extra: Sequence[Sequence[int]],
-    picks: Sequence[NDArray[np.int32]],
-    best: NDArray[np.float64],
-    gains: NDArray[np.float64],
-    room: int,
-) -> Split | None:
-    last = room - np.asarray(extra[order[-1]])
-    fits = (last >= 0) & (last < len(best))
-    sums = np.where(fits, best[np.where(fits, last, 0)] + gains, -np.inf)
+def _last_pick(
+    best: NDArray[np.float64], extra: NDArray[np.int64], gains: NDArray[np.float64], room: int
+) -> int | None:
+    """Which count of the last portion, with the best of all others, fills the room; None if none does."""
+    others = room - extra
+    fits = (others >= 0) & (others < len(best))
+    sums = np.where(fits, best[np.where(fits, others, 0)] + gains, -np.inf)
     number = int(sums.argmax())
-    if sums[number] == -np.inf:
-        return None
-    taken = {order[-1]: number}
-    left = int(last[number])
-    for place, pick in zip(reversed(order[:-1]), reversed(picks), strict=True):
-        taken[place] = int(pick[left])
-        left -= extra[place][taken[place]]
-    return tuple(portion.counts[taken[place]] for place, portion in enumerate(portions))
+    return None if sums[number] == -np.inf else number
 
 
 def even_gains(portions: Sequence[Portion]) -> Gains:
@@ -140,7 +140,8 @@ def _even(portion: Portion) -> NDArray[np.float64]:
 
 def has_even_steps(portions: Sequence[Portion]) -> bool:
     """Whether every split leads to every lower total that can be met: all portions have the same steps."""
-    return len({later - earlier for portion in portions for earlier, later in pairwise(portion.counts)}) <= 1
+    steps = np.concatenate([portion.steps for portion in portions])
+    return not len(steps) or bool((steps == steps[0]).all())
 
 
 def chain(portions: Sequence[Portion], falling: Sequence[int]) -> tuple[Split, ...] | None:
