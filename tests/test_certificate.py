@@ -237,7 +237,7 @@ def test_after_compaction_masks_are_held_and_the_certificate_says_what_is_alive(
     assert alive <= 40
     keepk.save(model, tmp_path)
     kept = {"kind": "weights", "select": ["*"], "exclude": [], "total": 253, "asked": 40, "kept": 40, "alive": alive}
-    assert written(tmp_path)["certificate"] == {"weights": kept}
+    assert written(tmp_path)["certificate"] == {"weights": kept | {"cut_since": swept.units}}
     zero = {name: parameter == 0 for name, parameter in model.named_parameters()}
     for _ in range(3):
         model(example()).square().sum().backward()
@@ -284,3 +284,20 @@ def test_a_kept_weight_that_is_zero_stays_kept_when_the_model_is_cut(sweep):
             old = old.index_select(int(axis), torch.tensor(indices))
         assert mask.equal(old), name
     assert pruner.masks["0.bias"].all()
+
+
+def test_a_cut_by_hand_after_the_run_is_told_in_the_certificate(tmp_path):
+    """What was kept when the run ended is not what is there now."""
+    model = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spaces = [keepk.channels("0", keep=8, name="hidden", metric=keepk.metrics.l1)]
+    keepk.Pruner(model, spaces, optimizer, example=example()).step()
+    assert "cut_since" not in certificate_of(model)["hidden"]
+    graph = keepk.trace(model, example())
+    keepk.shrink(model, graph, [0, 1])
+    keepk.shrink(model, graph, [5])
+    keepk.save(model, tmp_path)
+    loaded = keepk.load(tmp_path, nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 4)))
+    assert certificate_of(loaded)["hidden"]["kept"] == 8
+    assert certificate_of(loaded)["hidden"]["cut_since"] == 3
+    assert loaded[0].out_features == 5

@@ -3,6 +3,8 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from math import cos, pi
@@ -19,7 +21,7 @@ from typer.testing import CliRunner
 import keepk
 from keepk.cli.commands import app
 from keepk.errors import DataError
-from keepk.paper import experiments, results
+from keepk.paper import cifar_recipes, experiments, results
 from keepk.paper.data import MNIST_FILES, Mnist, Split
 from keepk.paper.models import LeNet5, LeNet300
 from keepk.paper.recipes import Recipe, Stage, saliency
@@ -460,3 +462,19 @@ def test_counts_are_checked_before_anything_starts(tmp_path, wrong):
     counts = {"seeds": 1, "jobs": 1, "threads": 1, **wrong}
     with pytest.raises(DataError, match=f"{next(iter(wrong))}="):
         experiments.run("lenet-5", recipes=None, data=tmp_path, results=tmp_path, runs=tmp_path, **counts)
+
+
+def test_a_recipe_has_the_same_fingerprint_in_every_process():
+    """Otherwise a killed run could not go on."""
+    recipes = {
+        "blend": replace(cifar_recipes.VGG_CONTROL, metric=keepk.metrics.blend(0.5)),
+        "function": replace(cifar_recipes.VGG_CONTROL, metric=keepk.metrics.bn_scale),
+    }
+    program = (
+        "import keepk; from dataclasses import replace; from keepk.paper.cifar_recipes import VGG_CONTROL as control;"
+        "print(replace(control, metric=keepk.metrics.blend(0.5)).fingerprint(),"
+        "replace(control, metric=keepk.metrics.bn_scale).fingerprint())"
+    )
+    there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert there == [recipe.fingerprint() for recipe in recipes.values()]
+    assert len({*there, cifar_recipes.VGG_CONTROL.fingerprint()}) == 3

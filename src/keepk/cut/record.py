@@ -117,6 +117,11 @@ def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str,
     for selection in edits.selections:
         new["selections"][selection.module] = selection.channels.tolist()
     new["headwise"] = sorted({*new["headwise"], *edits.headwise})
+    if "certificate" in new:  # a run that is at work writes its own anew; after it, somebody else was
+        new["certificate"] = {
+            name: space | {"cut_since": space.get("cut_since", 0) + len(edits.units)}
+            for name, space in new["certificate"].items()
+        }
     return new
 
 

@@ -30,7 +30,8 @@ ABOUT = {
     "selections": "BatchNorms that read only these of their input's channels.",
     "headwise": "Attentions that lost heads.",
     "certificate": "By space of the run: how many units there were in the beginning, were asked for, and were kept; of "
-    "weights also how many are alive, if dead neurons were swept.",
+    "weights also how many are alive, if dead neurons were swept. cut_since: units of the network that were removed "
+    "after that, by hand or as dead neurons; kept does not count what was lost with them.",
 }
 KINDS = ("weights", "channels")
 FORMAT = "keepk.model"
@@ -127,9 +128,9 @@ def _description(document: Mapping[str, Any]) -> Description:
 
 
 def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = ("total", "asked", "kept", *(["alive"] if "alive" in written else []))
-    wrong = [key for key in numbers if type(written[key]) is not int]  # a bool is none
-    wrong = wrong or [key for key in numbers if not 0 <= written[key] <= written["total"]]
+    numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since") if key in written)]
+    wrong = [key for key in numbers if type(written[key]) is not int or written[key] < 0]  # a bool is none
+    wrong = wrong or [key for key in numbers if key != "cut_since" and written[key] > written["total"]]
     wrong += [] if written["kind"] in KINDS else ["kind"]
     if wrong:
         raise ValueError(f"{wrong[0]} of the certificate of {name!r} is {written[wrong[0]]!r}")

@@ -107,7 +107,8 @@ class Recipe:
         """What a checkpoint of another recipe would differ in: every number of this one, hashed."""
         metrics = [stage.metric.__name__ for stage in self.stages]
         said = (self.network.__name__, dict(self.spaces), self.batch, metrics, list(self.stages))
-        more = (dict(self.options), self.units, self.metric, self.start, self.smoothing, self.pictures)
+        metric = getattr(self.metric, "__name__", self.metric)  # not the address of a function
+        more = (dict(self.options), self.units, metric, self.start, self.smoothing, self.pictures)
         usual: tuple[Any, ...] = ({}, "weights", None, None, 0.0, None)
         return sha256(repr(said if more == usual else said + more).encode()).hexdigest()
 

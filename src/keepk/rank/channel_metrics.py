@@ -103,6 +103,11 @@ class Blend:
     terms: tuple[tuple[float, ChannelMetric], ...]
     over: Literal["space", "layer"]
 
+    def __repr__(self) -> str:
+        """By the names of its metrics: a function's own repr is another in every process."""
+        terms = " + ".join(f"{weight} {getattr(metric, '__name__', repr(metric))}" for weight, metric in self.terms)
+        return f"Blend({terms}, over={self.over!r})"
+
     def __call__(self, layer: Layer) -> Tensor:
         """The scores of one layer as if it were the whole space."""
         return self.scores([layer])[0]
@@ -138,8 +143,8 @@ def blend(
         weights: R_L.
         over: Where the maxima are taken: over the space that is ranked, or over each layer.
 
-    >>> blend(alpha=0.5).over
-    'space'
+    >>> blend(alpha=0.5)
+    Blend(0.5 bn_scale + 0.5 Norm(kind='l1_l2', of=None), over='space')
     """
     share = float(exact_share(alpha, "blend: alpha", RankError))
     if over not in ("space", "layer"):
