@@ -3,10 +3,7 @@
 import hashlib
 import io
 import tarfile
-import threading
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -19,6 +16,7 @@ from keepk.paper import cifar
 from keepk.paper.archives import Source
 from keepk.paper.cifar import CIFAR_10_LABELS, CIFAR_100_LABELS, cifar10, cifar100, last_tenth_of_each_class
 from keepk.paper.cifar import read_records as read
+from local_server import serving
 
 fixed = settings(derandomize=True, deadline=None, max_examples=50)
 TEN = ("data_batch_1.bin", "data_batch_2.bin", "data_batch_3.bin", "data_batch_4.bin", "data_batch_5.bin")
@@ -309,31 +307,15 @@ def test_files_without_pictures_are_refused(tmp_path):
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A server that holds a small archive; returns its folder and what it was asked for."""
-    asked: list[str] = []
-
-    class Handler(SimpleHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            super().do_GET()
-
-        def log_message(self, *_args):
-            pass
-
     folder = tmp_path / "home"
     folder.mkdir()
     content = archive(ten())
     (folder / "cifar-10-binary.tar.gz").write_bytes(content)
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder))
-    url = f"http://127.0.0.1:{httpd.server_port}/cifar-10-binary.tar.gz"
     monkeypatch.setenv("no_proxy", "*")
-    source = Source(url, len(content), hashlib.md5(content).hexdigest())
-    monkeypatch.setattr(cifar, "CIFAR_10", replace(cifar.CIFAR_10, sources=(source,)))
-    thread = threading.Thread(target=partial(httpd.serve_forever, 0.01))
-    thread.start()
-    yield folder, asked
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with serving(folder) as (address, asked):
+        source = Source(f"{address}cifar-10-binary.tar.gz", len(content), hashlib.md5(content).hexdigest())
+        monkeypatch.setattr(cifar, "CIFAR_10", replace(cifar.CIFAR_10, sources=(source,)))
+        yield folder, asked
 
 
 def test_the_archive_is_downloaded_once(tmp_path, home, capsys):

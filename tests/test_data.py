@@ -5,9 +5,7 @@ import hashlib
 import itertools
 import os
 import struct
-import threading
 from dataclasses import replace
-from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from hypothesis.extra import numpy as arrays
 from keepk.errors import DataError
 from keepk.paper import data
 from keepk.paper.data import data_folder, mnist, read_idx
+from local_server import serving
 
 CODES = {
     "uint8": (8, "B"),
@@ -289,30 +288,15 @@ def test_a_folder_that_is_not_there_is_not_made_without_a_download(tmp_path):
 @pytest.fixture
 def server(files, monkeypatch):
     """A mirror that serves the packed files, published with their own sizes and checksums."""
-    asked: list[str] = []
-
-    class Handler(SimpleHTTPRequestHandler):
-        def do_GET(self):
-            asked.append(self.path)
-            super().do_GET()
-
-        def log_message(self, *_args):
-            pass
-
     published = []
     for file in data.MNIST_FILES:
         content = (files[1] / f"{file.name}.gz").read_bytes()
         published.append(replace(file, packed_size=len(content), packed_md5=hashlib.md5(content).hexdigest()))
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=files[1]))
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.setattr(data, "MNIST_FILES", tuple(published))
-    monkeypatch.setattr(data, "MNIST_MIRRORS", (f"http://127.0.0.1:{httpd.server_port}/",))
-    thread = threading.Thread(target=partial(httpd.serve_forever, 0.01))
-    thread.start()
-    yield asked
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with serving(files[1]) as (address, asked):
+        monkeypatch.setattr(data, "MNIST_MIRRORS", (address,))
+        yield asked
 
 
 def test_only_what_is_missing_is_downloaded_and_only_once(tmp_path, files, expected, server, capsys):
