@@ -136,7 +136,8 @@ def torch_pruning_event(trained: Trained, pictures: Tensor, network: Network) ->
             round_to=network.round_to,
         )
 
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         pruner, built = timed(build)
         _, stepped = timed(pruner.step)
     if hasattr(trained.model, "conv_proj"):  # its example sets the width of a ViT by hand

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import keepk
 from dead_networks import ACTIVATIONS, Pictures, finished, mlp, oracle, prune, pruned_networks
 from keepk.cut.compact import compact
+from keepk.cut.record import record_of
 from keepk.errors import ShrinkError, TraceError
 from keepk.paper.models import LeNet5, LeNet300
 from masked import relative_error
@@ -271,6 +272,26 @@ def test_followers_stay_copies():
         assert relative_error(outputs(model, example), outputs(follower, example)) < TOLERANCE
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(by_name[name], tensor)
+
+
+def test_a_follower_on_another_device_follows():
+    """An average in the CPU's memory beside a model elsewhere; here the other way round, with the meta device."""
+    torch.manual_seed(0)
+    model = mlp([6, 9, 8, 4], "sigmoid")
+    prune(model, 0.7, 2)
+    average = copy.deepcopy(model).to("meta")
+    assert compact(model, torch.randn(7, 6), followers=[average]).folded > 0
+    assert [it.shape for it in average.parameters()] == [it.shape for it in model.parameters()]
+
+
+def test_the_certificate_counts_what_is_alive_behind_a_compiled_part():
+    torch.manual_seed(0)
+    model = mlp([7, 12, 9, 4], "relu")
+    model[0] = torch.compile(model[0], backend="eager")
+    keepk.Pruner(model, keepk.weights("*", keep=40, name="weights")).step()
+    assert compact(model, torch.randn(3, 7)).units > 0
+    alive = sum(int(parameter.count_nonzero()) for parameter in model.parameters())
+    assert record_of(model)["certificate"]["weights"]["alive"] == alive > 0
 
 
 def test_saved_and_loaded(tmp_path):

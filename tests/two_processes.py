@@ -51,7 +51,7 @@ def refuse_drift(rank):
     """A rank whose weights differ is named on all ranks, and none of them prunes."""
     net = mlp(seed=rank)
     pruner = keepk.Pruner(net, [keepk.weights("*", keep=9)])
-    with pytest.raises(DisagreementError, match="rank 1: would keep other weights than rank 0"):
+    with pytest.raises(DisagreementError, match="rank 1: would keep other units than rank 0"):
         pruner.step()
     assert pruner.epoch == 0
     assert all(parameter.all() for parameter in net.parameters())

@@ -21,7 +21,7 @@ from keepk.graph.edits import Edits
 from keepk.graph.graph import Graph
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.trace import trace
-from keepk.graph.wrappers import unwrap
+from keepk.graph.wrappers import named_parameters, unwrap
 from keepk.plan.names import matches
 
 
@@ -131,9 +131,9 @@ def compact(
 def _alive_certified(model: nn.Module) -> Change:
     """A certificate of weights that were kept also says how many of them are alive."""
     found = {name: dict(entry) for name, entry in record_of(model).get("certificate", {}).items()}
-    named = dict(model.named_parameters())
+    named = named_parameters(model)
     for entry in (entry for entry in found.values() if entry["kind"] == "weights"):
-        mine = [p for n, p in named.items() if matches(n, entry["select"]) and not matches(n, entry["exclude"])]
+        mine = {p for n, p in named.items() if matches(n, entry["select"]) and not matches(n, entry["exclude"])}
         entry["alive"] = sum(int(parameter.count_nonzero()) for parameter in mine)
     return certified(model, found)
 
@@ -206,7 +206,7 @@ def _commit(
         changes.append(_new_values(named[name], new))
         for held in (held[name] for held in following if name in held):
             _refuse_other_shape(name, held, new)
-            changes.append(_new_values(held, held + (new - named[name])))
+            changes.append(_new_values(held, held + (new - named[name]).to(held)))
     done = list[Edits]()
 
     def cut() -> Undo:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.optimizer_state import state_per_weight
-from keepk.cut.zero import WORDS, alive_words, zero_dead
+from keepk.cut.zero import WORDS, alive_words, takes_words, zero_dead
 
 WIDENED = 1 << 22  # weights; their widened masks take 16 MB in float32
 
@@ -42,22 +42,25 @@ class Held:
         zero_dead([it for optimizer in optimizers for it in state_per_weight(optimizer, self._parameter)], self._dead)
 
     def _look_up(self) -> None:
-        weights, words = self._parameter.detach(), self._words
-        self._address = weights.data_ptr()
-        if words is None or (weights.element_size(), weights.device) != (words.element_size(), words.device):
-            self._words = None  # the model was cast or moved: go on with the plain mask
-        else:
-            self._view = weights.view(words.dtype)
+        """Make mask and view fit the weights, which may have been cast or moved."""
+        weights = self._parameter.detach()
+        self._address, self._dead = weights.data_ptr(), self._dead.to(weights.device)
+        words = self._words
+        if words is not None and (weights.element_size(), weights.device) != (words.element_size(), words.device):
+            self._words = _widened(weights, self._dead)
+        self._view = weights if self._words is None else weights.view(self._words.dtype)
 
 
 def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:
     """Masks made ready for many steps."""
     pairs = list(pruned)
     small = sum(dead.numel() for _, dead in pairs) <= WIDENED
-    return [
-        Held(parameter, dead, alive_words(dead, WORDS[parameter.element_size()]) if small and dead.dim() else None)
-        for parameter, dead in pairs
-    ]
+    return [Held(parameter, dead, _widened(parameter, dead) if small else None) for parameter, dead in pairs]
+
+
+def _widened(weights: Tensor, dead: Tensor) -> Tensor | None:
+    """The mask in words of the weights' size, where that is faster."""
+    return alive_words(dead, WORDS[weights.element_size()]) if takes_words(weights, dead) else None
 
 
 def without_updates(

@@ -41,7 +41,7 @@ def _layout(tensor: Tensor) -> torch.memory_format:
 
 def replace_contents(tensor: Tensor, contents: Tensor) -> None:
     """Put other contents into a tensor object; its gradient is the caller's affair."""
-    other = torch.float64 if tensor.dtype != torch.float64 else torch.float32
+    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32  # both are on every device
     tensor.grad = None
     tensor.data = torch.empty(0, dtype=other, device=tensor.device)
     tensor.data = contents

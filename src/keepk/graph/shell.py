@@ -114,7 +114,8 @@ PIECE = 1 << 17  # numbers that stay in the cache
 def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
     """What is left of a tensor; how it lies in memory is the caller's affair."""
     kept = {axis: torch.from_numpy(np.ascontiguousarray(ids)).to(tensor.device) for axis, ids in cut.kept.items()}
-    if set(kept) == {0, 1} and kept[1].ndim == 1 and tensor.is_contiguous() and tensor.numel() > PIECE:
+    large = tensor.numel() > PIECE and tensor.device.type == "cpu"  # elsewhere many small kernels are slower
+    if large and set(kept) == {0, 1} and kept[1].ndim == 1 and tensor.is_contiguous():
         return _cut_in_pieces(tensor, kept[0], kept[1], cut.after)
     for axis, index in sorted(kept.items()):
         if index.ndim == 1:

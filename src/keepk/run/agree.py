@@ -32,12 +32,12 @@ def agreed(decide: Callable[[], T], masks: Callable[[T], Iterable[Tensor]], devi
     failed = [rank for rank, answer in enumerate(answers) if answer is None]
     if failed:
         raise DisagreementError(
-            f"rank {_listed(failed)}: failed to rank its weights; see its own error. Nothing was pruned."
+            f"rank {_listed(failed)}: failed to rank its units; see its own error. Nothing was pruned."
         )
     differing = [rank for rank, answer in enumerate(answers) if answer != answers[0]]
     if differing:
         raise DisagreementError(
-            f"rank {_listed(differing)}: would keep other weights than rank 0. Nothing was pruned. "
+            f"rank {_listed(differing)}: would keep other units than rank 0. Nothing was pruned. "
             f"Start all processes from the same weights (DistributedDataParallel does), "
             f"and let the metric see averaged gradients only."
         )
@@ -46,18 +46,24 @@ def agreed(decide: Callable[[], T], masks: Callable[[T], Iterable[Tensor]], devi
 
 def fingerprint(masks: Iterable[Tensor]) -> int:
     """64 bits that depend on every entry of every mask and on its place, made on the masks' own device."""
-    total = 0
-    for position, mask in enumerate(masks):
-        weights = _random_ints(position, mask.device)
-        for index, block in enumerate(torch.split(mask.reshape(-1), BLOCK)):
-            total += int(torch.where(block, weights[: block.numel()], 0).sum()) * (2 * index + 1)
+    sums = [_weighed(mask, position) for position, mask in enumerate(masks)]
+    total = sum(int(found) for found in sums)  # waits for the device only now
     return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _random_ints(seed: int, device: torch.device) -> Tensor:
+def _weighed(mask: Tensor, position: int) -> Tensor:
+    """The sum of random numbers, one for each entry; in int64, which wraps around."""
+    weights = _random_ints(position, min(BLOCK, mask.numel()), mask.device)
+    total = torch.zeros((), dtype=torch.int64, device=mask.device)
+    for index, block in enumerate(torch.split(mask.reshape(-1), BLOCK)):
+        total += torch.where(block, weights[: block.numel()], 0).sum() * (2 * index + 1)
+    return total
+
+
+def _random_ints(seed: int, count: int, device: torch.device) -> Tensor:
     # Made on the CPU, where one generator gives the same numbers beside every device.
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(1 << 40), 1 << 40, (BLOCK,), generator=generator).to(device)
+    return torch.randint(-(1 << 40), 1 << 40, (count,), generator=generator).to(device)
 
 
 def _exchange(digest: int | None, device: torch.device) -> list[int | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from keepk.errors import RankError, ShrinkError, StateError
+from keepk.errors import RankError, StateError
 from keepk.graph.edits import Indices
 from keepk.graph.graph import Graph
 from keepk.plan.portions import Split, chain, has_even_steps, snapped
@@ -150,17 +150,6 @@ class ChannelSide:
         self.dead = np.zeros(len(self.dead), bool)
         self.dead[np.asarray(saved["gone"], np.int64)] = True
         self._chains = {name: tuple(tuple(counts) for counts in found) for name, found in saved["chains"].items()}
-
-    def _refuse_changed_model(self, members: ChannelMembers, parameters: Mapping[str, nn.Parameter]) -> None:
-        tensors = {tensor for layer in members.layers for tensor, _, _ in layer.axes} & self.graph.wiring.parameters
-        for tensor in sorted(tensors):
-            got = tuple(parameters[tensor].shape) if tensor in parameters else None
-            if got != self.graph.shape(tensor):
-                raise ShrinkError(
-                    f"parameter {tensor!r}: {f'has shape {got}' if got else 'is gone'}, where the Pruner expects "
-                    f"{self.graph.shape(tensor)}. Change the model first (load, move, wrap, replace layers), then make "
-                    f"the Pruner."
-                )
 
     def _decide(self, members: ChannelMembers, rest: Sequence[int], known: Sequence[Split]) -> Decision:
         layers = self.layers(members.space.name)
