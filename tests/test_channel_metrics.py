@@ -356,7 +356,7 @@ def test_a_term_of_the_blend_that_keeps_no_contract_is_named():
 def test_the_default_is_the_blend_where_every_layer_has_a_norm(norms, wanted):
     net = nn.Sequential(*block(4, 6, norm=norms[0]), *block(6, 5, norm=norms[1]), nn.Linear(5, 3))
     found = layers(net, keepk.trace(net, example()), "output")
-    assert default_metric(found) == (metrics.blend(0.5) if wanted == "blend" else metrics.product)
+    assert default_metric(found) == (metrics.blend(1.0) if wanted == "blend" else metrics.product)
     gone = []
     for metric in (None, default_metric(found)):
         pruner = keepk.Pruner(copy.deepcopy(net), keepk.channels("*", keep=4, metric=metric), example=example())

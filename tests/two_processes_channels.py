@@ -236,13 +236,13 @@ def a_rank_whose_metric_differs_is_named(rank):
 
 def a_rank_that_fails_is_named(rank):
     ddp, optimizer, pruner = trained(rank)
-    right = ddp.module.conv1.weight.detach().clone()
+    right = ddp.module.norm1.weight.detach().clone()
     if rank == 1:
-        ddp.module.conv1.weight.data[0] = float("nan")
+        ddp.module.norm1.weight.data[0] = float("nan")
     expected = RankError if rank == 1 else DisagreementError
     with Unchanged(ddp, optimizer, pruner), pytest.raises(expected, match=r"conv1|rank 1: failed"):
         pruner.step(ddp)
-    ddp.module.conv1.weight.data.copy_(right)
+    ddp.module.norm1.weight.data.copy_(right)
     goes_on(ddp, optimizer, pruner, rank)
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from keepk.errors import RankError
 from keepk.plan.numbers import exact_share
+from keepk.rank.asking import called, failure_told
 from keepk.rank.layers import Layer, Slices
 
 ChannelMetric = Callable[[Layer], Tensor]
@@ -117,7 +118,7 @@ class Blend:
         total = [torch.zeros(len(layer), dtype=torch.float64) for layer in layers]
         for weight, metric in ((weight, metric) for weight, metric in self.terms if weight):
             # In float64, so that no two scores of float32 become equal by the division.
-            found = [torch.from_numpy(_checked(metric, metric(layer), layer)) for layer in layers]
+            found = [torch.from_numpy(_checked(metric, _asked(metric, layer), layer)) for layer in layers]
             largest = [float(it.max()) for it in found]
             if self.over == "space":
                 largest = [max(largest)] * len(layers)
@@ -153,8 +154,11 @@ def blend(
 
 
 def default_metric(layers: Sequence[Layer]) -> ChannelMetric:
-    """The paper's blend where every layer has a BatchNorm, `product` where not."""
-    return blend(0.5) if all(scales_of(layer) for layer in layers) else product
+    """The paper's blend where every layer has a BatchNorm, at the alpha that it found best; `product` where not.
+
+    A norm shrinks with what is removed in front of it: a ranking of all layers by norms can thin one out to nothing.
+    """
+    return blend(1.0) if all(scales_of(layer) for layer in layers) else product
 
 
 def reads_weights_alone(metric: Callable[..., Any]) -> bool:
@@ -164,15 +168,20 @@ def reads_weights_alone(metric: Callable[..., Any]) -> bool:
     return isinstance(metric, Norm) or metric in (bn_scale, product)
 
 
+def ranks_channels_alone(metric: Callable[..., Any]) -> bool:
+    """Whether a metric is one of ours that ranks channels and no weights."""
+    return isinstance(metric, Blend | Norm) or metric in (bn_scale, product)
+
+
 def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArray[np.float64]:
     """The checked scores of the channels of all layers, one after another."""
     slices = [it for layer in layers for it in layer.slices]
     versions = [it.versions for it in slices]
-    found = metric.scores(layers) if isinstance(metric, Blend) else [metric(layer) for layer in layers]
+    found = metric.scores(layers) if isinstance(metric, Blend) else [_asked(metric, layer) for layer in layers]
     for it, before in zip(slices, versions, strict=True):
         if it.versions != before:
             raise RankError(
-                f"metric {_called(metric)}: changed parameter {it.name!r} or its gradient in place. "
+                f"metric {called(metric)}: changed parameter {it.name!r} or its gradient in place. "
                 f"Return scores, change nothing."
             )
     return np.concatenate([_checked(metric, scores, layer) for scores, layer in zip(found, layers, strict=True)])
@@ -181,6 +190,11 @@ def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArr
 def scales_of(layer: Layer) -> list[Slices]:
     """The scales of the BatchNorms that a layer's channels pass."""
     return [it for it in layer.carrier if issubclass(it.module, _BatchNorm) and it.name.endswith("weight")]
+
+
+def _asked(metric: Callable[..., Any], layer: Layer) -> Any:
+    with failure_told(metric, f"layer {layer.name!r}", (it.name for it in layer.slices if it.grad is None)):
+        return metric(layer)
 
 
 def _norm(slices: Sequence[Slices], order: int) -> Tensor:
@@ -202,13 +216,13 @@ def _checked(metric: Callable[..., Any], scores: Any, layer: Layer) -> NDArray[n
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != (len(layer),):
         got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise RankError(
-            f"metric {_called(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
+            f"metric {called(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
             f"Return a float tensor with one score for each channel."
         )
     plain: NDArray[np.float64] = scores.detach().cpu().double().numpy()
     if np.isnan(plain).any():
         raise RankError(
-            f"metric {_called(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of {layer.name!r} "
+            f"metric {called(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of {layer.name!r} "
             f"have NaN as their score. Find out where training diverged; nothing was pruned."
         )
     if reads_weights_alone(metric) and np.isinf(plain).any():  # of a user's own metric it protects a channel
@@ -218,6 +232,3 @@ def _checked(metric: Callable[..., Any], scores: Any, layer: Layer) -> NDArray[n
         )
     return plain
 
-
-def _called(metric: Callable[..., Any]) -> str:
-    return getattr(metric, "__name__", None) or getattr(metric, "kind", None) or type(metric).__name__
