@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import keepk
+from keepk.errors import StateError
 from strategies import mlp, train_step
 
 HERE = Path(__file__).parent
@@ -183,3 +184,22 @@ def test_two_processes_keep_the_same_set_and_say_who_differs():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("all checks passed on rank") == 2
+
+
+@pytest.mark.parametrize("plan", [[10], [20, 10]])
+def test_training_without_the_pruners_knowledge_is_refused(plan):
+    """Without an optimizer nobody holds the zeros; a certificate over weights that came back would be false."""
+    torch.manual_seed(0)
+    net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
+    pruner = keepk.Pruner(net, keepk.weights("*", keep=10, schedule=plan))
+    pruner.step()
+    assert pruner.state_dict()["epoch"] == 1  # nothing has trained yet
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(images).square().sum().backward()
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    for act in (pruner.step, pruner.state_dict):
+        with pytest.raises(StateError, match=r"pruned weights are not zero any more.*no optimizer"):
+            act()
+    assert pruner.epoch == 1
+    assert all(map(torch.equal, before, net.parameters()))

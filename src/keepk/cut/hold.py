@@ -28,6 +28,12 @@ class Held:
         """Whether the parameter has been cut since the mask was made."""
         return self._parameter.shape != self._dead.shape
 
+    @property
+    def revived(self) -> int:
+        """How many dead weights are not zero."""
+        weights = self._parameter.detach()
+        return int(weights[self._dead.to(weights.device)].count_nonzero())
+
     def zero(self) -> None:
         """Zero the dead weights."""
         if self._parameter.data_ptr() != self._address:

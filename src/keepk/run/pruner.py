@@ -47,7 +47,8 @@ class Pruner:
     Args:
         model: The user's model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
         spaces: What to keep: one or more of `keepk.weights(...)` and `keepk.channels(...)`.
-        optimizer: The optimizer (or several) that trains the model. None if nothing trains after the event.
+        optimizer: The optimizer (or several) that trains the model. None if nothing trains after an event: without it
+            the zeros are not held.
         epochs: How long the plan is. None takes the schedules' own length.
         phases: Spans of epochs in which some spaces are pruned and some parameters frozen; their sum is the length.
         example: An input, as for `keepk.trace`; needed for channels. It is kept, to count multiply-accumulates.
@@ -180,6 +181,7 @@ class Pruner:
                 wrapper cannot be used afterwards; go on with the one that is returned: ``ddp = pruner.step(ddp)``.
         """
         if self.done:
+            self._follow_cuts()
             self._refuse_unusable(wrapper)
             return wrapper
         device = next(self._model.parameters()).device
@@ -194,6 +196,7 @@ class Pruner:
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values and bool tensors; loads with ``weights_only=True``."""
         self._follow_cuts()
+        self._sides.refuse_revived()
         self._sides.refuse_cut_elsewhere()
         return pruner_state(self._sides.weights, self._sides.channels, self._plan, self._epoch)
 
@@ -258,8 +261,8 @@ class Pruner:
 
     def _decide(self, wrapper: Any) -> Event:
         """What the event does; all that one process may refuse is refused here, so that no other waits for it."""
-        self._refuse_unusable(wrapper)
         self._follow_cuts()
+        self._refuse_unusable(wrapper)
         return self._sides.decide(self._plan, self._epoch, wrapper)
 
     def _enter_epoch(self, epoch: int) -> None:
@@ -273,6 +276,7 @@ class Pruner:
 
     def _refuse_unusable(self, wrapper: Any) -> None:
         self._refuse_closed()
+        self._sides.refuse_revived()
         if wrapper is not None:
             refuse_other_wrapper(wrapper, self._model)
 

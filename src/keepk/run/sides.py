@@ -159,6 +159,16 @@ class Sides:
             self._silenced = self._surgery.doomed(masked)
         self._hold()
 
+    def refuse_revived(self) -> None:
+        """Refuse to go on where no optimizer is known, and yet something has trained weights that were pruned."""
+        names = {**self._silenced, **self.weights.dead} if not self._optimizers else ()
+        for name, it in zip(names, self.held, strict=False):
+            if revived := it.revived:
+                raise StateError(
+                    f"parameter {name!r}: {revived} pruned weights are not zero any more. Something trains the model, "
+                    f"and the Pruner was given no optimizer to hold them. Make it with the optimizer that trains."
+                )
+
     def snapshot(self) -> Undo:
         """Where it stands; what is returned stands there again."""
         weights, silenced, kept_held, record = self.weights.snapshot(), self._silenced, self.held, self._record
