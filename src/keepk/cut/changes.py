@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from keepk.cut.record import noted
 from keepk.cut.tensors import index_tensor, left_of, refuse_old_losses, replace_contents
-from keepk.cut.undo import Change, Undo, undone_by
+from keepk.cut.undo import Change, Undo, replaced, undone_by
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Setting, write_attribute
 from keepk.graph.layers import SELECTED, HeadwiseAttention, selecting
@@ -104,44 +104,23 @@ def new_selection(module: nn.Module, channels: np.ndarray) -> Change:
 
 def new_class(module: nn.Module, kind: type[nn.Module]) -> Change:
     """An attention that takes its sizes from its weights; a subclass of torch's has a forward of its own and stays."""
-
-    def change() -> Undo:
-        old = type(module)
-
-        def undo() -> None:
-            module.__class__ = old
-
-        with undone_by(undo):
-            module.__class__ = kind if old is nn.MultiheadAttention else old
-            return undo
-
-    return change
+    new = kind if type(module) is nn.MultiheadAttention else type(module)
+    return replaced(lambda: type(module), lambda it: setattr(module, "__class__", it), new)
 
 
 def flatten_again(module: nn.RNNBase) -> Change:
-    """On CUDA a recurrent layer keeps its weights in one piece of memory."""
+    """On CUDA a recurrent layer keeps its weights in one piece of memory; if not, it is slower and warns."""
 
     def change() -> Undo:
         module.flatten_parameters()
-        return module.flatten_parameters
+        return lambda: None  # the old weights come back after this
 
     return change
 
 
 def new_entry(entries: dict[Any, Any], key: Any, value: Tensor) -> Change:
     """Another tensor under a key."""
-
-    def change() -> Undo:
-        old = entries[key]
-
-        def undo() -> None:
-            entries[key] = old
-
-        with undone_by(undo):
-            entries[key] = value
-            return undo
-
-    return change
+    return replaced(lambda: entries[key], lambda it: entries.__setitem__(key, it), value)
 
 
 def forget_compiled(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from keepk.cut.dead import Flags, dead_units, removable, would_matter
 from keepk.cut.dead_flow import Flow, NotFollowed
 from keepk.cut.record import certified, record_of
 from keepk.cut.shrink import prepare
-from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
+from keepk.cut.undo import Change, Undo, all_or_nothing, replaced
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits
 from keepk.graph.graph import Graph
@@ -237,17 +237,7 @@ def _refuse_other_shape(name: str, held: Tensor, new: Tensor) -> None:
 
 
 def _new_values(bias: Tensor, values: Tensor) -> Change:
-    def change() -> Undo:
-        old = bias.detach().clone()
-
-        def undo() -> None:
-            bias.detach().copy_(old)
-
-        with undone_by(undo):
-            bias.detach().copy_(values)
-            return undo
-
-    return change
+    return replaced(bias.detach().clone, bias.detach().copy_, values)
 
 
 def _count(model: nn.Module) -> int:
