@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import keepk
 from keepk.cut.record import record_of
@@ -301,3 +302,56 @@ def test_a_cut_by_hand_after_the_run_is_told_in_the_certificate(tmp_path):
     assert certificate_of(loaded)["hidden"]["kept"] == 8
     assert certificate_of(loaded)["hidden"]["cut_since"] == 3
     assert loaded[0].out_features == 5
+
+
+def test_weights_that_came_back_are_told(tmp_path):
+    """A model that was loaded and trained on has no masks any more."""
+    model, _ = ran("weights")
+    keepk.save(model, tmp_path / "pruned")
+    loaded = keepk.load(tmp_path / "pruned", built())
+    with torch.no_grad():
+        loaded[0].weight.fill_(1.0)
+    keepk.save(loaded, tmp_path / "trained")
+    found = written(tmp_path / "trained")["certificate"]["weights"]
+    assert found["kept"] == 20
+    assert found["alive"] == sum(int(loaded[at].weight.count_nonzero()) for at in (0, 3, 5)) > 20
+
+
+def test_runs_one_after_another_are_both_certified():
+    model, _ = ran("channels")
+    keepk.Pruner(model, keepk.weights("*.weight", keep=20, name="weights")).step()
+    assert certificate_of(model)["channels"] == entry("channels", 21, 5, 5)
+    assert certificate_of(model)["weights"]["kept"] == 20
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_average_has_the_certificate_of_its_model(begun):
+    model = built()
+    if begun:
+        keepk.Pruner(model, keepk.channels("0", keep=6, name="channels"), example=example()).step()
+    average = AveragedModel(model)
+    pruner = keepk.Pruner(model, [keepk.channels("0", keep=2, name="channels")], example=example(), followers=[average])
+    pruner.step()
+    assert certificate_of(average.module) == certificate_of(model) == pruner.certificate
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_report_and_a_certificate_count_what_was_swept(masks, tmp_path):
+    """The channels that compaction takes are gone, and no fresh model could take a state without them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spaces = [keepk.channels(["0", "2"], keep=14, name="channels")]
+    pruner = keepk.Pruner(model, spaces + [keepk.weights("*", keep=40, name="w")] * masks, optimizer, example=example())
+    pruner.step()
+    with torch.no_grad():
+        model[2].weight[:, :2] = 0  # two that nobody reads
+    swept = keepk.compact(model, example(), optimizer)
+    left = model[0].out_features + model[2].out_features
+    assert left == 14 - swept.units < 14
+    assert pruner.kept["channels"] == left
+    found = pruner.certificate["channels"]
+    assert (found["kept"], found["alive"]) == (14, left)
+    assert keepk.report(pruner).spaces[0].kept == left
+    with pytest.raises(keepk.errors.StateError, match=r"was cut since the run began, by keepk.compact"):
+        keepk.save_checkpoint(tmp_path, model=model, pruner=pruner, optimizer=optimizer)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import keepk
-from keepk.errors import StateError
+from keepk.errors import RankError, ShrinkError, StateError
 from strategies import mlp, train_step
 
 HERE = Path(__file__).parent
@@ -203,3 +204,47 @@ def test_training_without_the_pruners_knowledge_is_refused(plan):
             act()
     assert pruner.epoch == 1
     assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_weights_that_another_run_takes_below_k_are_refused():
+    """One Pruner of weights beside one of channels: K would be undershot without a word."""
+    torch.manual_seed(0)
+    net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    weights = keepk.Pruner(net, keepk.weights("*", keep=40, schedule=[60, 50, 40], name="some"), optimizer)
+    channels = keepk.Pruner(net, keepk.channels("0", keep=2), optimizer, example=images)
+    weights.step()
+    channels.step()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(RankError, match=r"'some': what somebody else has cut left only \d+ .* than the 40 to keep"):
+        weights.step()
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+@pytest.mark.parametrize("shrink", ["each", "end", "never"])
+def test_followers_are_masked_along(shrink):
+    """An average of a pruned model has the pruned weights at zero too, whichever way channels go."""
+    torch.manual_seed(0)
+    net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    average, by_name = AveragedModel(net), {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    spaces = [
+        keepk.channels("0", keep=4, schedule=[6, 5, 4], name="channels"),
+        keepk.weights("2.weight", keep=9, schedule=[17, 14, 9], name="weights"),
+    ]
+    pruner = keepk.Pruner(net, spaces, optimizer, example=images, shrink=shrink, followers=[average, by_name])
+    for _ in range(3):
+        train_step(net, optimizer)
+        average.update_parameters(net)
+        pruner.step()
+        masks = pruner.masks
+        for tensors in (dict(average.module.named_parameters()), by_name):
+            assert all(tensors[name].shape == parameter.shape for name, parameter in net.named_parameters())
+            assert all((tensors[name][~mask] == 0).all() for name, mask in masks.items())
+            assert all((tensors[name][mask] != 0).any() for name, mask in masks.items())
+
+
+def test_a_follower_of_another_shape_is_refused():
+    net = nn.Sequential(nn.Linear(6, 8))
+    with pytest.raises(ShrinkError, match=r"followers\[0\]: '0.weight' has shape \(8, 5\), the model's \(8, 6\)"):
+        keepk.Pruner(net, keepk.weights("*", keep=9), followers=[nn.Sequential(nn.Linear(5, 8))])

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
+from keepk.cut.certificate import certified_alive
 from keepk.cut.constants import fold, reader_paths, readings
 from keepk.cut.dead import Flags, dead_units, removable, would_matter
 from keepk.cut.dead_flow import Flow, NotFollowed
-from keepk.cut.record import certified, record_of
+from keepk.cut.followers import Follower, tensors_of
 from keepk.cut.shrink import prepare
 from keepk.cut.undo import Change, Undo, all_or_nothing, replaced
 from keepk.errors import ShrinkError
@@ -21,8 +21,7 @@ from keepk.graph.edits import Edits
 from keepk.graph.graph import Graph
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.trace import trace
-from keepk.graph.wrappers import named_parameters, unwrap
-from keepk.plan.names import matches
+from keepk.graph.wrappers import unwrap
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def compact(
     example: Any,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
-    followers: Sequence[nn.Module | dict[str, Tensor]] = (),
+    followers: Sequence[Follower] = (),
 ) -> Compaction:
     """Remove the units that zeros among the weights have left dead, in place; in eval mode the model computes the same.
 
@@ -114,7 +113,7 @@ def compact(
         except NotFollowed as reason:
             note = str(reason)
         if done:
-            undos.callback(_alive_certified(unwrap(model))())
+            undos.callback(certified_alive(unwrap(model))())
         undos.pop_all()
     return Compaction(
         rounds=len(done),
@@ -126,16 +125,6 @@ def compact(
         parameters_after=_count(model),
         note=note,
     )
-
-
-def _alive_certified(model: nn.Module) -> Change:
-    """A certificate of weights that were kept also says how many of them are alive."""
-    found = {name: dict(entry) for name, entry in record_of(model).get("certificate", {}).items()}
-    named = named_parameters(model)
-    for entry in (entry for entry in found.values() if entry["kind"] == "weights"):
-        mine = {p for n, p in named.items() if matches(n, entry["select"]) and not matches(n, entry["exclude"])}
-        entry["alive"] = sum(int(parameter.count_nonzero()) for parameter in mine)
-    return certified(model, found)
 
 
 @dataclass(frozen=True)
@@ -196,12 +185,12 @@ def _commit(
     model: nn.Module,
     found: _Found,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
-    followers: Sequence[nn.Module | dict[str, Tensor]],
+    followers: Sequence[Follower],
 ) -> tuple[Undo, Edits]:
     """Biases and cuts, all or nothing; the way back."""
     changes = list[Change]()
     named = dict(unwrap(model).named_parameters())
-    following = [_tensors_of(follower) for follower in followers]
+    following = [tensors_of(follower) for follower in followers]
     for name, new in found.biases.items():
         changes.append(_new_values(named[name], new))
         for held in (held[name] for held in following if name in held):
@@ -217,15 +206,6 @@ def _commit(
         return prepared.apply()
 
     return all_or_nothing([*changes, cut]), done[0]
-
-
-def _tensors_of(follower: object) -> dict[str, Tensor]:
-    """The tensors of a follower by the model's names; what cannot follow is refused by `shrink`."""
-    if isinstance(follower, AveragedModel):
-        follower = follower.module
-    if isinstance(follower, nn.Module):
-        return dict(unwrap(follower).named_parameters())
-    return follower if isinstance(follower, dict) else {}
 
 
 def _refuse_other_shape(name: str, held: Tensor, new: Tensor) -> None:

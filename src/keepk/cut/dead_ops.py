@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from keepk.cut.dead_operation import Masks, Operation, Spread
+from keepk.errors import TraceError
 from keepk.graph.call import is_pointwise
 from keepk.graph.rules.pooling import POOLS, SPATIAL
 
@@ -21,7 +22,11 @@ BUILDERS: dict[str, Builder] = {}
 
 def _builds(*names: str) -> Callable[[Builder], Builder]:
     def register(builder: Builder) -> Builder:
-        BUILDERS.update(dict.fromkeys(names, builder))
+        for name in names:
+            if name in BUILDERS:
+                known = BUILDERS[name].__name__
+                raise TraceError(f"stand-in for {name}: there is one already, {known!r}. An operation has one.")
+            BUILDERS[name] = builder
         return builder
 
     return register

@@ -31,7 +31,9 @@ def cuts_since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Cut]:
     >>> cuts_since(before, now)["w"]
     Cut(tensor='w', kept={0: array([0, 2])}, before=(3, 2), after=(2, 2))
     """
-    return {name: _cut_between(name, before["tensors"].get(name), entry) for name, entry in now["tensors"].items()}
+    old = before["tensors"]
+    cuts = (_cut_between(name, old.get(name), entry) for name, entry in now["tensors"].items())
+    return {cut.tensor: cut for cut in cuts if cut.before != cut.after}
 
 
 def _cut_between(name: str, before: dict[str, Any] | None, now: dict[str, Any]) -> Cut:
@@ -67,7 +69,7 @@ def noted(model: nn.Module, edits: Edits) -> Change:
         old = model.__dict__.get(ATTRIBUTE)
 
         def undo() -> None:
-            _put_back(model, old)
+            put_back(model, old)
 
         with undone_by(undo):
             model.__dict__[ATTRIBUTE] = _added(record_of(model), edits, before)
@@ -76,29 +78,8 @@ def noted(model: nn.Module, edits: Edits) -> Change:
     return change
 
 
-def certify(model: nn.Module, certificate: dict[str, dict[str, Any]]) -> None:
-    """Put the certificate of a run into the record: by space, what was asked for and is kept. An empty one is none."""
-    cuts = {key: value for key, value in record_of(model).items() if key != "certificate"}
-    model.__dict__[ATTRIBUTE] = {**cuts, "certificate": certificate} if certificate else cuts
-
-
-def certified(model: nn.Module, certificate: dict[str, dict[str, Any]]) -> Change:
-    """The same as a change that can be undone."""
-
-    def change() -> Undo:
-        old = model.__dict__.get(ATTRIBUTE)
-
-        def undo() -> None:
-            _put_back(model, old)
-
-        with undone_by(undo):
-            certify(model, certificate)
-            return undo
-
-    return change
-
-
-def _put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
+def put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
+    """Let a model have this record, or none."""
     if old is None:
         model.__dict__.pop(ATTRIBUTE, None)
     else:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from keepk.cut.changes import cut_module, forget_compiled, new_entry
+from keepk.cut.followers import Follower, followed, tensors_of
 from keepk.cut.holders import refuse_follower, refuse_holders, refuse_optimizers
 from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
 from keepk.cut.tensors import left_of
@@ -29,7 +29,7 @@ def shrink(
     units: Iterable[int],
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    followers: Sequence[nn.Module | dict[str, Tensor]] = (),
+    followers: Sequence[Follower] = (),
 ) -> Edits:
     """Remove units from a model, in place.
 
@@ -88,7 +88,7 @@ def prepare(
     units: Iterable[int],
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    followers: Sequence[nn.Module | dict[str, Tensor]] = (),
+    followers: Sequence[Follower] = (),
     wrapper: nn.Module | None = None,
 ) -> Prepared:
     """All of a shrink but the last step. `wrapper` is a DDP wrapper that will be gone by then."""
@@ -102,7 +102,7 @@ def _prepared(
     graph: Graph,
     units: list[int],
     optimizers: list[torch.optim.Optimizer],
-    followers: list[nn.Module | dict[str, Tensor]],
+    followers: list[Follower],
     wrapper: nn.Module | None,
 ) -> Prepared:
     inner = unwrap(model)
@@ -113,7 +113,7 @@ def _prepared(
         return Prepared(model, edits, (), ())
     refuse_holders(model, edits, wrapper)
     refuse_optimizers(optimizers, named, edits)
-    following = [_tensors_of(follower) for follower in followers]
+    following = [tensors_of(follower) for follower in followers]
     names = _all_names(inner)
     for place, (follower, tensors) in enumerate(zip(followers, following, strict=True)):
         refuse_follower(follower, tensors, _expected_of(follower, named, edits), names, place)
@@ -136,6 +136,7 @@ def _refuse_strange(model: object, graph: object) -> None:
 
 def _numbers(units: Iterable[Any]) -> list[int]:
     """The units as ints, each once; a mask or a share is not a number of a unit."""
+    _refuse_share(units)
     given = [unit.tolist() if hasattr(unit, "tolist") else unit for unit in units]
     for unit in given:
         if not isinstance(unit, int) or isinstance(unit, bool):
@@ -147,6 +148,16 @@ def _numbers(units: Iterable[Any]) -> list[int]:
         twice = next(unit for unit in given if given.count(unit) > 1)
         raise ShrinkError(f"shrink: unit {twice} is named more than once. Name each unit once.")
     return given
+
+
+def _refuse_share(units: object) -> None:
+    try:
+        iter(units)  # type: ignore[call-overload]  # a tensor of no dims has __iter__ and refuses to be gone through
+    except TypeError:
+        share = units if isinstance(units, float) else 0.5
+        raise ShrinkError(
+            f"shrink: units={units!r}. Give the units' numbers; a share is graph.choose({share})."
+        ) from None
 
 
 def _listed(optimizer: object) -> list[Any]:
@@ -198,24 +209,13 @@ def _new_history(optimizer: torch.optim.Optimizer) -> Change:
 def _new_graph(graph: Graph, edits: Edits) -> Change:
     def change() -> Undo:
         def undo() -> None:
-            graph.restored(edits)
+            graph.restored(edits.units)
 
         with undone_by(undo):
-            graph.removed(edits)
+            graph.removed(edits.units)
             return undo
 
     return change
-
-
-def _tensors_of(follower: object) -> Mapping[str, Tensor]:
-    if isinstance(follower, dict):
-        return follower
-    if isinstance(follower, nn.Module):
-        return {name: tensor for name, tensor, _ in named_tensors(_followed(follower))}
-    raise ShrinkError(
-        f"followers: got {type(follower).__name__}. "
-        f"Give modules (a copy, an AveragedModel) or dicts of tensors by name."
-    )
 
 
 def _expected_of(follower: object, named: Mapping[str, Tensor], edits: Edits) -> list[Cut]:
@@ -225,15 +225,11 @@ def _expected_of(follower: object, named: Mapping[str, Tensor], edits: Edits) ->
     return list(edits.cuts)
 
 
-def _followed(follower: nn.Module) -> nn.Module:
-    return unwrap(follower.module if isinstance(follower, AveragedModel) else follower)
-
-
 def _cut_follower(
     follower: object, tensors: Mapping[str, Tensor], edits: Edits, names: Mapping[str, list[str]]
 ) -> Iterator[Change]:
     if isinstance(follower, nn.Module):
-        yield from cut_module(_followed(follower), tensors, edits)
+        yield from cut_module(followed(follower), tensors, edits)
     elif isinstance(follower, dict):
         for cut in edits.cuts:
             tied = [name for name in names[cut.tensor] if name in follower]

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from keepk.cut.certificate import true_certificate
 from keepk.cut.record import ATTRIBUTE, record_of, was_cut
 from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting, read_attribute
@@ -83,7 +84,7 @@ def describe(model: nn.Module) -> Description:
         settings=tuple(_settings(modules, record["attributes"])),
         selections=selections,
         headwise=tuple(path for path in record["headwise"] if path in modules),
-        certificate=record.get("certificate", {}),
+        certificate=true_certificate(model),
     )
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from keepk.cut.certificate import certificate_of, certified
 from keepk.cut.changes import cut_module, flatten_again
-from keepk.cut.record import certified, record_of, was_cut
+from keepk.cut.record import was_cut
 from keepk.cut.tensors import replace_contents
 from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
 from keepk.deploy.description import Description, Entry, dense_value
@@ -74,7 +75,7 @@ def replay(model: nn.Module, saved: Description, given: Description, values: Map
         if name in given.tensors and given.tensors[name].dense == entry.dense:
             changes.append(_fill(tensors[name], entry, values[name]))
     changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
-    if saved.certificate != record_of(model).get("certificate", {}):
+    if saved.certificate != certificate_of(model):
         changes.append(certified(model, saved.certificate))
     all_or_nothing(changes)
 

@@ -2,17 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import floor
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Edits, Indices, Selection
+from keepk.graph.edits import Cut, Edits, Indices, Selection
 from keepk.graph.left import Left, cut_between, settings_between
 from keepk.graph.maps import Flags
 from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 from keepk.graph.wiring import Constant, Wiring
+from keepk.plan.numbers import exact_share
 
 
 @dataclass(eq=False)
@@ -52,8 +55,10 @@ class Graph:
     def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
         """About this share of the units of every space that can go together: the first ones, or random ones by seed.
 
-        Equal numbers are taken of blocks that are bound, and something is left everywhere.
+        Nothing is ranked; a `Pruner` does that. Shares are rounded down, exactly in the decimals written. Equal numbers
+        are taken of blocks that are bound, and something is left everywhere.
         """
+        exact = exact_share(share, "choose: share", ShrinkError)
         rank = (
             np.zeros(len(self.units), np.int64)
             if seed is None
@@ -63,7 +68,7 @@ class Graph:
         for space in self.spaces:
             if space.kind == "source":
                 free[space.units] = False
-        chosen = [_first_of(blocks, rank, self.alive, free, share) for blocks in self.choices()]
+        chosen = [_first_of(blocks, rank, self.alive, free, exact) for blocks in self.choices()]
         return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
 
     def _with_sources_left(self, chosen: Indices) -> Indices:
@@ -113,14 +118,27 @@ class Graph:
             headwise=tuple(path for path, name in self.wiring.headwise.items() if name in touched),
         )
 
-    def removed(self, edits: Edits) -> None:
-        """Take note that a model was cut by these edits."""
-        self._left = self._without(edits.units)
+    def removed(self, units: Indices) -> None:
+        """Take note that these units are gone from the model."""
+        self._left = self._without(units)
 
-    def restored(self, edits: Edits) -> None:
-        """Take note that it was not cut after all."""
-        back = ~alive_atoms(self.solution.classes, self.units.classes[edits.units])
+    def restored(self, units: Indices) -> None:
+        """Take note that they are not gone after all."""
+        back = ~alive_atoms(self.solution.classes, self.units.classes[units])
         self._left = Left(self.wiring, self._left.alive | back)
+
+    def lost(self, cuts: Iterable[Cut]) -> Indices:
+        """The units that went by cuts of somebody else."""
+        gone = np.zeros(len(self.units) + 1, bool)  # the last entry is for what belongs to no unit
+        for cut in (cut for cut in cuts if cut.tensor in self.wiring.tensors):
+            owners = self.owners(cut.tensor)
+            for axis, kept in cut.kept.items():
+                rows = cut.kept.get(0) if kept.ndim == 2 else None
+                owned = owners[axis] if rows is None else owners[axis][rows]
+                stays = np.zeros(owned.shape, bool)
+                np.put_along_axis(stays, kept, True, axis=-1)
+                gone[owned[~stays]] = True
+        return np.flatnonzero(gone[:-1])
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         """The shape that a tensor has after what was removed so far."""
@@ -222,9 +240,9 @@ class Graph:
                 yield Selection(read.module, positions[readers])
 
 
-def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, share: float) -> Indices:
+def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, share: Fraction) -> Indices:
     """The same number of each block: the lowest ranks, and in the order of the block where ranks are equal."""
     living = [block[alive[block]] for block in blocks]
     members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
-    count = min(min(int(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))
+    count = min(min(floor(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))
     return np.concatenate([some[: max(count, 0)] for some in members])

@@ -1,6 +1,6 @@
 """The channels of a run: which are still there, and which go at the next event."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,13 +8,14 @@ import numpy as np
 from torch import nn
 
 from keepk.errors import RankError, StateError
-from keepk.graph.edits import Indices
+from keepk.graph.edits import Cut, Indices
 from keepk.graph.graph import Graph
 from keepk.plan.portions import Split, chain, has_even_steps, snapped
 from keepk.rank.channel_metrics import channel_scores, default_metric, reads_weights_alone
 from keepk.rank.choices import Decision, Flags, keep_best, rank_values
 from keepk.rank.layers import Layer, layers_of
 from keepk.run.channel_members import ChannelMembers
+from keepk.run.surgery import Surgery
 
 Plan = Mapping[str, tuple[int, ...]]
 
@@ -30,12 +31,13 @@ class ChannelEvent:
 class ChannelSide:
     """The channel spaces of a run over one graph."""
 
-    def __init__(self, graph: Graph, model: nn.Module, members: Mapping[str, ChannelMembers]) -> None:
-        self.graph, self.members = graph, members
+    def __init__(self, graph: Graph, model: nn.Module, members: Mapping[str, ChannelMembers], surgery: Surgery) -> None:
+        self.graph, self.members, self.surgery = graph, members, surgery
         self._model, self._parameters = model, dict(model.named_parameters(remove_duplicate=False))
         self.dead: Flags = np.zeros(len(graph.units), bool)
         self._plan: Plan = {}
         self._chains = dict[str, tuple[Split, ...]]()
+        self.certified = self.kept  # at the last event, before anybody swept what is dead
 
     def settle(self, plan: Plan) -> dict[str, tuple[int, ...]]:
         """The plan moved to counts that can be met, which is followed from now on."""
@@ -84,6 +86,17 @@ class ChannelSide:
         self.dead[gone] = True
         self._chains = dict(event.chains)
 
+    def certify(self) -> None:
+        """Take note that the counts are those of an event."""
+        self.certified = self.kept
+
+    def follow_cuts(self, cuts: Iterable[Cut]) -> None:
+        """Take note of what somebody else has cut from the model."""
+        gone = self.graph.lost(cuts)
+        self.graph.removed(gone)
+        self.dead = self.dead.copy()
+        self.dead[gone] = True
+
     def refuse_other_counts(self, event: ChannelEvent, gone: Indices) -> None:
         """Refuse a removal that takes other channels of a space along than were chosen."""
         unasked = np.zeros_like(self.dead)
@@ -99,11 +112,11 @@ class ChannelSide:
 
     def snapshot(self) -> tuple[Any, ...]:
         """Where it stands, for `restore`."""
-        return self.dead, self._chains
+        return self.dead, self._chains, self.certified
 
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Stand there again."""
-        self.dead, self._chains = snapshot
+        self.dead, self._chains, self.certified = snapshot
 
     def state(self) -> dict[str, Any]:
         """Where it stands, as plain values."""

@@ -1,11 +1,12 @@
 """Who takes part in a run, checked before it begins: the spaces, the channels of the model, the optimizers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from keepk.cut.followers import Follower
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
 from keepk.errors import PlanError, ShrinkError, SpaceError
 from keepk.graph.trace import trace
@@ -15,6 +16,7 @@ from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.run.channel_members import find_channels
 from keepk.run.channel_side import ChannelSide
 from keepk.run.resolve import find_frozen
+from keepk.run.surgery import Surgery
 from keepk.run.weight_side import WeightSide
 
 
@@ -50,7 +52,13 @@ def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], l
     return weights, [space for space in listed if isinstance(space, ChannelSpace)]
 
 
-def channel_side(model: nn.Module, example: Any, spaces: Sequence[ChannelSpace]) -> ChannelSide | None:
+def channel_side(
+    model: nn.Module,
+    example: Any,
+    spaces: Sequence[ChannelSpace],
+    optimizers: Sequence[torch.optim.Optimizer],
+    followers: Sequence[Follower],
+) -> ChannelSide | None:
     """The channels of a model, by one trace; None if no space asks for any."""
     if not spaces:
         return None
@@ -62,7 +70,8 @@ def channel_side(model: nn.Module, example: Any, spaces: Sequence[ChannelSpace])
     inner = unwrap(model)
     graph = trace(inner, example)
     modules = [name for name, _ in inner.named_modules(remove_duplicate=False)]
-    side = ChannelSide(graph, inner, find_channels(graph, modules, spaces))
+    surgery = Surgery(inner, graph, optimizers, followers)
+    side = ChannelSide(graph, inner, find_channels(graph, modules, spaces), surgery)
     with torch.no_grad():
         side.try_metrics()
     return side
@@ -89,7 +98,7 @@ def checked_optimizers(
     model: nn.Module, given: Any, names: Mapping[nn.Parameter, str], freezes: bool
 ) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers of a run, if all of them train the model and keep state that can follow."""
-    optimizers = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+    optimizers = () if given is None else tuple(given) if isinstance(given, Iterable) else (given,)
     for optimizer in optimizers:
         refuse_stranger(optimizer, [*model.parameters()])
         refuse_factored(optimizer)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from keepk.cut.certificate import Certificate, certificate_of, certified, certify
 from keepk.cut.ddp import disarm, refuse_other_wrapper, rewrapped
+from keepk.cut.followers import Follower, followed, refuse_other_shapes
 from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
-from keepk.cut.record import certified, certify
 from keepk.cut.undo import Undo, undone_by
 from keepk.errors import KeepkError, PlanError
-from keepk.graph.wrappers import unwrap
+from keepk.graph.wrappers import named_parameters, unwrap
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, timeline
 from keepk.plan.spaces import Space
@@ -30,7 +31,6 @@ from keepk.run.parties import (
 from keepk.run.resolve import find_members
 from keepk.run.sides import Event, Shrink, Sides, certificate
 from keepk.run.state import pruner_state, read_pruner_state
-from keepk.run.surgery import Surgery
 from keepk.run.weight_side import WeightSide
 
 Wrapper = TypeVar("Wrapper")
@@ -54,7 +54,8 @@ class Pruner:
         example: An input, as for `keepk.trace`; needed for channels. It is kept, to count multiply-accumulates.
         shrink: Channels are taken out at "each" event, at the "end" of their plans, or "never"; until then they are
             masked.
-        followers: Who follows the model's weights and shrinks along: an `AveragedModel`, a copy, dicts of tensors.
+        followers: Who follows the model's weights, and is cut and zeroed along at every event: an `AveragedModel`, a
+            copy, dicts of tensors.
 
     >>> import keepk
     >>> model = nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 2))
@@ -92,7 +93,7 @@ class Pruner:
         phases: Sequence[Phase] | None = None,
         example: Any = None,
         shrink: Shrink = "each",
-        followers: Sequence[nn.Module | dict[str, Tensor]] = (),
+        followers: Sequence[Follower] = (),
     ) -> None:
         refuse_wrong_types(model, spaces, phases, shrink, followers)
         if epochs is not None:
@@ -100,19 +101,19 @@ class Pruner:
         of_weights, of_channels = listed_spaces(spaces)
         self._model, self._example = unwrap(model), example
         weights = WeightSide(self._model, find_members(model, of_weights))
-        channels = channel_side(model, example, of_channels)
+        names = {parameter: name for name, parameter in weights.parameters.items()}
+        self._frozen_by_epoch = frozen_by_epoch(model, phases or ())
+        self._optimizers = checked_optimizers(model, optimizer, names, any(self._frozen_by_epoch))
+        self._followers = followers
+        refuse_other_shapes(followers, named_parameters(model))
+        channels = channel_side(model, example, of_channels, self._optimizers, followers)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
         plan = timeline(goals, epochs=epochs, phases=phases)
         plan |= channels.settle(plan) if channels else {}
         self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
         refuse_weights_that_end_before_channels(self._plan, weights, channels)
-        self._frozen_by_epoch = frozen_by_epoch(model, phases or ())
-        names = {parameter: name for name, parameter in weights.parameters.items()}
-        self._optimizers = checked_optimizers(model, optimizer, names, any(self._frozen_by_epoch))
-        surgery = Surgery(self._model, channels.graph, self._optimizers, followers) if channels else None
-        both = (channels, surgery) if channels and surgery else None
-        self._sides = Sides(self._model, weights, both, self._optimizers, shrink)
+        self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
 
@@ -153,7 +154,7 @@ class Pruner:
     def certificate(self) -> dict[str, dict[str, Any]]:
         """By space: its kind, its globs, how many units there were, are asked for, and were kept at the last event.
 
-        After `keepk.compact` also how many weights are alive.
+        After `keepk.compact` also how many are alive.
         """
         self._follow_cuts()
         found = certificate(self._sides)
@@ -190,7 +191,7 @@ class Pruner:
             disarm(wrapper)  # type: ignore[arg-type]  # checked
         self._sides.follow(event)
         self._enter_epoch(self._epoch + 1)
-        certify(self._model, self.certificate)
+        self._certify()
         return rewrapped(wrapper) if wrapper is not None and event.cuts else wrapper  # type: ignore[arg-type,return-value]
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,7 +225,8 @@ class Pruner:
             way_back.callback(self._sides.snapshot())
             self._sides.take_masks(saved, self._plan)
             self._enter_epoch(saved.epoch)
-            way_back.callback(certified(self._model, self.certificate)())
+            for module in self._certified_modules():
+                way_back.callback(certified(module, self._with_others(module))())
             return way_back.pop_all().close
 
     def close(self) -> None:
@@ -253,7 +255,20 @@ class Pruner:
     def _follow_cuts(self) -> None:
         """Masks follow whoever cut the model since, such as `keepk.compact`."""
         if self._sides.follow_cuts():
-            certify(self._model, self.certificate)
+            self._certify()
+
+    def _certify(self) -> None:
+        """Write what is asked and kept into the record of the model and of the modules that follow it."""
+        for module in self._certified_modules():
+            certify(module, self._with_others(module))
+
+    def _certified_modules(self) -> list[nn.Module]:
+        return [self._model, *(followed(it) for it in self._followers if isinstance(it, nn.Module))]
+
+    def _with_others(self, module: nn.Module) -> Certificate:
+        """The certificate beside those of other runs over the same model."""
+        others = {name: entry for name, entry in certificate_of(module).items() if name not in self._plan}
+        return {**others, **self.certificate}
 
     def _after_update(self, *_: object) -> None:
         for it in self._sides.held:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from keepk.cut.followers import Follower, zero_followers
 from keepk.cut.hold import Held, held
 from keepk.cut.optimizer_state import refuse_foreign_state, restart_flat_history
 from keepk.cut.record import cuts_since, record_of
@@ -20,7 +21,7 @@ from keepk.rank.choices import Flags
 from keepk.rank.pieces import one_thread
 from keepk.run.channel_side import ChannelEvent, ChannelSide
 from keepk.run.state import Plan, Saved, read_masks
-from keepk.run.surgery import Masks, Operation, Surgery, nothing
+from keepk.run.surgery import Masks, Operation, Surgery, by_plain_name, nothing
 from keepk.run.weight_side import WeightSide
 
 Shrink = Literal["each", "end", "never"]
@@ -62,16 +63,17 @@ class Sides:
         self,
         model: nn.Module,
         weights: WeightSide,
-        channels: tuple[ChannelSide, Surgery] | None,
+        channels: ChannelSide | None,
         optimizers: Sequence[torch.optim.Optimizer],
+        followers: Sequence[Follower],
         shrink: Shrink,
     ) -> None:
-        self.weights, self.channels = weights, channels[0] if channels else None
-        self._surgery = channels[1] if channels else None
-        self._model, self._optimizers, self._shrink = model, optimizers, shrink
+        self.weights, self.channels = weights, channels
+        self._model, self._optimizers, self._followers, self._shrink = model, optimizers, followers, shrink
         self._silenced: Masks = {}  # by channels that are masked
         self.held: list[Held] = []
         self._record = record_of(model)  # of the model that the masks fit
+        self._cut_elsewhere: str | None = None  # a tensor that somebody else has cut
 
     @property
     def kept(self) -> dict[str, int]:
@@ -88,24 +90,26 @@ class Sides:
         now = {name: plan[name][epoch] for name in self.weights.members}
         due = {name: keep for name, keep in now.items() if keep < self.weights.kept[name]}
         channels, operation, doomed = None, None, Masks()
-        if self.channels is not None and self._surgery is not None:
+        if self.channels is not None:
+            self._refuse_unknown_channels()
             channels = self.channels.decide(epoch)
-            operation = self._operation(self.channels, self._surgery, channels, self._is_physical(plan, epoch), wrapper)
-            doomed = self._surgery.doomed(operation, self.weights.parameters) if operation else {}
+            operation = self._operation(self.channels, channels, self._is_physical(plan, epoch), wrapper)
+            doomed = self.channels.surgery.doomed(operation, self.weights.parameters) if operation else {}
         names = {parameter: name for name, parameter in self.weights.parameters.items()}
         for optimizer in self._optimizers if due else ():
             refuse_foreign_state(optimizer, names)
-        return Event(due, channels, operation, self.weights.decide(due, doomed) if due or doomed else {})
+        return Event(due, channels, operation, self.weights.decide(due, doomed))
 
     def follow(self, event: Event) -> None:
         """Do what was decided: take channels out, then hold what is left at its masks."""
         masks = {**self.weights.dead, **event.masks}
-        if event.operation is not None and self._surgery is not None:
+        if event.operation is not None and self.channels is not None:
             masks = event.operation.after(masks)
             event.operation.apply()
-            self._silenced = {} if event.cuts else self._surgery.doomed(event.operation)
+            self._silenced = {} if event.cuts else self.channels.surgery.doomed(event.operation)
         if event.channels is not None and self.channels is not None:
             self.channels.follow(event.channels, event.operation.gone if event.operation else NONE)
+            self.channels.certify()
         self.weights.follow(masks, self.weights.counts(masks) if event.operation else event.due)
         self.weights.certify()
         if event.masks or event.operation:
@@ -116,10 +120,15 @@ class Sides:
 
         A constant that was folded into a bias revives it, which only shows until the next update: to be asked before.
         """
-        if not any(it.outgrown for it in self.held):
+        before, now = self._record["tensors"], record_of(self._model)["tensors"]
+        if (before is now or before == now) and not any(it.outgrown for it in self.held):
             return False
-        cuts = cuts_since(self._record, record_of(self._model))
+        made = cuts_since(self._record, record_of(self._model))
+        self._cut_elsewhere = next(iter(made), None)
+        if self.channels is not None:
+            self.channels.follow_cuts(made.values())
         parameters = named_parameters(self._model)
+        cuts = by_plain_name(self._model, made)
         self._silenced = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self._silenced.items()}
         dead = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self.weights.dead.items()}
         self.weights.follow(dead, self.weights.counts(dead))
@@ -127,22 +136,28 @@ class Sides:
         return True
 
     def refuse_cut_elsewhere(self) -> None:
-        """Refuse to make a state of what no plan leads to: weights of a model that somebody else has cut."""
-        if self.channels is None:
-            for name, shape in ((n, s) for it in self.weights.members.values() for n, s in it.shapes.items()):
-                if list(self.weights.parameters[name].shape) != shape:
-                    raise StateError(
-                        f"pruner state: {name!r} was cut since the run began, by keepk.compact or keepk.shrink, so a "
-                        f"fresh model could not take it. Checkpoint before that; afterwards keepk.save the model."
-                    )
+        """Refuse to make a state of what no plan leads to: a model that somebody else has cut."""
+        if self._cut_elsewhere is not None:
+            raise StateError(
+                f"pruner state: {self._cut_elsewhere!r} was cut since the run began, by keepk.compact or keepk.shrink, "
+                f"so a fresh model could not take it. Checkpoint before that; afterwards keepk.save the model."
+            )
+
+    def _refuse_unknown_channels(self) -> None:
+        """Channels that somebody else took are not in the plan, so it could not end at K."""
+        if self._cut_elsewhere is not None:
+            raise ShrinkError(
+                f"parameter {self._cut_elsewhere!r}: was cut by keepk.compact or keepk.shrink, which the plan of the "
+                f"channels does not know. Change the model first, then make the Pruner; or wait until its plan ends."
+            )
 
     def take_shape(self, saved: Saved, plan: Plan) -> Undo:
         """Give the model the size that it had in a saved run. What is returned takes it back."""
         operation = None
-        if self.channels is not None and self._surgery is not None:
+        if self.channels is not None:
             alive = self.channels.graph.alive
             going = [unit for unit in saved.channels["removed"] if alive[unit]]
-            operation = self._as_saved(self._surgery, np.zeros_like(self.channels.dead), going, physical=True)
+            operation = self._as_saved(self.channels.surgery, np.zeros_like(self.channels.dead), going, physical=True)
         read_masks(saved, self.weights.members, operation.shape_of if operation else _shape_now, plan)
         return operation.apply() if operation else nothing
 
@@ -153,10 +168,11 @@ class Sides:
         dead = {name: (~mask).to(parameters[name].device) for name, mask in masks.items() if not mask.all()}
         self.weights.follow(dead, self.weights.counts(dead))
         self.weights.certify()
-        if self.channels is not None and self._surgery is not None:
+        if self.channels is not None:
             self.channels.load(saved.channels)
-            masked = self._as_saved(self._surgery, self.channels.dead, (), physical=False)
-            self._silenced = self._surgery.doomed(masked)
+            self.channels.certify()
+            masked = self._as_saved(self.channels.surgery, self.channels.dead, (), physical=False)
+            self._silenced = self.channels.surgery.doomed(masked)
         self._hold()
 
     def refuse_revived(self) -> None:
@@ -199,12 +215,12 @@ class Sides:
 
     @staticmethod
     def _operation(
-        channels: ChannelSide, surgery: Surgery, event: ChannelEvent, physical: bool, wrapper: nn.Module | None
+        channels: ChannelSide, event: ChannelEvent, physical: bool, wrapper: nn.Module | None
     ) -> Operation | None:
         waiting = (channels.dead & channels.graph.alive).any()
         if not len(event.removed) and not (physical and waiting):
             return None
-        operation = surgery.operation(channels.dead, event.removed, physical=physical, wrapper=wrapper)
+        operation = channels.surgery.operation(channels.dead, event.removed, physical=physical, wrapper=wrapper)
         channels.refuse_other_counts(event, operation.gone)
         return operation
 
@@ -217,23 +233,24 @@ class Sides:
             for it in self.held:
                 it.zero()
                 it.zero_state(self._optimizers)
+            zero_followers(self._followers, dead)
         for optimizer in self._optimizers if dead else ():
             restart_flat_history(optimizer)
 
 
 def certificate(sides: Sides) -> dict[str, dict[str, Any]]:
-    """By space: its globs, what was asked for, what was kept at the last event, and of weights what is alive now."""
+    """By space: its globs, what was asked for, what was kept at the last event, and what is alive now if it differs."""
     found = dict[str, dict[str, Any]]()
-    left = sides.kept
+    left, kept = sides.kept, {**sides.weights.certified, **(sides.channels.certified if sides.channels else {})}
     members: list[Any] = [*sides.weights.members.values(), *(sides.channels.members.values() if sides.channels else ())]
     for it in members:
         name = it.space.name
-        weights = name in sides.weights.members
-        entry = {"kind": "weights" if weights else "channels", "select": list(it.space.select)}
-        entry |= {"exclude": list(it.space.exclude), "total": it.total, "asked": it.keep}
-        found[name] = entry | {"kept": sides.weights.certified[name] if weights else left[name]}
-        if weights and left[name] != sides.weights.certified[name]:
-            found[name]["alive"] = left[name]
+        entry: dict[str, Any] = {
+            "kind": "weights" if name in sides.weights.members else "channels",
+            "select": list(it.space.select),
+        }
+        entry |= {"exclude": list(it.space.exclude), "total": it.total, "asked": it.keep, "kept": kept[name]}
+        found[name] = entry | ({"alive": left[name]} if left[name] != kept[name] else {})
     return found
 
 

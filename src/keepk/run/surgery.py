@@ -87,7 +87,7 @@ class Surgery:
         units = np.union1d(masked, np.fromiter(going, np.int64))
         if not physical:
             edits = self._graph.edits(units)
-            self._refuse_other_shapes(cuts := self._cuts(edits))
+            self._refuse_other_shapes(cuts := self._by_name(edits))
             return Operation(edits, cuts, None)
         prepared = prepare(
             self._model,
@@ -97,7 +97,7 @@ class Surgery:
             followers=self._followers,
             wrapper=wrapper,
         )
-        return Operation(prepared.edits, self._cuts(prepared.edits), prepared)
+        return Operation(prepared.edits, self._by_name(prepared.edits), prepared)
 
     def doomed(self, operation: Operation, names: Iterable[str] | None = None) -> Masks:
         """By parameter, the numbers that go, or that masks make zero instead; of all parameters, or of these."""
@@ -108,10 +108,8 @@ class Surgery:
         found = {name: doomed(cut, self._parameters[name].device) for name, cut in cuts.items()}
         return {name: mask for name, mask in found.items() if mask.any()}
 
-    def _cuts(self, edits: Edits) -> dict[str, Cut]:
-        own = (name for name, _ in self._model.named_parameters(remove_duplicate=False))
-        plain = dict(zip(own, self._parameters, strict=True))
-        return {plain[cut.tensor]: cut for cut in edits.cuts if cut.tensor in plain}
+    def _by_name(self, edits: Edits) -> dict[str, Cut]:
+        return by_plain_name(self._model, {cut.tensor: cut for cut in edits.cuts})
 
     def _silencing(self, name: str, cut: Cut) -> Cut:
         """What of a cut makes its channels zero. Of weight norm, g v / |v|, it is g alone: a zero v would be 0 / 0."""
@@ -130,6 +128,13 @@ class Surgery:
         for name, parameter in self._parameters.items():
             if now.get(name) is not parameter:
                 raise _changed(name)
+
+
+def by_plain_name(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts of parameters under the names that they have without wrappers."""
+    own = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    plain = dict(zip(own, named_parameters(model), strict=True))
+    return {plain[name]: cut for name, cut in cuts.items() if name in plain}
 
 
 def nothing() -> None:

@@ -56,9 +56,10 @@ class WeightSide:
         left = self.counts({**self.dead, **before}) if before else self.kept
         for name, members in self.members.items():
             if left[name] < members.keep:
+                why = "the channels that stay have" if before else "what somebody else has cut left"
                 raise RankError(
-                    f"space {name!r}: the channels that stay have only {left[name]} of its weights, fewer than the "
-                    f"{members.keep} to keep. Keep more channels, or fewer weights."
+                    f"space {name!r}: {why} only {left[name]} of its weights, fewer than the {members.keep} to keep. "
+                    f"Keep more channels, or fewer weights."
                 )
         cuts = list[tuple[Ranked, Cut]]()
         for name, keep in due.items():

@@ -22,7 +22,7 @@ class SpaceReport:
         kind: "weights" or "channels".
         total: M, the units in the beginning.
         planned: M_e, what the plan has for now.
-        kept: What is left now. Fewer weights than planned only where channels took them along.
+        kept: What is left now. Fewer than planned where channels took weights along, or dead neurons were swept.
         asked: K, what is left at the end.
     """
 
@@ -121,14 +121,14 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
         raise KeepkError(f"report: got {type(pruner).__name__}. Give the keepk.Pruner of the run.")
     if error is not None:
         error = float(exact_number(error, "report: error", KeepkError))
-    plan, epoch = pruner.plan, pruner.epoch
+    plan, epoch, kept = pruner.plan, pruner.epoch, pruner.kept
     spaces = tuple(
         SpaceReport(
             name,
             space["kind"],
             space["total"],
             plan[name][epoch - 1] if epoch else space["total"],
-            space["kept"],
+            kept[name],
             space["asked"],
         )
         for name, space in pruner.certificate.items()
