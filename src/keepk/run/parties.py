@@ -8,6 +8,7 @@ from torch import nn
 
 from keepk.cut.followers import Follower
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
+from keepk.cut.weight_norm import lengths_of
 from keepk.errors import PlanError, ShrinkError, SpaceError
 from keepk.graph.trace import trace
 from keepk.graph.wrappers import unwrap
@@ -91,6 +92,18 @@ def refuse_weights_that_end_before_channels(
                     f"space {other!r}: reaches its {members.keep} weights at epoch {done + 1}, but channels of "
                     f"{name!r} go until epoch {last + 1} and would take some of them along. "
                     f"Let its schedule end at epoch {last + 1} or later."
+                )
+
+
+def refuse_masked_directions(model: nn.Module, weights: WeightSide, channels: ChannelSide | None, shrink: str) -> None:
+    """Refuse weights in directions of weight norm beside channels that are masked: those stay, and would be counted."""
+    directions = lengths_of(model) if channels is not None and shrink != "each" else {}
+    for name, members in weights.members.items():
+        for tensor, parameter in members.parameters.items():
+            if parameter in directions:
+                raise PlanError(
+                    f"space {name!r}: {tensor!r} is a direction of weight norm, which a masked channel cannot make "
+                    f'zero, so its weights could not be counted. Say shrink="each", or leave it out.'
                 )
 
 

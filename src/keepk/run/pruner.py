@@ -25,6 +25,7 @@ from keepk.run.parties import (
     checked_optimizers,
     frozen_by_epoch,
     listed_spaces,
+    refuse_masked_directions,
     refuse_weights_that_end_before_channels,
     refuse_wrong_types,
 )
@@ -113,6 +114,7 @@ class Pruner:
         plan |= channels.settle(plan) if channels else {}
         self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
         refuse_weights_that_end_before_channels(self._plan, weights, channels)
+        refuse_masked_directions(self._model, weights, channels, shrink)
         self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()

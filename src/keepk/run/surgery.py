@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from keepk.cut.shrink import Prepared, prepare
 from keepk.cut.tensors import doomed, left_of
 from keepk.cut.undo import Undo
+from keepk.cut.weight_norm import lengths_of
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices
 from keepk.graph.graph import Graph
@@ -79,6 +80,7 @@ class Surgery:
         self._model, self._graph = model, graph
         self._optimizers, self._followers = optimizers, followers
         self._parameters = named_parameters(model)
+        self._lengths = lengths_of(model)
 
     def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
         """What removes these units, and those that are masked so far."""
@@ -112,9 +114,9 @@ class Surgery:
         return by_plain_name(self._model, {cut.tensor: cut for cut in edits.cuts})
 
     def _silencing(self, name: str, cut: Cut) -> Cut:
-        """What of a cut makes its channels zero. Of weight norm, g v / |v|, it is g alone: a zero v would be 0 / 0."""
-        length = self._parameters.get(name.removesuffix("1") + "0") if name.endswith(".original1") else None
-        if length is None:
+        """What of a cut makes its channels zero: of weight norm the length, not the direction."""
+        length = self._lengths.get(self._parameters[name])
+        if length is None or length.ndim != len(cut.before):
             return cut
         return replace(cut, kept={axis: kept for axis, kept in cut.kept.items() if length.shape[axis] == 1})
 
