@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import keepk
-from keepk.cut.record import record_of
+from keepk.cut.record import record_of, was_cut
 from keepk.deploy.arch_json import as_text, digest, from_text
 from keepk.errors import FileError
 from masked import call, leaves
@@ -473,11 +473,25 @@ def test_another_model_is_refused_with_what_differs(folder, build, match):
     refused(folder, build(), rf"{re.escape(str(folder))}: .*{match}")
 
 
+def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(folder, tmp_path):
+    no_model = "got str as the model. Give a torch.nn.Module."
+    for verb, arguments, words in (
+        (keepk.load, (built(), str(folder)), f"load: {no_model} The order is path, model."),
+        (keepk.save, (str(tmp_path), built()), f"save: {no_model} The order is model, path."),
+        (keepk.load, (3, built()), "load: got int as the path. The order is path, model."),
+        (keepk.save, (built(), built()), "save: got Sequential as the path. The order is model, path."),
+    ):
+        with pytest.raises(FileError, match=f"^{re.escape(words)}$"):
+            verb(*arguments)
+
+
 def test_what_is_no_plain_module_is_refused(folder, tmp_path):
     with pytest.raises(FileError, match=r"load: got dict as the model\. Give a torch\.nn\.Module"):
         keepk.load(folder, {})
     with pytest.raises(FileError, match=r"save: got dict as the model"):
         keepk.save({}, tmp_path / "new")
+    with pytest.raises(FileError, match=r"^load: got the class Linear\. Give Linear\(\), a model\.$"):
+        keepk.load(folder, nn.Linear)
     with pytest.raises(FileError, match=r"'0\.weight' is an uninitialized parameter; run one batch first"):
         keepk.load(folder, lazy())
     sparse = built()
@@ -620,3 +634,34 @@ def test_a_save_killed_at_any_file_step_leaves_the_old_or_the_new_model(sweeps, 
     assert set(found) == {old, old + 1}
     assert len(found) >= 20
     assert all(names == FILES for names in files)
+
+
+def test_a_part_of_a_model_that_was_shrunk_is_refused(tmp_path):
+    """It would be written as a dense model of sizes that nobody builds."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3))
+    graph = keepk.trace(model, torch.zeros(2, 4))
+    keepk.shrink(model, graph, [0, 1])
+    with pytest.raises(FileError, match=r"module '0': was cut as a part of a larger model"):
+        keepk.save(model[0], tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+    keepk.save(model, tmp_path / "whole")
+    dense = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3))
+    assert keepk.load(tmp_path / "whole", dense)[0][0].out_features == 4
+
+
+def test_a_parametrization_that_is_gone_is_refused(tmp_path):
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
+    keepk.shrink(model, keepk.trace(model, torch.zeros(2, 4)), [0, 1])
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    with pytest.raises(FileError, match=r"module '0': its parametrization of 'weight' was removed after"):
+        keepk.save(model, tmp_path / "model")
+
+
+def test_a_shrink_that_was_taken_back_leaves_no_mark(monkeypatch, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    graph = keepk.trace(model, torch.zeros(2, 4))
+    monkeypatch.setattr(type(graph), "removed", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        keepk.shrink(model, graph, [0, 1])
+    keepk.save(nn.Sequential(model), tmp_path / "larger")  # its part would be refused
+    assert not was_cut(model)

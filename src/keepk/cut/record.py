@@ -10,6 +10,7 @@ from keepk.cut.undo import Change, Undo, undone_by
 from keepk.graph.edits import Cut, Edits, read_attribute
 
 ATTRIBUTE = "keepk_record"
+PART = "keepk_was_cut"  # on each module that lost something, so that a part does not pass for a dense model
 
 
 def record_of(model: nn.Module) -> dict[str, Any]:
@@ -65,14 +66,21 @@ def noted(model: nn.Module, edits: Edits) -> Change:
     modules = dict(model.named_modules())
     before = [read_attribute(modules[setting.module], setting) for setting in edits.settings]
 
+    owners = {modules[cut.tensor.rpartition(".")[0]] for cut in edits.cuts}
+
     def change() -> Undo:
         old = model.__dict__.get(ATTRIBUTE)
+        fresh = [owner for owner in owners if PART not in owner.__dict__]
 
         def undo() -> None:
             put_back(model, old)
+            for owner in fresh:
+                owner.__dict__.pop(PART, None)
 
         with undone_by(undo):
             model.__dict__[ATTRIBUTE] = _added(record_of(model), edits, before)
+            for owner in fresh:
+                owner.__dict__[PART] = True
             return undo
 
     return change

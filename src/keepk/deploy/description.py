@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from keepk.cut.certificate import true_certificate
-from keepk.cut.record import ATTRIBUTE, record_of, was_cut
+from keepk.cut.record import ATTRIBUTE, PART, record_of, was_cut
 from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting, read_attribute
 from keepk.graph.layers import HeadwiseAttention
@@ -76,6 +76,8 @@ def describe(model: nn.Module) -> Description:
     """A model and the record of what was done to it; refused if the two do not agree."""
     _refuse_records_of_parts(model)
     modules, record = dict(model.named_modules()), record_of(model)
+    _refuse_parts_of_larger(modules, record["tensors"])
+    _refuse_removed_parametrizations(modules, record["tensors"])
     selections = {path: np.asarray(it, np.int64) for path, it in record["selections"].items() if path in modules}
     return Description(
         modules={path: _dense_class(module) for path, module in modules.items()},
@@ -102,6 +104,27 @@ def _refuse_records_of_parts(model: nn.Module) -> None:
             raise FileError(
                 f"model {type(model).__name__}: its part {path!r} was shrunk by itself, so the whole has no record of "
                 f"it. Save and load that part: model.get_submodule({path!r})."
+            )
+
+
+def _refuse_parts_of_larger(modules: Mapping[str, nn.Module], cut: Mapping[str, Any]) -> None:
+    known = {name.rpartition(".")[0] for name in cut}
+    for path, module in modules.items():
+        if PART in module.__dict__ and path not in known:
+            raise FileError(
+                f"module {path or type(module).__name__!r}: was cut as a part of a larger model, which has the record "
+                f"of it. Save that model; keepk.load gives it back, and the part with it."
+            )
+
+
+def _refuse_removed_parametrizations(modules: Mapping[str, nn.Module], cut: Mapping[str, Any]) -> None:
+    for name in cut:
+        path, parametrized, rest = name.partition(".parametrizations.")
+        attribute = rest.partition(".")[0]
+        if parametrized and f"{path}.parametrizations" not in modules and hasattr(modules.get(path), attribute):
+            raise FileError(
+                f"module {path!r}: its parametrization of {attribute!r} was removed after the model was shrunk, so the "
+                f"record does not fit. Remove parametrizations before the first cut."
             )
 
 
