@@ -36,11 +36,11 @@ format: $(INSTALLED)  ## let ruff format and mend
 tables: $(INSTALLED)  ## write the docs' tables anew from results/
 	$(BIN)/python -m keepk.paper.tables README.md docs/*.md
 
-bench: $(INSTALLED)  ## measure again what results/benchmarks/ holds
+bench: $(INSTALLED)  ## measure again what of results/benchmarks/ needs keepk alone
 	$(BIN)/python benchmarks/select_event.py --limit-gb 16 --out results/benchmarks/select_event.json
 	$(BIN)/python benchmarks/hold_masks.py --out results/benchmarks/hold_masks.json
-	$(BIN)/python benchmarks/annealed_run.py --out results/benchmarks/annealed_run.json
-	$(BIN)/python benchmarks/inference.py --out results/benchmarks/inference.json
+	$(BIN)/python benchmarks/annealed_run.py --threads 1 --out results/benchmarks/annealed_run.json
+	$(BIN)/python benchmarks/inference.py --threads 1 --out results/benchmarks/inference.json
 	$(BIN)/python benchmarks/paper_sizes.py --out results/benchmarks/paper_sizes.json
 
 clean:  ## remove the environment and all caches
