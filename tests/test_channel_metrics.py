@@ -278,12 +278,29 @@ def test_a_metric_gets_no_gradient_where_there_is_none_and_nothing_changes():
     net = narrow()
     pruner = keepk.Pruner(net, keepk.channels("*", keep=4, metric=taylor), example=example())
     before = str(net)
-    with pytest.raises(TypeError):
+    words = r"metric taylor: failed on layer '0' \(TypeError: .*NoneType'\). Parameter '0.weight' has no gradient. "
+    words += r"Call step\(\) after backward\(\) and before zero_grad\(\)."
+    with pytest.raises(RankError, match=words) as caught:
         pruner.step()
+    assert isinstance(caught.value.__cause__, TypeError)
     assert (pruner.epoch, pruner.kept, str(net)) == (0, {"*": 11}, before)
     net(example()).square().sum().backward()
     pruner.step()
     assert (pruner.epoch, pruner.kept) == (1, {"*": 4})
+
+
+@pytest.mark.parametrize("wrapped", [lambda metric: metric, lambda metric: metrics.blend(0.5, weights=metric)])
+def test_what_a_metric_raises_is_told_with_its_name_and_the_layer(wrapped):
+    def divided(layer):
+        return metrics.l2(layer) / [1, 2] if layer.name == "3" else metrics.l2(layer)
+
+    net = narrow()
+    pruner = keepk.Pruner(net, keepk.channels("*", keep=4, metric=wrapped(divided)), example=example())
+    words = r"^metric divided: failed on layer '3' \(TypeError: .*\). Correct the metric; nothing was pruned.$"
+    with pytest.raises(RankError, match=words) as caught:
+        pruner.step()
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert (pruner.epoch, pruner.kept) == (0, {"*": 11})
 
 
 def formula(layers_found, alpha, over):

@@ -40,6 +40,7 @@ def refused(kind, words, model, spaces, **arguments):
         ({"keep": 2.0}, "space 'f': keep=2.0: got float. Give an int of at least 1"),
         ({"keep": 0}, "keep=0: too small"),
         ({"prune": 50}, "space 'f': prune=50: a share lies between 0 and 1"),
+        ({"prune": 1.0}, "space 'f': prune=1.0 keeps none. Prune less, or give keep=."),
         ({"keep": 3, "at": "middle"}, "space 'f': at='middle'. Give \"output\" or \"input\""),
         ({"keep": 3, "at": None}, 'at=None. Give "output" or "input"'),
         ({"keep": 3, "round_to": 0}, "space 'f': round_to=0: too small. Give an int of at least 1"),
@@ -66,6 +67,15 @@ def test_a_space_that_makes_no_sense(arguments, words):
         ([keepk.channels("00", keep=1)], r"space '00': select='00' matches no module. Nearest names: '0'"),
         ([keepk.channels("*", exclude="5", keep=2)], r"exclude='5' matches no module. Nearest names: '0', '1', '2'"),
         ([keepk.channels(["0", "conv*"], keep=1)], r"space '0\+conv\*': select='conv\*' matches no module"),
+        (
+            [keepk.channels("*.weight", keep=1)],
+            r"matches no module. .*channels takes names of modules; keepk.weights takes those of parameters.$",
+        ),
+        ([keepk.channels("*.wait", keep=1)], r"'\*.wait' matches no module. Nearest names: '0', '1', '2'.$"),
+        (
+            [keepk.channels("0", keep=2, metric=keepk.metrics.magnitude)],
+            "^space '0': metric magnitude ranks weights, not channels. Use keepk.metrics.l2 or product.$",
+        ),
         ([keepk.channels("1", keep=1)], r"'1' matches modules, but none with channels at its output. .*: '0', '2'"),
         ([keepk.channels("*", keep=12)], r"keep=12, but \['\*'\] matches only 11 channels. Choose keep <= 11"),
         ([keepk.channels("*", prune=0.95)], "prune=0.95 of 11 channels keeps none. Prune less, or give keep="),

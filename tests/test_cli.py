@@ -100,7 +100,11 @@ def test_plan_fits_80_columns_and_speaks_the_terminals_encoding(charset):
         ("--total 1000 --p0 0.5 --n1 1 --nu 0.05", "got neither keep= nor prune=. Give exactly one of them."),
         ("--total 1000 --p0 0.5 --n1 1 --nu 0.05 --keep 9 --prune 0.9", "got both keep=9 and prune=0.9."),
         ("--total 1000 --p0 0.5 --n1 1 --nu 0.05 --keep 9 --epochs 3", "It needs 11 epochs"),
-        ("--total 1000 --p0 0.5 --n1 1 --nu 0.05 --keep 1001", "Choose keep <= 1000"),
+        (
+            "--total 1000 --p0 0.5 --n1 1 --nu 0.05 --keep 2000",
+            "plan: --keep 2000 is more than --total 1000. Keep at most 1000.",
+        ),
+        ("--total 1000 --p0 0.5 --n1 1 --nu 0.05 --prune 1", "prune=1.0 keeps none"),
         ("--total 0 --p0 0.5 --n1 1 --nu 0.05 --keep 1", "total=0: too small. Give an int of at least 1."),
         ("--total 10 --p0 0.5 --n1 1 --nu 0.05 --keep 1 --epochs 0", "epochs=0: too small."),
         ("--total 1000 --p0 nan --n1 1 --nu 0.05 --keep 9", "p0=nan: not a finite number."),
@@ -123,6 +127,13 @@ def test_a_recipe_that_does_not_exist_is_refused_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("option", ["--figure x.png", "--inits 10"])
+def test_an_option_of_parity_is_refused_elsewhere(option, tmp_path):
+    result = call(f"run vgg16-cifar10 {option} --recipe nope --results '{tmp_path}/results'")
+    assert result.exit_code == 1
+    assert f"run: {option.split()[0]} is for parity. Leave it out, or run parity." in result.stderr
+
+
 def test_an_experiment_that_does_not_exist_is_a_usage_error():
     result = call("run lenet-6")
     assert result.exit_code == 2
@@ -135,6 +146,12 @@ def test_help_shows_an_example_and_every_option(command):
     assert result.exit_code == 0
     assert f"Example: keepk {command} " in plain(result.stdout)
     assert [option for option in OPTIONS[command].split() if option not in plain(result.stdout)] == []
+
+
+def test_a_plan_is_of_weights_or_channels():
+    printed = " ".join(plain(call("plan --help").stdout).split())
+    assert "how many weights or channels are left after each epoch" in printed
+    assert "weights or channels" in keepk.__doc__
 
 
 def test_help_names_every_command():

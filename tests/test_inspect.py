@@ -298,6 +298,11 @@ def test_the_report_is_frozen_and_plain():
     assert hash(report) == hash(keepk.inspect(lenet(), torch.zeros(2, 1, 24, 24)))
 
 
+def test_an_interactive_session_shows_the_table():
+    report = keepk.inspect(lenet(), torch.zeros(2, 1, 24, 24))
+    assert repr(report) == str(report)
+
+
 def test_strange_input_is_refused_in_words():
     with pytest.raises(TraceError, match=r"got int as the model\. Give a torch\.nn\.Module"):
         keepk.inspect(3, torch.zeros(2, 8))
@@ -380,6 +385,12 @@ def test_several_inputs_and_their_types():
     ("arguments", "words"),
     [
         ("nets_to_inspect --input 2x8", "model 'nets_to_inspect': not of the form module:name."),
+        (
+            "nets_to_inspect.py:net --input 2x8",
+            "model 'nets_to_inspect.py:net': names a file, not a module. Leave out \".py\": nets_to_inspect:net.",
+        ),
+        ("./nets_to_inspect.py:net --input 2x8", 'Leave out ".py": nets_to_inspect:net.'),
+        ("deeper/nets.py:net --input 2x8", 'Leave out ".py": deeper.nets:net.'),
         ("no_such_nets:net --input 2x8", "there is no module 'no_such_nets' in "),
         ("nets_to_inspect.deeper:net --input 2x8", "there is no module 'nets_to_inspect.deeper'"),
         (

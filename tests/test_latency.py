@@ -149,12 +149,19 @@ def test_everything_is_as_before_also_after_a_failure():
     [
         ({"model": torch.relu}, TraceError, "got builtin_function_or_method as the model"),
         ({"baseline": 3}, TraceError, "got int as the baseline"),
+        ({"model": nn.ReLU}, TraceError, r"latency: got the class ReLU. Give ReLU\(\), a model."),
         ({"example": "x"}, TraceError, "example: got str"),
         ({"example": (torch.tensor(1.0),)}, TraceError, "no batch to change. Let the first dim be the batch"),
+        ({"example": (2, 6)}, TraceError, r"example: got the shape \(2, 6\). Give a tensor, not a shape."),
+        ({"example": (torch.ones(2, 6), torch.ones(2))}, TraceError, "other batches. A tuple is several arguments"),
         ({"example": torch.ones(2, 5)}, TraceError, "failed on the example with 1 rows .*cannot be multiplied"),
         ({"batches": ()}, KeepkError, r"batches=\(\). Give one or more whole numbers"),
         ({"batches": (1, 0)}, KeepkError, r"batches=\(1, 0\)"),
         ({"batches": (1.0,)}, KeepkError, r"batches=\(1.0,\)"),
+        ({"batches": 0}, KeepkError, "batches=0. Give one or more whole numbers from 1 on"),
+        ({"batches": True}, KeepkError, "batches=True. Give one or more"),
+        ({"batches": 2.5}, KeepkError, "batches=2.5. Give one or more"),
+        ({"batches": None}, KeepkError, "batches=None. Give one or more"),
         ({"repeats": 0}, KeepkError, "repeats=0. Give a whole number from 1 on"),
         ({"repeats": True}, KeepkError, "repeats=True"),
         ({"threads": 0}, KeepkError, "threads=0. Give a whole number from 1 on, or None"),
@@ -166,6 +173,11 @@ def test_bad_input_is_refused(options, error, match):
     given = {"model": nn.Linear(6, 3), "example": torch.ones(2, 6), "batches": (1,), "repeats": 1, **options}
     with pytest.raises(error, match=match):
         latency(given.pop("model"), given.pop("example"), **given)
+
+
+def test_one_batch_needs_no_list():
+    report = latency(nn.Linear(6, 3), torch.ones(2, 6), batches=4, repeats=1)
+    assert [row.batch for row in report.rows] == [4]
 
 
 def test_onnxruntime_measures_the_exported_model_on_every_batch():

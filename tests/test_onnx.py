@@ -167,6 +167,9 @@ def refused(tmp_path, model, example, error, match, name="net.onnx", **options):
         (nn.Linear(4, 3), "pictures", TraceError, "example: got str. Give a tensor, a tuple"),
         (nn.Linear(4, 3), torch.tensor(1.0), TraceError, r"first tensor of shape \(\), so there is no batch"),
         (nn.Linear(4, 3), {}, TraceError, "has no tensor, so there is no batch"),
+        (nn.Linear(4, 3), (2, 4), TraceError, r"example: got the shape \(2, 4\). Give a tensor, not a shape."),
+        (nn.Linear(4, 3), (torch.ones(2, 4), torch.ones(2)), TraceError, "A tuple is several arguments: give the tens"),
+        (nn.ReLU, torch.ones(2, 4), TraceError, r"export_onnx: got the class ReLU. Give ReLU\(\), a model."),
         (nn.Linear(4, 3), torch.ones(2, 5), TraceError, r"Linear: its forward failed on \(2, 5\) .*Give an example"),
         (nn.Linear(4, 3), {"x": torch.ones(2, 4)}, TraceError, "unexpected keyword argument 'x'"),
         (ThreeRows(), torch.ones(3, 4), TraceError, r"failed on \(4, 4\).*export with dynamic_batch=False"),
@@ -178,6 +181,12 @@ def refused(tmp_path, model, example, error, match, name="net.onnx", **options):
 )
 def test_what_is_refused_leaves_the_old_file(tmp_path, model, example, error, match):
     refused(tmp_path, model, example, error, match)
+
+
+def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(tmp_path):
+    with pytest.raises(FileError, match=r"^export_onnx: got Tensor as the path. The order is model, example, path.$"):
+        export_onnx(nn.Linear(4, 3), tmp_path / "net.onnx", torch.ones(2, 4))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_model_that_cannot_be_exported_is_refused_with_the_reason(tmp_path, capfd):

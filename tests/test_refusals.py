@@ -25,6 +25,8 @@ def small():
         ({"select": "*", "keep": -3}, "keep=-3: too small"),
         ({"select": "*", "keep": 0.5}, "keep=0.5: got float"),
         ({"select": "*", "prune": 1.5}, "prune=1.5: a share"),
+        ({"select": "*", "prune": 1.0}, r"space '\*': prune=1.0 keeps none. Prune less, or give keep=."),
+        ({"select": "*", "prune": 1}, "prune=1 keeps none"),
         ({"select": "*", "prune": -0.5}, "prune=-0.5: negative"),
         ({"select": "*", "prune": False}, "prune=False: got bool"),
         ({"select": "*", "prune": float("nan")}, "not a finite number"),
@@ -157,6 +159,14 @@ def test_state_that_is_not_per_weight_is_refused_by_name():
         (lambda weight: weight.tolist(), "gave list"),
         (lambda weight: weight.zero_(), "changed parameter '0.weight' in place"),
         (lambda weight: weight * float("nan"), "'0.weight'"),
+        (
+            lambda weight: weight * weight.grad,
+            r"failed on parameter '0.weight' \(TypeError: .* Parameter '0.weight' has no gradient. Call step\(\) after",
+        ),
+        (
+            lambda weight: weight.absolutely(),
+            r"\(AttributeError: .*absolutely'\). Correct the metric; nothing was pruned",
+        ),
     ],
 )
 def test_metrics_that_do_not_keep_the_contract(metric, words):
@@ -164,6 +174,14 @@ def test_metrics_that_do_not_keep_the_contract(metric, words):
     pruner = keepk.Pruner(net, [keepk.weights("0.weight", keep=3, metric=metric)])
     with pytest.raises(RankError, match=words):
         pruner.step()
+
+
+@pytest.mark.parametrize("name", ["l1", "l2", "l1_l2", "bn_scale", "product", "blend"])
+def test_a_metric_of_channels_is_refused_before_the_run(name):
+    metric = keepk.metrics.blend(0.5) if name == "blend" else getattr(keepk.metrics, name)
+    words = rf"space '0.weight': metric {name} ranks channels, not weights. Use keepk.metrics.magnitude, or leave"
+    with pytest.raises(SpaceError, match=rf"(?i){words}"):
+        keepk.Pruner(small(), [keepk.weights("0.weight", keep=3, metric=metric)])
 
 
 def test_a_state_of_another_model_plan_or_version():

@@ -177,3 +177,11 @@ def test_shares_are_read_as_the_decimals_written():
     assert exact_share(np.float32(0.1), "p", KeepkError) == Fraction(1, 10)
     assert type(keepk.weights("*", keep=np.int64(3)).keep) is int
     assert count(3, "n", KeepkError, least=0) == 3
+
+
+@pytest.mark.parametrize("kind", [keepk.weights, keepk.channels])
+@pytest.mark.parametrize("schedule", ["cubic", 5, None])
+def test_what_is_no_schedule_is_refused_when_the_space_is_made(kind, schedule):
+    words = rf"^space 'f': schedule={schedule!r}: got {type(schedule).__name__}. "
+    with pytest.raises(PlanError, match=words + r"Give keepk.Cubic\(epochs=...\), a callable or a list of ints.$"):
+        kind("f", keep=3, schedule=schedule)

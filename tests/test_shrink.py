@@ -471,6 +471,21 @@ def test_units_that_are_none_are_refused(units, words):
     refuses(words, model, graph, units)
 
 
+@pytest.mark.parametrize(
+    ("units", "words"),
+    [
+        (0.5, r"shrink: units=0.5. Give the units' numbers; a share is graph.choose\(0.5\)."),
+        (0.25, r"a share is graph.choose\(0.25\)."),
+        (3, r"shrink: units=3. Give the units' numbers; a share is graph.choose\(0.5\)."),
+        (None, "shrink: units=None. Give the units' numbers"),
+        (torch.tensor(3), r"shrink: units=tensor\(3\). Give the units' numbers"),
+    ],
+)
+def test_what_is_no_list_of_units_is_refused(units, words):
+    model, _, graph, _ = traced()
+    refuses(words, model, graph, units)
+
+
 @pytest.mark.parametrize("units", [[2, 5], (2, 5), np.array([2, 5]), torch.tensor([2, 5]), {2, 5}, iter([2, 5])])
 def test_units_come_in_any_container(units):
     model, _, graph, _ = traced()

@@ -1,4 +1,4 @@
-"""keepk: say how many weights to keep; get exactly that many.
+"""keepk: say how many weights or channels to keep; get exactly that many.
 
 >>> import keepk, torch
 >>> model = torch.nn.Linear(100, 10)

@@ -65,7 +65,7 @@ def _keepk(
 @app.command()
 def plan(
     *,
-    total: Annotated[int, typer.Option("--total", "-M", help="M: how many weights there are, a count.")],
+    total: Annotated[int, typer.Option("--total", "-M", help="M: how many weights or channels there are, a count.")],
     p0: Annotated[float, typer.Option(help="Share pruned by the end of the fast first part, 0 to 1.")],
     n1: Annotated[int, typer.Option(help="Epochs of the fast first part. 1 goes to p0 at once; 0 leaves it out.")],
     nu: Annotated[float, typer.Option(help="Share that each event after it prunes in addition, 0 to 1.")],
@@ -73,7 +73,8 @@ def plan(
         float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. This or --keep.")
     ] = None,
     keep: Annotated[
-        int | None, typer.Option("--keep", "-K", help="K: how many weights are left, a count. This or --prune.")
+        int | None,
+        typer.Option("--keep", "-K", help="K: how many weights or channels are left, a count. This or --prune."),
     ] = None,
     mu: Annotated[float, typer.Option(help="Steepness of the first part, a number of at least 0.")] = 10,
     every: Annotated[int, typer.Option(help="Epochs between two events after the first part.")] = 1,
@@ -82,10 +83,12 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: total, keep and the plan as ints.")] = False,
 ) -> None:
-    """Print an annealing plan: how many weights are left after each epoch.
+    """Print an annealing plan: how many weights or channels are left after each epoch.
 
     Example: [cyan]keepk plan --total 266610 --p0 0.85 --prune 0.935 --n1 1 --nu 0.05[/cyan]
     """
+    if keep is not None and 1 <= total < keep:
+        raise KeepkError(f"plan: --keep {keep} is more than --total {total}. Keep at most {total}.")
     schedule = keepk.Annealing(p0=p0, n1=n1, nu=nu, mu=mu, every=every)
     report = plan_report(schedule, total, keep=keep, prune=prune, epochs=epochs)
     if as_json:
@@ -206,7 +209,9 @@ def run(
     full: Annotated[
         bool, typer.Option("--full", help="The paper's networks at full width and length: days on a CPU.")
     ] = False,
-    inits: Annotated[int, typer.Option(help="parity: initialisations per draw of data, a count.")] = 10,
+    inits: Annotated[
+        int | None, typer.Option(help="parity: initialisations per draw of data, a count.", show_default="10")
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="parity: where to draw its figure, a PNG.")] = None,
 ) -> None:
     """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON a result.
@@ -217,11 +222,12 @@ def run(
 
     shared: dict[str, Any] = {"recipes": recipe or None, "results": results, "threads": threads}
     if experiment is Experiment.PARITY:
-        written = parity.run_parity(draws=3 if seeds is None else seeds, inits=inits, **shared)
+        written = parity.run_parity(draws=3 if seeds is None else seeds, inits=10 if inits is None else inits, **shared)
         if figure:
             parity.save_figure(written, figure)
         made = parity_tables.experiment_tables(written)
     else:
+        _refuse_options_of_parity(inits=inits, figure=figure)
         seeds = 5 if seeds is None else seeds
         written = experiments.run(experiment.value, seeds=seeds, data=data, runs=runs, jobs=jobs, full=full, **shared)
         made = tables.experiment_tables(written)
@@ -229,3 +235,9 @@ def run(
     for table in made:
         console.print(table)
     console.print(f"Results: {written}", soft_wrap=True, markup=False)
+
+
+def _refuse_options_of_parity(**given: object) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise KeepkError(f"run: --{option} is for parity. Leave it out, or run parity.")

@@ -25,6 +25,9 @@ def model_from(target: str) -> nn.Module:
         raise TraceError(
             f"model {target!r}: not of the form module:name. Write mynet:make_model for make_model in mynet.py."
         )
+    if path.endswith(".py"):
+        module = ".".join(Path(path).with_suffix("").parts)
+        raise TraceError(f'model {target!r}: names a file, not a module. Leave out ".py": {module}:{name}.')
     found = _attribute(_imported(path, target), name, target)
     if isinstance(found, nn.Module):
         return found

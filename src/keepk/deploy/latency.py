@@ -27,6 +27,7 @@ from keepk.deploy.runtime import (
     with_rows,
 )
 from keepk.errors import KeepkError, TraceError
+from keepk.graph.given import likely_slip, no_model
 from keepk.graph.shell import Example
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
@@ -132,7 +133,7 @@ def latency(
     example: Any,
     *,
     baseline: nn.Module | None = None,
-    batches: Sequence[int] = (1, 32),
+    batches: int | Sequence[int] = (1, 32),
     repeats: int = 30,
     threads: int | None = None,
     runtimes: str | Sequence[str] = ("torch",),
@@ -146,7 +147,7 @@ def latency(
         model: As it is called: a `torch.compile` wrapper is measured as such.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments; the first dim is the batch.
         baseline: What the model is compared with, such as the dense one; it takes the same example.
-        batches: Each is measured; the example's rows are repeated.
+        batches: How many rows, one number or several; each is measured, and the example's rows are repeated.
         repeats: How often each is measured, after a warm-up.
         threads: How many threads an operation may use; None: as it is.
         runtimes: ``"torch"``, ``"onnxruntime"`` (on the CPU, through `export_onnx` for each batch), or both.
@@ -160,14 +161,15 @@ def latency(
     models = _models(model, baseline)
     given, chosen = Example.of(example), (runtimes,) if isinstance(runtimes, str) else tuple(runtimes)
     devices = _devices(models, given)
-    _refuse_numbers(batches, repeats, threads)
+    sizes = _sizes(batches)
+    _refuse_numbers(repeats, threads)
     _refuse_runtimes(chosen, devices)
     rows_of(given)
     with threads_set(threads) as used, in_eval_mode(models):
         rows = tuple(
             _measured(runtime, models, with_rows(given, batch), batch, repeats, used)
             for runtime in chosen
-            for batch in batches
+            for batch in sizes
         )
     names = [type(unwrap(each)).__name__ for each in models]
     return LatencyReport(
@@ -216,7 +218,7 @@ def _measured(
             runs = [_onnx_run(model, example, folder / f"{at}.onnx", threads) for at, model in enumerate(models)]
         stack.enter_context(torch.inference_mode())
         for model, run in zip(models, runs, strict=True):
-            _try_out(model, run, batch)
+            _try_out(model, run, example, batch)
         stack.enter_context(no_collection())
         return summary(runtime, batch, take_turns(runs, repeats))
 
@@ -239,13 +241,14 @@ def _onnx_run(model: nn.Module, example: Example, path: Path, threads: int) -> R
     return lambda: session.run(None, arrays)
 
 
-def _try_out(model: nn.Module, run: Run, batch: int) -> None:
+def _try_out(model: nn.Module, run: Run, example: Example, batch: int) -> None:
     try:
         run()
     except Exception as error:
         raise TraceError(
             f"model {type(unwrap(model)).__name__}: its forward failed on the example with {batch} rows "
             f"({type(error).__name__}: {error}). Give an example whose first dim is the batch, or other batches."
+            f"{likely_slip(model, example)}"
         ) from error
 
 
@@ -253,7 +256,7 @@ def _models(model: nn.Module, baseline: nn.Module | None) -> list[nn.Module]:
     models = [model] if baseline is None else [model, baseline]
     for given, word in zip(models, ("model", "baseline"), strict=False):
         if not isinstance(given, nn.Module):
-            raise TraceError(f"latency: got {type(given).__name__} as the {word}. Give a torch.nn.Module.")
+            raise TraceError(f"latency: {no_model(given, word)}")
     # These wrappers would talk to other processes or devices in the middle of a measurement.
     return [each.module if isinstance(each, DistributedDataParallel | DataParallel) else each for each in models]
 
@@ -263,9 +266,14 @@ def _devices(models: Sequence[nn.Module], example: Example) -> list[torch.device
     return list(dict.fromkeys(tensor.device for tensor in (*tensors, *tensors_of(example))))
 
 
-def _refuse_numbers(batches: Sequence[int], repeats: int, threads: int | None) -> None:
-    if not batches or any(not _is_count(batch) for batch in batches):
+def _sizes(batches: int | Sequence[int]) -> tuple[int, ...]:
+    sizes = tuple(batches) if isinstance(batches, Sequence) else (batches,)
+    if not sizes or not all(map(_is_count, sizes)):
         raise KeepkError(f"latency: batches={batches!r}. Give one or more whole numbers from 1 on, such as (1, 32).")
+    return sizes
+
+
+def _refuse_numbers(repeats: int, threads: int | None) -> None:
     if not _is_count(repeats):
         raise KeepkError(f"latency: repeats={repeats!r}. Give a whole number from 1 on.")
     if threads is not None and not _is_count(threads):

@@ -1,7 +1,6 @@
 """`save` and `load`: a model as ``model.safetensors`` and ``arch.json``. Nothing is ever pickled or unpickled."""
 
 import os
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -12,8 +11,10 @@ from keepk.cut.holders import refuse_holders
 from keepk.deploy.arch_json import from_document, to_document
 from keepk.deploy.description import describe
 from keepk.deploy.folder import read_folder, write_folder
+from keepk.deploy.places import place
 from keepk.deploy.replay import edits_of, refuse_other_model, refuse_shrunk, replay, unpacked
 from keepk.errors import FileError
+from keepk.graph.given import no_model
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
 from keepk.run.packing import pack
@@ -42,10 +43,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         >>> torch.equal(loaded(torch.ones(2, 8)), net(torch.ones(2, 8)))
         True
     """
-    inner = _user_module(model, "save")
+    order = "model, path"
+    inner, folder = _user_module(model, "save", order), place(path, "save", order)
     _refuse_extra_state(inner)
     description = describe(inner)
-    write_folder(Path(path), to_document(description), dict(_packed(inner)))
+    write_folder(folder, to_document(description), dict(_packed(inner)))
 
 
 def load(path: str | os.PathLike[str], model: Model) -> Model:
@@ -58,7 +60,8 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
         path: A folder that `save` wrote.
         model: As the user's own constructor makes it, of the dtype of the saved one; on any device.
     """
-    inner, folder = _user_module(model, "load"), Path(path)
+    order = "path, model"
+    inner, folder = _user_module(model, "load", order), place(path, "load", order)
     document, stored = read_folder(folder)
     try:
         refuse_shrunk(inner)
@@ -75,9 +78,10 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
     return model
 
 
-def _user_module(model: object, verb: str) -> nn.Module:
+def _user_module(model: object, verb: str, order: str) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise FileError(f"{verb}: got {type(model).__name__} as the model. Give a torch.nn.Module.")
+        swapped = "" if isinstance(model, type) else f" The order is {order}."
+        raise FileError(f"{verb}: {no_model(model)}{swapped}")
     return unwrap(model)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from keepk.deploy.places import place
 from keepk.deploy.runtime import (
     bound,
     difference,
@@ -29,6 +30,7 @@ from keepk.deploy.runtime import (
     with_rows,
 )
 from keepk.errors import FileError, TraceError
+from keepk.graph.given import likely_slip, no_model
 from keepk.graph.shell import Example, Workshop
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
@@ -98,9 +100,10 @@ def export_onnx(
         (('input: float[batch, 8]',), ('linear_1: float[batch, 3]',))
     """
     if not isinstance(model, nn.Module):
-        raise TraceError(f"export_onnx: got {type(model).__name__} as the model. Give a torch.nn.Module.")
+        raise TraceError(f"export_onnx: {no_model(model)}")
+    target = place(path, "export_onnx", "model, example, path")
     require_packages("export_onnx", "onnx", "onnxscript", *(["onnxruntime"] if check else []))
-    target, examples = Path(path), _examples(Example.of(example), dynamic=dynamic_batch)
+    examples = _examples(Example.of(example), dynamic=dynamic_batch)
     workshop = Workshop(unwrap(model), examples[0], None)
     with torch.inference_mode(False), _draft(target) as draft:
         twin = workshop.copy()
@@ -156,6 +159,7 @@ def _outputs(twin: nn.Module, workshop: Workshop) -> list[Tensor]:
         raise TraceError(
             f"model {type(twin).__name__}: its forward failed on {shapes} ({type(error).__name__}: {error}). Give an "
             f"example on which model(*example) works; if only another batch fails, export with dynamic_batch=False."
+            f"{likely_slip(twin, workshop.example)}"
         ) from error
 
 

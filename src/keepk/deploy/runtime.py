@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keepk.errors import KeepkError, TraceError
+from keepk.graph.given import is_shape
 from keepk.graph.shell import Example
 
 
@@ -28,6 +29,8 @@ def rows_of(example: Example) -> int:
     >>> rows_of(Example.of({"ids": torch.zeros(3, 5), "scale": 2.0}))
     3
     """
+    if is_shape(example):
+        raise TraceError(f"example: got the shape {example.arguments}. Give a tensor, not a shape.")
     first = next(iter(tensors_of(example)), None)
     if first is None or first.dim() == 0 or len(first) == 0:
         got = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"

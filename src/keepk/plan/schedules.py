@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from math import floor
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from keepk.errors import PlanError
 from keepk.plan.numbers import count, exact_number, exact_share
@@ -206,7 +206,23 @@ def plan(schedule: AnySchedule, total: int, keep: int, *, epochs: int | None = N
     return counts + (keep,) * ((epochs or 0) - len(counts))
 
 
+def checked_schedule(given: Any, what: str) -> AnySchedule:
+    """A schedule, a callable or ints; ints in a list become a tuple.
+
+    >>> checked_schedule([50, 10], "schedule")
+    (50, 10)
+    """
+    if callable(given):
+        return given  # type: ignore[no-any-return]  # what it answers is checked when it is asked
+    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+        raise PlanError(
+            f"{what}={given!r}: got {type(given).__name__}. Give keepk.Cubic(epochs=...), a callable or a list of ints."
+        )
+    return tuple(given) if isinstance(given, list) else given
+
+
 def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
+    schedule = checked_schedule(schedule, "plan: schedule")
     answer = schedule(total, keep, epochs) if callable(schedule) else schedule
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
         raise PlanError(f"schedule {schedule!r}: got {type(answer).__name__}. Give a sequence of ints.")

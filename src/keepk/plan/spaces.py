@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from keepk.errors import SpaceError
 from keepk.plan.names import as_globs
 from keepk.plan.numbers import count, exact_share, keep_count
-from keepk.plan.schedules import AnySchedule, OneShot
+from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ def weights(
     called = _called("weights", name, globs)
     keep = _checked_count(called, keep, prune)
     _refuse_no_metric(called, metric)
+    schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
-    return WeightSpace(globs, excluded, keep, prune, called, metric, _frozen(schedule), layer_floor)
+    return WeightSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor)
 
 
 def channels(
@@ -146,6 +147,7 @@ def channels(
     called = _called("channels", name, globs)
     keep = _checked_count(called, keep, prune)
     _refuse_no_metric(called, metric)
+    schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=1)
     if at not in ("output", "input"):
         raise SpaceError(f'space {called!r}: at={at!r}. Give "output" or "input".')
@@ -153,9 +155,7 @@ def channels(
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
     if not isinstance(lossy, bool):
         raise SpaceError(f"space {called!r}: lossy={lossy!r}: got {type(lossy).__name__}. Give True or False.")
-    return ChannelSpace(
-        globs, excluded, keep, prune, called, metric, _frozen(schedule), layer_floor, at, round_to, lossy
-    )
+    return ChannelSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy)
 
 
 def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -182,7 +182,8 @@ def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
         got = "neither keep= nor prune=" if keep is None else f"both keep={keep} and prune={prune}"
         raise SpaceError(f"space {called!r}: got {got}. Give exactly one of them.")
     if prune is not None:
-        exact_share(prune, f"space {called!r}: prune", SpaceError)
+        if exact_share(prune, f"space {called!r}: prune", SpaceError) == 1:
+            raise SpaceError(f"space {called!r}: prune={prune} keeps none. Prune less, or give keep=.")
         return None
     return count(keep, f"space {called!r}: keep", SpaceError, least=1)
 
@@ -190,7 +191,3 @@ def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
 def _refuse_no_metric(called: str, metric: object) -> None:
     if metric is not None and not callable(metric):
         raise SpaceError(f"space {called!r}: metric={metric!r} is not callable. Give a function, see keepk.metrics.")
-
-
-def _frozen(schedule: AnySchedule) -> AnySchedule:
-    return schedule if callable(schedule) or not isinstance(schedule, list) else tuple(schedule)

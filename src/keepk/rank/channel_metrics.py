@@ -231,4 +231,3 @@ def _checked(metric: Callable[..., Any], scores: Any, layer: Layer) -> NDArray[n
             f"infinite, so they cannot be ranked. Find out where training diverged; nothing was pruned."
         )
     return plain
-

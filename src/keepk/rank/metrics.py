@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from keepk.errors import RankError
+from keepk.rank.asking import called, failure_told
 from keepk.rank.layers import Layer
 
 
@@ -56,14 +57,13 @@ def score(metric: Callable[..., object], weight: Tensor, name: str) -> Tensor:
     view = weight.detach()
     view.grad = weight.grad
     versions = weight._version, None if weight.grad is None else weight.grad._version
-    scores = metric(view, name=name) if _wants_name(metric) else metric(view)
+    with failure_told(metric, f"parameter {name!r}", [name] if weight.grad is None else []):
+        scores = metric(view, name=name) if _wants_name(metric) else metric(view)
     if (weight._version, None if weight.grad is None else weight.grad._version) != versions:
-        raise RankError(
-            f"metric {_called(metric)}: changed parameter {name!r} in place. Return scores, change nothing."
-        )
+        raise RankError(f"metric {called(metric)}: changed parameter {name!r} in place. Return scores, change nothing.")
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != weight.shape:
         raise RankError(
-            f"metric {_called(metric)}: gave {_described(scores)} for parameter {name!r} of shape "
+            f"metric {called(metric)}: gave {_described(scores)} for parameter {name!r} of shape "
             f"{tuple(weight.shape)}. Return a float tensor of the same shape."
         )
     return scores
@@ -74,10 +74,6 @@ def _wants_name(metric: Callable[..., object]) -> bool:
         return "name" in signature(metric).parameters
     except ValueError:  # torch.abs and its like have no signature
         return False
-
-
-def _called(metric: Callable[..., object]) -> str:
-    return getattr(metric, "__name__", repr(metric))
 
 
 def _described(scores: object) -> str:

@@ -15,6 +15,7 @@ from keepk.plan.names import matches, nearest
 from keepk.plan.portions import Portion, nearest_totals
 from keepk.plan.spaces import ChannelSpace
 from keepk.rank.choices import Choice
+from keepk.rank.metrics import magnitude
 
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
@@ -47,6 +48,7 @@ def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[Channel
     found = dict[str, ChannelMembers]()
     taken = dict[int, str]()
     for space in spaces:
+        _refuse_metric_of_weights(space)
         layers = _select(graph, modules, space)
         for layer in layers:
             if (other := taken.get(int(layer.units[0]))) is not None:
@@ -58,6 +60,13 @@ def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[Channel
         found[space.name] = _counted(graph, space, layers)
     _refuse_sources_beside_readings(graph, found)
     return found
+
+
+def _refuse_metric_of_weights(space: ChannelSpace) -> None:
+    if space.metric is magnitude:
+        raise SpaceError(
+            f"space {space.name!r}: metric magnitude ranks weights, not channels. Use keepk.metrics.l2 or product."
+        )
 
 
 def modules_of(layer: GraphSpace, at: str) -> list[str]:
@@ -89,6 +98,7 @@ def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[
                 raise SpaceError(
                     f"space {space.name!r}: {option}={glob!r} matches no module. "
                     f"Nearest names: {nearest(glob, [name for name in dict.fromkeys(known) if name])}."
+                    f"{_parameters_meant(graph, glob)}"
                 )
     named = [layer for layer, names in candidates if _any(names, space.select) and not _any(names, space.exclude)]
     for glob in space.select:
@@ -96,6 +106,12 @@ def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[
         if not any(space.lossy or not layer.lossy for layer in mine):
             _refuse_nothing(graph, space, glob, mine)
     return tuple(layer for layer in named if space.lossy or not layer.lossy)
+
+
+def _parameters_meant(graph: Graph, glob: str) -> str:
+    if not _any(graph.wiring.parameters, [glob]):
+        return ""
+    return " channels takes names of modules; keepk.weights takes those of parameters."
 
 
 def _any(names: Iterable[str], globs: Iterable[str]) -> bool:

@@ -56,7 +56,9 @@ def read_folder(folder: Path, expected_format: str, version: int) -> tuple[dict[
     try:
         document = json.loads(index.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{index}: there is no checkpoint to read ({error})") from error
+        raise CheckpointError(
+            f"{index}: there is no checkpoint to read ({error}). Give a folder that keepk.save_checkpoint wrote."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index}: is no JSON, so it was cut short or edited ({error})") from error
     _refuse_other_document(index, document, expected_format, version)

@@ -11,6 +11,8 @@ from keepk.errors import RankError, SpaceError
 from keepk.graph.wrappers import named_parameters
 from keepk.plan.names import matches, nearest
 from keepk.plan.spaces import WeightSpace
+from keepk.rank.asking import called
+from keepk.rank.channel_metrics import ranks_channels_alone
 
 RANKABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -38,6 +40,7 @@ def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, M
     for space in spaces:
         if space.name in found:
             raise SpaceError(f"space {space.name!r}: the name is given twice. Give each space a name of its own.")
+        _refuse_metric_of_channels(space)
         parameters = _select(space, named)
         for name, parameter in parameters.items():
             _refuse_unrankable(space, name, parameter)
@@ -72,6 +75,14 @@ def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
         f"parameter {name!r}: {bad} of {parameter.numel()} weights are NaN or infinite, so they cannot be ranked. "
         f"Find out where training diverged; nothing was pruned."
     )
+
+
+def _refuse_metric_of_channels(space: WeightSpace) -> None:
+    if space.metric is not None and ranks_channels_alone(space.metric):
+        raise SpaceError(
+            f"space {space.name!r}: metric {called(space.metric)} ranks channels, not weights. "
+            f"Use keepk.metrics.magnitude, or leave metric= out."
+        )
 
 
 def _select(space: WeightSpace, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

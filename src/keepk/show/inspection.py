@@ -39,9 +39,9 @@ PLAINLY = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
-    """What `keepk.inspect` found, in plain values. It prints itself, richly on a rich console.
+    """What `keepk.inspect` found, in plain values. It shows itself as a table, richly on a rich console.
 
     Attributes:
         model: The model's class.
@@ -89,6 +89,9 @@ class Inspection:
                 if note.why:
                     lines.append(_wrapped(note.why, MARGIN * 3))
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)  # what an interactive session shows without a print
 
     def __rich__(self) -> "Group":
         from rich.console import Group  # noqa: PLC0415 - only a rich console calls this
