@@ -11,7 +11,22 @@ import keepk
 
 SOURCE = Path(keepk.__file__).parent
 # A room imports from itself and from the rooms to its left.
-ROOMS = ["errors", "plan", "graph", "rank", "metrics", "cut", "run", "show", "deploy", "integrations", "paper", "cli"]
+ROOMS = [
+    "version",
+    "errors",
+    "plan",
+    "graph",
+    "rank",
+    "metrics",
+    "cut",
+    "run",
+    "show",
+    "deploy",
+    "integrations",
+    "paper",
+    "cli",
+]
+USERS = {"paper", "cli"}  # they use the library as everybody does
 CORE = {"torch", "safetensors", "numpy", "keepk"}
 EXTRAS = {
     "cli": {"typer", "rich"},
@@ -27,7 +42,8 @@ def imports(path):
             yield from ((alias.name, node.col_offset) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module, node.col_offset
+            names = [f"keepk.{alias.name}" for alias in node.names] if node.module == "keepk" else [node.module]
+            yield from ((name, node.col_offset) for name in names)
 
 
 def room_of(path):
@@ -44,6 +60,7 @@ def test_rooms_import_only_from_their_left(path):
     for name, _ in imports(path):
         if name.startswith("keepk."):
             assert ROOMS.index(name.split(".")[1]) <= own, f"{path.name} imports {name}"
+        assert name != "keepk" or room_of(path) in USERS, f"{path.name} imports the package, and with it every room"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))

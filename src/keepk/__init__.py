@@ -28,8 +28,7 @@ from keepk.run.checkpoint import save_checkpoint as save_checkpoint
 from keepk.run.pruner import Pruner as Pruner
 from keepk.show.inspection import inspect as inspect
 from keepk.show.run_report import report as report
-
-__version__ = "0.1.0"
+from keepk.version import __version__ as __version__
 
 __all__ = [
     "Annealing",

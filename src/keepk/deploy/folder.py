@@ -23,10 +23,10 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-import keepk
 from keepk.deploy.arch_json import ABOUT, FORMAT, VERSION, digest, text_of
 from keepk.errors import FileError
 from keepk.run.files import made, safetensors_bytes, sync_folder, write_synced
+from keepk.version import __version__
 
 INDEX, VALUES = "arch.json", "model.safetensors"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -81,7 +81,7 @@ def _commit(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor
         values = folder / _waiting_name(hashed)
         drafts.append(values)
         os.replace(drafts[0], values)  # noqa: PTH105
-        head = {"about": ABOUT, "format": FORMAT, "version": VERSION, "keepk": keepk.__version__}
+        head = {"about": ABOUT, "format": FORMAT, "version": VERSION, "keepk": __version__}
         text = text_of({**head, "values": {"file": VALUES, "size": size, "sha256": hashed}, **document})
         write_synced(drafts[1], iter([text.encode("ascii")]))
         sync_folder(folder)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keepk.errors import DataError
+from keepk.version import __version__
 
 REQUIRED = (
     "experiment recipe seed asked kept total test_error val_error dense_test_error seconds versions".split()  # noqa: SIM905
@@ -18,8 +19,6 @@ REQUIRED = (
 
 def versions() -> dict[str, str]:
     """What a result was made with."""
-    from keepk import __version__  # noqa: PLC0415 - the package itself imports this room last
-
     return {"keepk": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import keepk
 from keepk.errors import CheckpointError, KeepkError
 from keepk.run.codec import decode, encode
 from keepk.run.folder import INDEX, read_folder, write_folder
@@ -27,6 +26,7 @@ from keepk.run.parts import (
 )
 from keepk.run.rng import check_rng_state, rng_state, set_rng_state
 from keepk.run.scheduler import SchedulerPart
+from keepk.version import __version__
 
 FORMAT = "keepk.checkpoint"
 VERSION = 1
@@ -85,7 +85,7 @@ def save_checkpoint(
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "keepk": keepk.__version__,
+        "keepk": __version__,
         "torch": str(torch.__version__),
         "parts": list(parts),
         "tree": tree,
