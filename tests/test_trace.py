@@ -405,6 +405,7 @@ class Locked(nn.Linear):
     [
         ("net", torch.zeros(2, 4), "trace: got str as the model. Give a torch.nn.Module"),
         (F.relu, torch.zeros(2, 4), "trace: got function as the model"),
+        (nn.ReLU, torch.zeros(2, 4), r"trace: got the class ReLU. Give ReLU\(\), a model"),
         (nn.Linear(4, 3), "picture", "example: got str. Give a tensor, a tuple of positional arguments, or a dict"),
         (nn.Linear(4, 3), None, "example: got NoneType"),
         (nn.Linear(4, 3), np.zeros((2, 4)), "example: got ndarray"),
@@ -456,3 +457,57 @@ def test_a_model_without_anything_to_remove():
     assert graph.choose(0.5).tolist() == []
     with pytest.raises(ShrinkError, match="unit 0 does not exist; the graph has 0 units"):
         keepk.shrink(nn.Linear(4, 3), graph, [0])
+
+
+def test_a_share_of_units_is_exact_in_the_decimals_written():
+    net = nn.Sequential(nn.Linear(8, 100), nn.ReLU(), nn.Linear(100, 3))
+    graph = keepk.trace(net, torch.zeros(2, 8))
+    counts = [len(graph.choose(percent / 100)) for percent in range(101)]
+    assert counts == [*range(100), 99], "something is left everywhere"
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (5, "choose: share=5: a share lies between 0 and 1. Write 0.9 for 90 %."),
+        (1.5, "choose: share=1.5: a share lies between 0 and 1"),
+        (-1, "choose: share=-1: negative"),
+        (float("nan"), "choose: share=nan: not a finite number"),
+        ("half", "choose: share='half': got str. Give a number"),
+        (True, "choose: share=True: got bool"),
+    ],
+)
+def test_what_is_no_share_of_units_is_refused(share, words):
+    graph = keepk.trace(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 8))
+    with pytest.raises(ShrinkError, match=words):
+        graph.choose(share)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return self.first(x + y)
+
+
+SLIP = "A tuple is several arguments: give the tensor itself, not its shape and not the labels."
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "slip"),
+    [
+        (nn.Linear(4, 3), (2, 4), True),
+        (nn.Linear(4, 3), torch.Size([4]), True),
+        (nn.Linear(4, 3), (torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)), True),
+        (Two(), (2, 4), True),
+        (Two(), (torch.zeros(2, 4), torch.zeros(2, 5)), False),
+        (nn.Linear(4, 3), (torch.zeros(2, 5),), False),
+        (nn.Linear(4, 3), {"x": torch.zeros(2, 4)}, False),
+    ],
+)
+def test_a_shape_or_a_batch_with_labels_is_recognised(model, example, slip):
+    with pytest.raises(TraceError, match="its forward failed on the example") as caught:
+        keepk.trace(model, example)
+    assert str(caught.value).endswith(f"works. {SLIP}" if slip else "works.")

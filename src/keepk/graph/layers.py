@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -111,7 +112,6 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
 
 
 SELECTED = "selected_channels"
-_SELECTING: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def selecting(kind: type[nn.Module]) -> type[nn.Module]:
@@ -124,36 +124,37 @@ def selecting(kind: type[nn.Module]) -> type[nn.Module]:
     """
     if hasattr(kind, "reads_selection"):
         return kind
-    if kind not in _SELECTING:
+    return _selecting_subclass(kind)  # type: ignore[arg-type]  # mypy takes the class for unhashable
 
-        def forward(self: Any, channels: Tensor) -> Tensor:
-            return kind.forward(self, channels.index_select(1, getattr(self, SELECTED)))  # type: ignore[no-any-return]
 
-        def _apply(self: Any, move: Callable[[Tensor], Tensor], *further: Any) -> nn.Module:
-            kind._apply(self, move, *further)  # type: ignore[no-untyped-call]  # torch's own
+@cache
+def _selecting_subclass(kind: type[nn.Module]) -> type[nn.Module]:
+    class Selecting(kind):  # type: ignore[misc, valid-type]  # of any BatchNorm, known at run time only
+        reads_selection = True
+
+        def forward(self, channels: Tensor) -> Tensor:
+            return super().forward(channels.index_select(1, getattr(self, SELECTED)))  # type: ignore[no-any-return]
+
+        def _apply(self, move: Callable[[Tensor], Tensor], *further: Any) -> nn.Module:
+            super()._apply(move, *further)
             selected, moved = getattr(self, SELECTED), move(getattr(self, SELECTED))
             setattr(self, SELECTED, moved if selected.is_meta else selected.to(moved.device))
-            return self  # type: ignore[no-any-return]
+            return self
 
-        def _save_to_state_dict(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-            kind._save_to_state_dict(self, destination, prefix, keep_vars)
+        def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
             destination[prefix + SELECTED] = getattr(self, SELECTED)
 
-        def _load_from_state_dict(self: Any, state: dict[str, Any], prefix: str, *further: Any) -> None:
-            kind._load_from_state_dict(self, state, prefix, *further)
+        def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *further: Any) -> None:
+            super()._load_from_state_dict(state, prefix, *further)
             _load_selection(self, state, prefix + SELECTED, *further[2:])
 
-        body = {
-            "forward": forward,
-            "_apply": _apply,
-            "_save_to_state_dict": _save_to_state_dict,
-            "_load_from_state_dict": _load_from_state_dict,
-            "reads_selection": True,
-            "__reduce_ex__": _reduce,
-            "__module__": __name__,
-        }
-        _SELECTING[kind] = type(f"Selecting{kind.__name__}", (kind,), body)
-    return _SELECTING[kind]
+        def __reduce_ex__(self, _protocol: Any) -> Any:
+            """A class made at run time is pickled by the class that it extends."""
+            return _rebuilt, (kind,), self.__dict__
+
+    Selecting.__name__ = Selecting.__qualname__ = f"Selecting{kind.__name__}"
+    return Selecting
 
 
 def _load_selection(
@@ -169,11 +170,6 @@ def _load_selection(
         errors.append(f"size mismatch for {key}: {list(state[key].shape)} in the state, {list(own.shape)} here")
     else:
         setattr(module, SELECTED, state[key].detach().to(own.device, copy=True))
-
-
-def _reduce(self: nn.Module, _protocol: int) -> Any:
-    """A class made at run time is pickled by the class that it extends."""
-    return _rebuilt, (type(self).__mro__[1],), self.__dict__
 
 
 def _rebuilt(kind: type[nn.Module]) -> nn.Module:

@@ -23,22 +23,35 @@ from keepk.graph.solve import alive_atoms, solve
 from keepk.graph.tracer import Step, Tracer
 from keepk.graph.wiring import Constant, Wiring
 
-ROUNDS = 60
+ROUNDS = 60  # a bound on the wait: each is a forward pass or more, and networks of the test suite take up to 5
 PARENTS = 3  # how far up a number may be kept
 
 
 @dataclass
 class Probe:
-    """A graph that is being tried out."""
+    """A graph that is being tried out.
+
+    Args:
+        workshop: Makes the copies.
+        tracer: The first trace.
+        training: The trace of the forward pass in train mode, if there was a need for one.
+        wiring: What the first trace found.
+        pins: What stays besides what the facts say; grows.
+        lossy: What is lossy besides; grows.
+        constants: Numbers in the model's Python that follow a size; grows.
+    """
 
     workshop: Workshop
     tracer: Tracer
+    training: Tracer | None
     wiring: Wiring
     pins: list[Bound]
     lossy: list[Bound]
     constants: list[Constant]
 
     def __post_init__(self) -> None:
+        self._steps = [*self.tracer.steps, *(self.training.steps if self.training else ())]
+        self._only_training = self.training.touched - self.tracer.touched if self.training else set[str]()
         self._modules = dict(self.workshop.model.named_modules())
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
@@ -53,17 +66,35 @@ class Probe:
 
     def settle(self) -> Graph:
         """Try half of the exact units of every space, then of all units, until everything fits."""
-        for lossy in (False, True):
-            for _ in range(ROUNDS):
-                units = self.graph.choose(0.5, seed=0, lossy=lossy)
-                if not len(units) or (lossy and not self.graph.units.lossy[units].any()):
-                    break
-                found = self._attempt(units)
-                if found is None:
-                    break
-                if not self._repaired(found, units):
-                    self._give_up(found, units)
+        fitting = None
+        while self.graph is not fitting:  # what gives way for lossy units may loosen exact ones: try those again
+            self._try_out(lossy=False)
+            fitting = self.graph
+            self._try_out(lossy=True)
         return self.graph
+
+    def _try_out(self, *, lossy: bool) -> None:
+        """Cut copies until one fits; where none does, all units of the kind stay."""
+        failing = 0
+        for _ in range(ROUNDS):
+            units = self.graph.choose(0.5, seed=0, lossy=lossy)
+            if not len(units) or (lossy and not self.graph.units.lossy[units].any()):
+                return
+            found = self._attempt(units)
+            if found is None:
+                return
+            if not self._repaired(found, units):
+                self._give_up(found, units)
+            failing = max(found.step, 0)
+        self._fix_all(self._steps[failing], lossy=lossy)
+
+    def _fix_all(self, step: Step, *, lossy: bool) -> None:
+        """Nothing is known of what was not tried out to the end."""
+        units = self.graph.units
+        why = f"did not fit after {ROUNDS} tries on cut copies"
+        atoms = units.classes[units.lossy == lossy].astype(np.int32)
+        self.pins.append(Bound(atoms, Reason(why, step.name, step.module, step.place)))
+        self.graph = self._solved()
 
     def _attempt(self, units: Indices, constants: Sequence[Constant] | None = None) -> Mismatch | None:
         """Cut a copy and trace it again; where it went another way."""
@@ -75,17 +106,31 @@ class Probe:
         return self._replayed(graph, edits)
 
     def _replayed(self, graph: Graph, edits: Edits) -> Mismatch | None:
+        """In eval mode, and in train mode where something is cut that only training uses."""
+        found = self._followed(self.tracer, graph, edits)
+        if found is not None or self.training is None or self._only_training.isdisjoint(c.tensor for c in edits.cuts):
+            return found
+        found = self._followed(self.training, graph, edits, training=True)
+        if found is None:
+            return None
+        return Mismatch(len(self.tracer.steps) + found.step, found.why, number=found.number)
+
+    def _followed(self, first: Tracer, graph: Graph, edits: Edits, *, training: bool = False) -> Mismatch | None:
+        """Where a cut copy leaves the way of an uncut one."""
         alive = alive_atoms(graph.solution.classes, graph.units.classes[edits.units])
-        twin = self.workshop.copy(edits)
+        try:
+            twin = self.workshop.copy(edits, training=training)
+        except Exception as error:  # a module of the user's that does not let its numbers be set
+            return Mismatch(-1, f"{type(error).__name__}: {error}")
         exact = not graph.units.lossy[edits.units].any()
-        replay = Replay(twin, self.tracer, graph.solution.classes, alive, edits.selections, same_numbers=exact)
+        replay = Replay(twin, first, graph.solution.classes, alive, edits.selections, same_numbers=exact)
         try:
             with self.workshop.running() as example:
                 replay.follow(example.arguments, example.by_name)
             replay.finish()
         except Mismatch as mismatch:
             return mismatch
-        except Exception as error:
+        except Exception as error:  # whatever the user's forward raises, a size that it cannot have made it do so
             return Mismatch(replay.position, f"{type(error).__name__}: {error}")
         return None
 
@@ -102,7 +147,7 @@ class Probe:
             self._tried.add(key)
             after = self._attempt(units, [*self.constants, *group])
             if after is None or after.step > reached:
-                best, reached = group, len(self.tracer.steps) if after is None else after.step
+                best, reached = group, len(self._steps) if after is None else after.step
             if after is None:
                 break
         known = {(c.module, c.attribute, c.item): c for c in self.constants}
@@ -114,7 +159,7 @@ class Probe:
 
     def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
         """Attributes of the module and its parents that are the old size of something that should have shrunk."""
-        step, alive = self.tracer.steps[number], self._alive(units)
+        step, alive = self._steps[number], self._alive(units)
         for shape, maps, dim in _shrinking(step, alive):
             for path in _upwards(step.module):
                 for attribute, item in _holding(self._modules.get(path), shape[dim]):
@@ -123,10 +168,10 @@ class Probe:
     def _siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
         """The same attribute in every module of that class, wherever the same line did the same operation."""
         yield constant
-        origin = self.tracer.steps[number]
+        origin = self._steps[number]
         up = len(origin.module.split(".")) - len(constant.module.split(".")) if constant.module else None
         output = next(i for i, (shape, maps) in enumerate(origin.outputs) if maps is constant.maps)
-        for step in self.tracer.steps:
+        for step in self._steps:
             same_line = step is not origin and step.name == origin.name and step.place == origin.place
             if not same_line or len(step.outputs) <= output or up is None:
                 continue
@@ -144,7 +189,7 @@ class Probe:
     def _give_up(self, found: Mismatch, units: Indices) -> None:
         """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
         atoms = self._blamed(found, units)
-        step = self.tracer.steps[max(found.step, 0)]
+        step = self._steps[max(found.step, 0)]
         if not found.number and self._loosen_heads(atoms):
             return
         if found.number:
@@ -172,7 +217,7 @@ class Probe:
 
     def _blamed(self, found: Mismatch, units: Indices) -> Map:
         """The atoms of units that go through the failing operation; where none do, of the space that makes it fail."""
-        graph, steps = self.graph, self.tracer.steps
+        graph, steps = self.graph, self._steps
         kind = graph.units.lossy == bool(graph.units.lossy[units].any())
         if found.step >= 0:
             origin = steps[found.step]

@@ -15,8 +15,8 @@ from keepk.graph.edits import Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.label import label_of, set_label
 from keepk.graph.maps import Flags, Map, compress, predict, restrict_all, support
-from keepk.graph.solve import Classes
 from keepk.graph.tracer import Step, Tracer, numbers_of
+from keepk.graph.union import Classes
 
 # Whether a reshape copies depends on sizes, so these come and go between two runs.
 MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"

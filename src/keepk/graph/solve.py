@@ -1,9 +1,7 @@
 """From facts to classes of atoms: what goes together, what stays, and of what equal numbers must go.
 
-Equal atoms and collapsed lines are united first. Grids are then checked to a fixed point: where neither whole rows nor
-whole columns would go, the columns are united. A matrix of which every row must keep the same number is left as a
-binding on the choice, wherever each class has its cells in one row; only where that cannot be said are its columns
-united as well.
+Equal atoms and collapsed lines are united first, then what grids and matrices ask for (`bindings`), then parents with
+cells that have become one.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -13,19 +11,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from keepk.graph.bindings import Binding, bind, count_by_row, straighten
 from keepk.graph.facts import Bound, Facts, Line, Lines, Read, Reason
 from keepk.graph.maps import Flags, Map
-
-Classes = NDArray[np.int32]
-ROUNDS = 60
-
-
-@dataclass(frozen=True, eq=False)
-class Binding:
-    """Blocks of classes of which equal numbers must go."""
-
-    blocks: tuple[Classes, ...]
-    reason: Reason
+from keepk.graph.union import Classes, Union
 
 
 @dataclass
@@ -57,12 +46,13 @@ def solve(facts: Facts, count: int, extra_pins: Sequence[Bound] = (), loosened: 
     for lines in (*facts.equal, *facts.lines[Line.COLLAPSE], *heads):
         united.add(lines.parents, lines.cells)
     reads = list(_apart(facts, united))
+    stuck = straighten(facts.grids, united)
     while True:
-        stuck = _straighten(facts, united)
-        bindings, uneven = _bind(facts.even, united, facts)
+        bindings, uneven = bind(facts.even, united)
+        bound = united.classes
         shared = _shared_parents(facts, united)
         mixed = [read for read in reads if _is_mixed(read, united.classes)]
-        if not mixed:
+        if not mixed and np.array_equal(bound, united.classes):
             break
         for read in mixed:  # what reads and what is read go together anyway, so that it is no choice of its own
             united.add(read.sources, read.readers)
@@ -77,46 +67,6 @@ def solve(facts: Facts, count: int, extra_pins: Sequence[Bound] = (), loosened: 
     if others:
         solution.used = np.unique(united.classes[np.concatenate(others)])
     return solution
-
-
-class Union:
-    """Classes of atoms, each named by its smallest member."""
-
-    def __init__(self, count: int) -> None:
-        self.classes: Classes = np.arange(count, dtype=np.int32)
-        self._ones: list[Map] = []
-        self._others: list[Map] = []
-        self._fresh = False
-
-    def add(self, ones: Map, others: Map) -> None:
-        """Atoms at the same place go together; takes effect at the next `settle`."""
-        self._ones.append(ones.ravel())
-        self._others.append(others.ravel())
-        self._fresh = True
-
-    def settle(self) -> bool:
-        """Unite all that was added; whether anything changed."""
-        if not self._fresh:
-            return False
-        self._fresh = False
-        before = self.classes
-        self.classes = _components(before, np.concatenate(self._ones), np.concatenate(self._others))
-        self._ones, self._others = [], []
-        return not np.array_equal(before, self.classes)
-
-
-def _components(labels: Classes, ones: Map, others: Map) -> Classes:
-    """Label propagation: the smaller label wins until nothing changes."""
-    labels = labels.copy()
-    while True:
-        left, right = labels[ones], labels[others]
-        apart = left != right
-        if not apart.any():
-            return labels
-        ones, others, left, right = ones[apart], others[apart], left[apart], right[apart]
-        np.minimum.at(labels, np.maximum(left, right), np.minimum(left, right))
-        while not np.array_equal(jumped := labels[labels], labels):
-            labels = jumped
 
 
 def _apart(facts: Facts, united: Union) -> Iterator[Read]:
@@ -152,128 +102,6 @@ def _count_readers(facts: Facts, classes: Classes) -> NDArray[np.int64]:
     return np.bincount(np.unique(np.concatenate(pairs)) // len(names), minlength=len(classes))
 
 
-def _straighten(facts: Facts, united: Union) -> list[Bound]:
-    """Unite columns until every grid loses whole rows or whole columns; what cannot be mended stays."""
-    united.settle()
-    for _ in range(ROUNDS):
-        bad = [bound for bound in facts.grids if len(_crooked(bound, united.classes))]
-        if not bad:
-            return []
-        for bound in bad:
-            rows_are_finer = bound.array.ndim == 2 and bound.array.shape[0] > bound.array.shape[1]
-            _unite_columns(bound.array.T if rows_are_finer else bound.array, united)
-        if not united.settle():
-            return [Bound(_crooked(bound, united.classes), bound.reason) for bound in bad]
-    return []
-
-
-def _unite_columns(array: Map, united: Union) -> None:
-    matrix = array.reshape(-1, array.shape[-1])
-    first = np.broadcast_to(matrix[:1], matrix.shape)
-    tracked = (first > 0) & (matrix > 0)
-    united.add(first[tracked], matrix[tracked])
-
-
-def _crooked(bound: Bound, classes: Classes) -> Map:
-    """The atoms of a grid whose classes are neither whole rows nor whole columns, at the first level that has any."""
-    array = bound.array
-    for level in range(1, array.ndim):
-        matrix = array.reshape(int(np.prod(array.shape[:level])), -1)
-        bad = _uneven_classes(classes[matrix])
-        if len(bad):
-            return matrix[np.isin(classes[matrix], bad) & (matrix > 0)]
-    return np.zeros(0, np.int32)
-
-
-def _uneven_classes(matrix: Classes) -> Classes:
-    """The classes that have neither the same number in every row nor only whole rows."""
-    if (matrix == matrix[:1]).all() or (matrix == matrix[:, :1]).all():
-        return np.zeros(0, np.int32)
-    found, counts = _count_by_row(matrix)
-    same = (counts == counts[:, :1]).all(axis=1)
-    whole = ((counts == 0) | (counts == matrix.shape[1])).all(axis=1)
-    uneven: Classes = found[~(same | whole)]
-    return uneven
-
-
-def _count_by_row(matrix: Classes) -> tuple[Classes, NDArray[np.int64]]:
-    """The classes of a matrix, and how often each is in each row."""
-    found, which = np.unique(matrix, return_inverse=True)
-    rows = matrix.shape[0]
-    places = which.reshape(matrix.shape) * rows + np.arange(rows)[:, None]
-    return found, np.bincount(places.ravel(), minlength=len(found) * rows).reshape(len(found), rows)
-
-
-def _bind(even: Iterable[Bound], united: Union, facts: Facts) -> tuple[list[Binding], list[Bound]]:
-    """What must go in equal numbers; what cannot be said so simply is united column by column."""
-    waiting = list(even)
-    for _ in range(ROUNDS):
-        bindings, crooked = _bindings(waiting, united.classes)
-        if not crooked:
-            return bindings, []
-        for bound in crooked:
-            _unite_columns(bound.array, united)
-        if not united.settle():
-            return bindings, [Bound(_crooked(bound, united.classes), bound.reason) for bound in crooked]
-        stuck = _straighten(facts, united)
-        if stuck:
-            return bindings, stuck
-    return [], [Bound(bound.array[bound.array > 0], bound.reason) for bound in waiting]
-
-
-def _bindings(even: Iterable[Bound], classes: Classes) -> tuple[list[Binding], list[Bound]]:
-    """The bindings, finest first, and the matrices that cannot be one."""
-    bindings, crooked = list[Binding](), list[Bound]()
-    block_of = dict[int, tuple[int, int]]()
-    for bound in sorted(even, key=lambda bound: -bound.array.shape[0]):
-        matrix = classes[bound.array]
-        if not len(_uneven_classes(matrix)):
-            continue
-        blocks = _blocks(matrix)
-        state = "new" if blocks is None else _against(blocks, block_of, bindings)
-        if blocks is None or state == "conflict":
-            crooked.append(bound)
-        elif state == "new":
-            for number, block in enumerate(blocks):
-                block_of.update(dict.fromkeys(block.tolist(), (len(bindings), number)))
-            bindings.append(Binding(blocks, bound.reason))
-    return bindings, crooked
-
-
-def _blocks(matrix: Classes) -> tuple[Classes, ...] | None:
-    """The rows as blocks, if every class has all of its cells in one row, and all classes equally many."""
-    found, counts = _count_by_row(matrix)
-    tracked = found > 0
-    found, counts = found[tracked], counts[tracked]
-    simple = ((counts > 0).sum(axis=1) == 1).all() and len(np.unique(counts.max(axis=1))) == 1
-    if not simple:
-        return None
-    return tuple(map(_in_order, matrix))
-
-
-def _in_order(row: Classes) -> Classes:
-    """The classes of a row, each once, in the order of their places."""
-    found, first = np.unique(row, return_index=True)
-    ordered: Classes = found[np.argsort(first)]
-    return ordered[ordered > 0]
-
-
-def _against(blocks: Sequence[Classes], block_of: dict[int, tuple[int, int]], bindings: Sequence[Binding]) -> str:
-    """Whether blocks are new, said already by finer ones, or in conflict with others."""
-    known = [[block_of.get(int(member)) for member in block] for block in blocks]
-    flat = [place for places in known for place in places]
-    if all(place is None for place in flat):
-        return "new"
-    owners = {place[0] for place in flat if place is not None}
-    if len(owners) > 1 or any(place is None for place in flat):
-        return "conflict"
-    # Each block of the known binding lies in one of these, and all of these have equally many of them.
-    inside = [{place[1] for place in places if place is not None} for places in known]
-    total = sum(map(len, inside))
-    finer = total == len(set().union(*inside)) and len({len(numbers) for numbers in inside}) == 1
-    return "known" if finer and total == len(bindings[owners.pop()].blocks) else "conflict"
-
-
 def _shared_parents(facts: Facts, united: Union) -> list[Bound]:
     """A parent whose cells are one class joins it; one whose cells may go apart stays."""
     lines = [*facts.lines[Line.SHARE], *facts.lines[Line.LOOSE]]
@@ -282,9 +110,8 @@ def _shared_parents(facts: Facts, united: Union) -> list[Bound]:
     parents = np.concatenate([line.parents for line in lines])
     cells = np.concatenate([line.cells for line in lines])
     starts = np.cumsum([0, *(len(line.parents) for line in lines)])
-    fixed = list[Map]()
-    for _ in range(ROUNDS):
-        fixed = []
+    while True:  # each round but the last unites something
+        fixed = list[Map]()
         for first, last in pairwise(starts):
             one, apart = _joined(united.classes[parents[first:last]], united.classes[cells[first:last]])
             united.add(*one)
@@ -335,7 +162,7 @@ def _lossy(bounds: Iterable[Bound], classes: Classes) -> dict[int, Reason]:
         matrix = classes[bound.array]
         if matrix.size == 0:
             continue
-        found, counts = _count_by_row(matrix)
+        found, counts = count_by_row(matrix)
         partly = ~((counts == 0) | (counts == matrix.shape[1])).all(axis=1)
         for member in found[partly & (found > 0)].tolist():
             reasons.setdefault(member, bound.reason)

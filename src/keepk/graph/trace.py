@@ -1,5 +1,6 @@
 """`trace`: find what one channel is in any network."""
 
+import copy
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 from keepk.errors import TraceError
 from keepk.graph.attributes import sized_attributes
 from keepk.graph.facts import Bound, Reason
+from keepk.graph.given import likely_slip, no_model
 from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
@@ -56,25 +58,23 @@ class _NotOnMeta(Exception):  # noqa: N818 - says only that the copy needs weigh
 
 
 def _traced(workshop: Workshop) -> Graph:
-    tracer = _watch(workshop)
+    tracer, training = _watch(workshop)
     wiring = _wiring(workshop.model, tracer)
-    return Probe(workshop, tracer, wiring, pins=[], lossy=[], constants=[]).settle()
+    return Probe(workshop, tracer, training, wiring, pins=[], lossy=[], constants=[]).settle()
 
 
-def _watch(workshop: Workshop) -> Tracer:
-    """The first trace; begun again once if weights turn out to belong to grouped convolutions."""
+def _watch(workshop: Workshop) -> tuple[Tracer, Tracer | None]:
+    """The first trace, and one in train mode; begun again if weights turn out to belong to grouped convolutions."""
     groups = dict[str, int]()
     while True:
         known = len(groups)
         tracer = Tracer(workshop.copy(), groups)
         tracer.label_tensors()
         _bind_recurrent(tracer)
-        output = _run(workshop, tracer)
+        _pin_outputs(workshop, tracer, _run(workshop, tracer))
+        training = _see_what_training_uses(workshop, tracer)
         if len(groups) == known:
-            break
-    _pin_outputs(workshop, tracer, output)
-    _see_what_training_uses(workshop, tracer)
-    return tracer
+            return tracer, training
 
 
 def _pin_outputs(workshop: Workshop, tracer: Tracer, output: Any) -> None:
@@ -82,23 +82,41 @@ def _pin_outputs(workshop: Workshop, tracer: Tracer, output: Any) -> None:
         tracer.facts.add_pin(index_map, Reason("is an output of the model", place=_place_of_forward(workshop.model)))
 
 
-def _see_what_training_uses(workshop: Workshop, tracer: Tracer) -> None:
+def _see_what_training_uses(workshop: Workshop, tracer: Tracer) -> Tracer | None:
     """A parameter that forward uses in training only is traced there; one that it never uses keeps its size."""
-    if any(maps and name not in tracer.touched for name, maps in tracer.tensors.items()):
-        known = len(tracer.steps)
-        tracer.model.train()
-        try:
-            with workshop.running() as example:
-                _pin_outputs(workshop, tracer, tracer.follow(example.arguments, example.by_name))
-        except Exception:
-            pass
-        finally:
-            tracer.model.eval()
-            del tracer.steps[known:]
-    why = Reason("is never used in forward", place=_place_of_forward(workshop.model))
-    for name in set(tracer.tensors) - tracer.touched:
+    if all(name in tracer.touched for name, maps in tracer.tensors.items() if maps):
+        return None
+    training = _in_train_mode(tracer)
+    try:
+        with workshop.running() as example:
+            output = training.follow(example.arguments, example.by_name)
+    except Exception as error:  # whatever the user's forward raises
+        if workshop.device is not None:
+            raise _NotOnMeta from error  # with weights it may go through
+        # The facts up to here stay: they fix what goes into a layer that keeps its size.
+        why = f"is used in training at most, where forward fails: {type(error).__name__}: {error}"[:200]
+        _pin_all_but(tracer.touched, workshop, tracer, why)
+        return None
+    finally:
+        tracer.model.eval()
+    _pin_outputs(workshop, tracer, output)
+    _pin_all_but(training.touched, workshop, tracer, "is never used in forward")
+    return training
+
+
+def _in_train_mode(tracer: Tracer) -> Tracer:
+    """A trace that goes on with the same atoms and facts, and has steps of its own."""
+    training = copy.copy(tracer)
+    training.steps, training.touched = [], set(tracer.touched)
+    training.model.train()
+    return training
+
+
+def _pin_all_but(used: set[str], workshop: Workshop, tracer: Tracer, why: str) -> None:
+    reason = Reason(why, place=_place_of_forward(workshop.model))
+    for name in set(tracer.tensors) - used:
         for index_map in tracer.tensors[name]:
-            tracer.facts.add_pin(index_map, why)
+            tracer.facts.add_pin(index_map, reason)
 
 
 def _place_of_forward(model: nn.Module) -> str:
@@ -120,6 +138,7 @@ def _run(workshop: Workshop, tracer: Tracer) -> Any:
         raise TraceError(
             f"model {type(workshop.model).__name__}: its forward failed on the example "
             f"({type(error).__name__}: {error}). Give an example on which model(*example) works."
+            f"{likely_slip(workshop.model, workshop.example)}"
         ) from error
 
 
@@ -162,7 +181,7 @@ def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, 
 
 def _refuse_strange(model: object, example: Example) -> None:
     if not isinstance(model, nn.Module):
-        raise TraceError(f"trace: got {type(model).__name__} as the model. Give a torch.nn.Module.")
+        raise TraceError(f"trace: {no_model(model)}")
     for name, tensor, _ in named_tensors(model):
         if nn.parameter.is_lazy(tensor):
             raise TraceError(f"tensor {name!r} has no shape yet. Run one forward pass of the lazy module first.")

@@ -144,7 +144,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if rule is not None:
             try:
                 rule(call)
-            except Exception as error:
+            except Exception as error:  # a user's rule may raise anything, and must not end the trace
                 why = f"the rule of {call.name} failed: {type(error).__name__}: {error}"
             else:
                 return

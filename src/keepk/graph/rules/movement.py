@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from keepk.graph.algebra import Operand
@@ -12,11 +13,12 @@ from keepk.graph.maps import Map, aligned, compress, support
 from keepk.graph.table import rule
 
 
-@rule("permute", "t", "transpose", "numpy_T", "mT", "swapaxes", "movedim")
+# Most of these reach the trace under torch.inference_mode only; elsewhere torch makes permute and transpose of them.
+@rule("permute", "t", "transpose", "numpy_T", "mT", "mH", "matrix_H", "adjoint", "swapaxes", "swapdims", "movedim",
+      "moveaxis")  # fmt: skip
 def permuted(call: Call) -> None:
     """A map over several dims keeps its row-major order only if they keep theirs; else whole rows and columns go."""
-    rank = call.outputs[0].ndim
-    order = _order(call, rank)
+    order = _order(call)
     moved = []
     for index_map in call.maps(call.inputs[0]):
         places = [order.index(dim) for dim in support(index_map)]
@@ -26,15 +28,10 @@ def permuted(call: Call) -> None:
     call.leave(moved)
 
 
-def _order(call: Call, rank: int) -> list[int]:
-    if call.name == "aten::permute":
-        return [dim % rank for dim in call["dims"]]
-    order = list(range(rank))
-    if call.name in ("aten::t", "aten::numpy_T"):
-        return order[::-1]
-    one, other = (call[name] % rank for name in (("dim0", "dim1") if "dim0" in call.arguments else ("axis0", "axis1")))
-    order[one], order[other] = order[other], order[one]
-    return order
+def _order(call: Call) -> list[int]:
+    """Where each dim comes from: the operation is done to a tensor whose sizes are the numbers of its dims."""
+    numbered = torch.empty(tuple(range(call.inputs[0].ndim)), device="meta")
+    return list(call.operation(**{**call.arguments, "self": numbered}).shape)
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias", "unflatten", "flatten")
@@ -135,7 +132,7 @@ def repeated(call: Call) -> None:
     for index_map in (aligned(m, rank) for m in call.maps(call.inputs[0])):
         times = [count if size > 1 else 1 for count, size in zip(repeats, index_map.shape, strict=True)]
         copies = np.tile(index_map, times)
-        _repeats_only_outermost(call, index_map, [dim for dim, count in enumerate(times) if count > 1])
+        _demand_grid(call, index_map, [dim for dim, count in enumerate(times) if count > 1])
         moved.append(copies)
     call.leave(moved)
 
@@ -150,13 +147,14 @@ def interleaved(call: Call) -> None:
     moved = []
     for index_map in call.maps(call.inputs[0]):
         many = call["repeats"] if index_map.shape[dim] > 1 else 1
-        _repeats_only_outermost(call, index_map, [dim] if many > 1 else [])
+        _demand_grid(call, index_map, [dim] if many > 1 else [])
         moved.append(np.repeat(index_map, many, axis=dim))
     call.leave(moved)
 
 
-def _repeats_only_outermost(call: Call, index_map: Map, dims: list[int]) -> None:
-    if dims and len(support(index_map)) > 1:
+def _demand_grid(call: Call, index_map: Map, repeated: list[int]) -> None:
+    """A map over several dims that is repeated along some of them keeps its order only if whole rows or columns go."""
+    if repeated and len(support(index_map)) > 1:
         call.grid(index_map, "is repeated")
 
 

@@ -9,7 +9,7 @@ from keepk.graph.maps import Map, aligned
 from keepk.graph.table import rule
 
 
-@rule("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "addbmm", "mv", "addmv", "dot", "vdot")
+@rule("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "mv", "addmv", "dot", "vdot")
 def product(call: Call) -> None:
     """(batch, n, k) times (batch, k, m)."""
     left, right = _factors(call)
@@ -29,12 +29,15 @@ def product(call: Call) -> None:
     if "input" not in call.arguments and not call.name.startswith("aten::add") and call.name != "aten::baddbmm":
         call.leave(shaped, zero=_product_zero(left, right))
         return
-    if call.name == "aten::addbmm":
-        call.pin_inputs("sums over a batch")
-        return
     added = call["self"]
     merged = call.merge([Operand(shaped, tuple(output.shape)), call.operand(added, output.ndim)], "is added")
     call.leave(merged, zero=_product_zero(left, right) and label_of(added).zero)
+
+
+@rule("addbmm")
+def batch_of_products(call: Call) -> None:
+    """Its products are added up over the batch, which `product` keeps."""
+    call.pin_inputs("sums over a batch")
 
 
 def _factors(call: Call) -> tuple[Tensor, Tensor]:

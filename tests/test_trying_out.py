@@ -1,0 +1,323 @@
+"""Trying out on cut copies: what did not fit to the end stays, and training is tried where only training uses it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import keepk
+from keepk.cut import dead_ops
+from keepk.errors import TraceError
+from keepk.graph import bindings, probe, solve
+from keepk.graph.facts import Bound, Facts, Reason
+from keepk.graph.union import Union
+from masked import masked, relative_error
+from strategies import seeds
+
+
+def spaces(graph):
+    return {space.name: len(space.units) for space in graph.spaces}
+
+
+def reasons(graph, tensor, axis):
+    return [record.why for record in graph.fixed if (record.tensor, record.axis) == (tensor, axis)]
+
+
+def check_both_modes(model, example):
+    """What is left computes what the masked model computes, in eval and in train mode."""
+    graph = keepk.trace(model, example)
+    units = graph.choose(0.5, seed=0, lossy=True)
+    oracle = masked(model, graph, units)
+    keepk.shrink(model, graph, units)
+    for training in (False, True):
+        with torch.no_grad():
+            wanted, got = oracle.train(training)(example), model.train(training)(example)
+        assert relative_error(wanted, got) < 1e-10
+    return graph
+
+
+# Rounds that end
+
+
+class Literals(nn.Module):
+    """Four lines with a size written in them, and a layer that could shrink."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(2, 4) for _ in range(4))
+        self.narrow = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
+        self.last, self.head = nn.Linear(2, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        x = x + self.narrow[0](self.wide[0](x).relu().reshape(-1, 2, 2).flatten(1))
+        x = x + self.narrow[1](self.wide[1](x).relu().reshape(-1, 2, 2).flatten(1))
+        x = x + self.narrow[2](self.wide[2](x).relu().reshape(-1, 2, 2).flatten(1))
+        x = x + self.narrow[3](self.wide[3](x).relu().reshape(-1, 2, 2).flatten(1))
+        return self.head(self.last(x).relu())
+
+
+def pairs():
+    return torch.randn(3, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+def test_what_did_not_fit_in_all_rounds_stays(monkeypatch, rounds):
+    monkeypatch.setattr(probe, "ROUNDS", rounds)
+    model, example = Literals(), pairs()
+    graph = keepk.trace(model, example)
+    assert not spaces(graph)
+    [why] = reasons(graph, "last.weight", 0)
+    assert why.startswith(f"did not fit after {rounds} tries on cut copies (aten::")
+    assert "test_trying_out.py:" in why
+    keepk.shrink(model, graph, graph.choose(0.5, seed=0, lossy=True))
+    model(example)
+
+
+def test_rounds_enough_leave_what_fits(monkeypatch):
+    monkeypatch.setattr(probe, "ROUNDS", 5)
+    graph = check_both_modes(Literals(), pairs())
+    assert spaces(graph) == {"last": 6}
+    assert "the size is written in the model's Python" in reasons(graph, "wide.3.weight", 0)[0]
+
+
+class LossyLiterals(Literals):
+    """The literal sizes stand behind a LayerNorm, whose channels are lossy."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4).double()
+
+    def forward(self, x):
+        x = x + self.narrow[0](self.norm(self.wide[0](x)).reshape(-1, 2, 2).flatten(1))
+        return self.head(self.last(x).relu())
+
+
+def test_lossy_units_that_did_not_fit_leave_the_exact_ones(monkeypatch):
+    monkeypatch.setattr(probe, "ROUNDS", 1)
+    graph = check_both_modes(LossyLiterals(), pairs())
+    assert spaces(graph) == {"last": 6}
+    assert graph.fixed
+
+
+@given(seed=seeds)
+def test_a_straight_grid_stays_straight_whatever_is_united(seed):
+    """So that one round of uniting columns is enough."""
+    random = np.random.default_rng(seed)
+    grid = Bound(random.integers(0, 12, size=tuple(random.integers(2, 4, size=random.integers(2, 4)))), Reason(""))
+    united = Union(12)
+    for _ in range(10):
+        before = set(bindings._crooked(grid, united.classes).tolist())
+        united.add(*random.integers(1, 12, size=(2, 1)))
+        united.settle()
+        after = set(bindings._crooked(grid, united.classes).tolist())
+        assert {united.classes[atom] for atom in after} <= {united.classes[atom] for atom in before}
+
+
+@given(seed=seeds)
+def test_what_is_not_straightened_is_told(seed):
+    random = np.random.default_rng(seed)
+    grids = [Bound(random.integers(0, 30, size=random.integers(2, 5, size=2)), Reason("is transposed")) for _ in "1234"]
+    united = Union(30)
+    left = bindings.straighten(grids, united)
+    told = {united.classes[atom] for bound in left for atom in bound.array}
+    crooked = {united.classes[atom] for grid in grids for atom in bindings._crooked(grid, united.classes)}
+    assert crooked == told
+
+
+def test_rows_that_cannot_be_bound_are_united():
+    facts = Facts()
+    facts.add_equal(np.array([1]), np.array([5]))
+    facts.even.append(Bound(np.arange(1, 7, dtype=np.int32).reshape(2, 3), Reason("is unfolded")))
+    solution = solve.solve(facts, 7)
+    assert not solution.bindings
+    assert solution.classes[1:].tolist() == [1, 1, 3, 1, 1, 3]
+
+
+def test_every_level_of_a_grid_is_looked_at():
+    """One channel is crooked by the outer rows, another only by the inner ones."""
+    grid = np.zeros((2, 2, 2), np.int32)
+    grid[0, 0] = grid[0, 1] = (1, 2)
+    grid[1, 1] = (1, 2)
+    grid[0, 0, 1] = 0
+    [left] = bindings.straighten([Bound(grid, Reason("is transposed"))], Union(3))
+    assert set(left.array.tolist()) == {1, 2}
+
+
+# What only training uses
+
+
+class Auxiliary(nn.Module):
+    """A second head with hidden channels that only training sees; `trouble` is what happens there."""
+
+    def __init__(self, trouble=None):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.hidden, self.classes = nn.Linear(16, 12), nn.Linear(12, 10)
+        self.trouble = trouble
+        self.double()
+
+    def forward(self, x):
+        body = self.body(x).relu()
+        if not self.training:
+            return self.head(body)
+        classes = self.classes(self.reshaped(self.hidden(body).relu()))
+        if self.trouble == "values" and classes.sum().item() > 1e9:
+            raise AssertionError("never so large")
+        if self.trouble == "always":
+            raise ValueError("no targets")
+        return self.head(body), classes
+
+    def reshaped(self, hidden):
+        return hidden.reshape(-1, 3, 4).flatten(1) if self.trouble == "literal" else hidden
+
+
+def eights():
+    return torch.randn(4, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("trouble", [None, "values"])
+def test_a_head_for_training_is_cut_along(trouble):
+    """Where forward in training looks at values, the copy has weights."""
+    graph = check_both_modes(Auxiliary(trouble), eights())
+    assert spaces(graph) == {"body": 16, "hidden": 12}
+    assert ("hidden.weight", 1, 0) in graph.slices(0)
+    assert "is an output of the model" in reasons(graph, "classes.weight", 0)[0]
+
+
+def test_a_size_that_only_training_has_written_in_it_stays():
+    graph = check_both_modes(Auxiliary("literal"), eights())
+    assert spaces(graph) == {"body": 16}
+    assert "the size is written in the model's Python" in reasons(graph, "hidden.weight", 0)[0]
+
+
+def test_a_head_for_training_that_fails_keeps_its_size():
+    """And so does what goes into it, as far as forward came."""
+    model, example = Auxiliary("always"), eights()
+    graph = keepk.trace(model, example)
+    assert not spaces(graph)
+    for tensor in ("hidden.weight", "classes.weight", "classes.bias"):
+        assert (
+            "is used in training at most, where forward fails: ValueError: no targets" in reasons(graph, tensor, 0)[0]
+        )
+    assert reasons(graph, "body.weight", 0)
+
+
+class GroupedAuxiliary(nn.Module):
+    """The head for training is a grouped convolution over a BatchNorm."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 12, 3), nn.Conv2d(12, 5, 1)
+        self.norm, self.grouped, self.classes = nn.BatchNorm2d(12), nn.Conv2d(12, 6, 1, groups=3), nn.Conv2d(6, 4, 1)
+        self.fails = fails
+        self.double()
+
+    def forward(self, x):
+        body = self.body(x)
+        if not self.training:
+            return self.head(body)
+        classes = self.classes(self.grouped(self.norm(body).relu()))
+        if self.fails:
+            raise ValueError("no targets")
+        return self.head(body), classes
+
+
+def test_a_grouped_convolution_that_only_training_uses():
+    graph = check_both_modes(GroupedAuxiliary(fails=False), torch.randn(3, 3, 6, 7, dtype=torch.float64))
+    assert spaces(graph)["grouped"] == 6
+    assert not reasons(graph, "grouped.weight", 1)
+
+
+def test_a_batch_norm_in_a_head_that_fails():
+    model, example = GroupedAuxiliary(fails=True), torch.randn(3, 3, 6, 7, dtype=torch.float64)
+    graph = keepk.trace(model, example)
+    assert all("body" in name for name in spaces(graph))
+    keepk.shrink(model, graph, graph.choose(0.5, seed=0))
+    model.eval()(example)
+    model.fails = False
+    model.train()(example)
+
+
+# Names of operations
+
+
+class Moves(nn.Module):
+    """A movement between two layers; in inference mode torch does not take such operations apart."""
+
+    def __init__(self, move, *, inference):
+        super().__init__()
+        self.body, self.head, self.move, self.inference = nn.Linear(4, 6), nn.Linear(6, 3), move, inference
+        self.double()
+
+    def forward(self, x):
+        body = self.body(x)
+        with torch.inference_mode(self.inference):
+            body = self.move(body)
+        return self.head(body)
+
+
+MOVES = {
+    "movedim": lambda x: x.movedim(2, 0).movedim(0, -1),
+    "movedims": lambda x: x.movedim((0, 2), (2, 1)).movedim((1, 2), (2, 0)),
+    "moveaxis": lambda x: torch.moveaxis(x, 2, 0).moveaxis(0, 2),
+    "mT": lambda x: x.mT.relu().mT,
+    "mH": lambda x: x.mH.mH,
+    "adjoint": lambda x: torch.adjoint(x).transpose(1, -1),
+    "swapaxes": lambda x: x.swapaxes(0, 2).swapdims(2, 0),
+    "transpose_": lambda x: x.clone().transpose_(1, 2).permute(0, 2, 1),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+def test_dims_that_change_places_are_followed(name, inference):
+    model, example = Moves(MOVES[name], inference=inference), torch.randn(3, 5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        graph = check_both_modes(model, example)
+    assert spaces(graph) == {"body": 6}
+
+
+def test_a_sum_over_a_batch_of_products_stays():
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            body = self.body(x)
+            return self.head(torch.addbmm(body.new_zeros(6, 6), body.transpose(1, 2), body))
+
+    graph = keepk.trace(Summed(), torch.randn(3, 5, 4))
+    assert not spaces(graph)
+    assert all(why.startswith("sums over a batch (aten::addbmm") for why in reasons(graph, "body.weight", 0))
+
+
+def test_two_stand_ins_for_an_operation_are_refused():
+    before = dict(dead_ops.BUILDERS)
+    with pytest.raises(TraceError, match="stand-in for mul: there is one already, '_times'"):
+        dead_ops._builds("mul")(lambda _: None)
+    assert before == dead_ops.BUILDERS
+
+
+class Final(nn.Module):
+    """A number that has to follow a width, and does not let itself be set."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.width = nn.Linear(6, 8), nn.Linear(8, 3), 8
+
+    def __setattr__(self, name, value):
+        if name == "width" and "width" in self.__dict__:
+            raise AttributeError("width is final")
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu().view(*x.shape[:-1], self.width))
+
+
+def test_a_number_that_cannot_be_set_keeps_its_width():
+    graph = keepk.trace(Final(), torch.randn(4, 6))
+    assert len(graph.units) == 0
+    assert any(it.tensor == "first.weight" and it.axis == 0 for it in graph.fixed)
