@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from keepk.paper import experiments, results
-from keepk.paper.channel_tables import PRINTED, cost_table
+from keepk.paper.channel_tables import PRINTED, cost_table, layer_table
 from keepk.paper.cifar_recipes import EXPERIMENTS
 from keepk.paper.data import Split
 from keepk.paper.models import printed_parameters
@@ -79,6 +79,10 @@ def test_a_recipe_goes_on_with_another_recipes_network(seed_of, tmp_path):
         *("pruned", "5", "5", f"{pruned['test_error']:.2f}", f"{pruned['val_error']:.2f}"),
         f"{pruned['printed_parameters']:,}",
     )
+    by_layer = layer_table("vgg16-cifar10", [dense, pruned])
+    widths = [module.out_channels for module in start.model.modules() if isinstance(module, nn.Conv2d)]
+    assert [row[1] for row in by_layer.rows] == [*map(str, widths), "15"]
+    assert sum(int(row[2]) for row in by_layer.rows[:-1]) == int(by_layer.rows[-1][2]) == 5
 
 
 def test_a_killed_run_of_channels_ends_bit_equal(seed_of, tmp_path):

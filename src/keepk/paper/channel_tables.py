@@ -23,6 +23,19 @@ PRINTED: dict[str, list[Printed]] = {
 }
 
 
+def layer_table(experiment: str, records: Records) -> Table:
+    """By layer, how many channels each recipe leaves."""
+    of_all = {name: total for name, (_, total) in records[0]["layers"].items()}
+    pruned = [record for record in records if record["kept"] < record["total"]]
+    rows = [
+        (str(number), f"{total:,}", *(f"{record['layers'][name][0]:,}" for record in pruned))
+        for number, (name, total) in enumerate(of_all.items(), start=1)
+    ]
+    sums = ("total", f"{sum(of_all.values()):,}", *(f"{record['kept']:,}" for record in pruned))
+    columns = ("layer", "dense", *(record["recipe"] for record in pruned))
+    return Table(columns, (*rows, sums), title=f"{experiment}: channels left by layer", total_row=True)
+
+
 def cost_table(experiment: str, records: Records) -> Table:
     """By recipe: channels, test error, parameters, multiply-accumulates of one picture, and CPU time."""
     printed = PRINTED[experiment]

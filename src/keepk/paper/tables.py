@@ -13,7 +13,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from keepk.errors import DataError
-from keepk.paper import benchmark_tables, channel_tables, parity_tables, results, zoo_tables
+from keepk.paper import benchmark_tables, channel_tables, parity_tables, results, summary_table, zoo_tables
 from keepk.plan.names import nearest
 from keepk.show.tables import Table
 
@@ -58,7 +58,7 @@ def experiment_tables(path: Path) -> list[Table]:
     """The tables of the experiment whose results are in `path`."""
     records = results.read(path)
     if path.stem in channel_tables.PRINTED:
-        return [channel_tables.cost_table(path.stem, records)]
+        return [make(path.stem, records) for make in (channel_tables.cost_table, channel_tables.layer_table)]
     return [make(path.stem, records) for make in (error_table, layer_percent_table)]
 
 
@@ -97,6 +97,7 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/compact": lambda: benchmark_tables.compact(result_folder / "benchmarks"),
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
+        "summary/results": lambda: summary_table.summary_table(result_folder),
         "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
         "parity/errors": lambda: parity_tables.error_table(results.read(result_folder / "parity.jsonl")),
         "zoo/files": lambda: zoo_tables.files(result_folder / "zoo"),
@@ -105,6 +106,7 @@ def _named(name: str, result_folder: Path) -> Table:
     for experiment in channel_tables.PRINTED:
         found = results.read(result_folder / f"{experiment}.jsonl")
         makers[f"{experiment}/costs"] = partial(channel_tables.cost_table, experiment, found)
+        makers[f"{experiment}/layers"] = partial(channel_tables.layer_table, experiment, found)
     for experiment in PAPER_ERRORS:
         records = results.read(result_folder / f"{experiment}.jsonl")
         makers[f"{experiment}/errors"] = partial(error_table, experiment, records)

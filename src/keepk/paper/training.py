@@ -202,7 +202,10 @@ class Run:
         """Of one picture."""
         costs = layer_costs(self.model, self.data.seen(self.data.test.images[:1]))
         parameters, macs = sum(layer.parameters for layer in costs), sum(layer.macs for layer in costs)
-        return {"parameters": parameters, "printed_parameters": printed_parameters(self.model), "macs": macs}
+        counted = {"parameters": parameters, "printed_parameters": printed_parameters(self.model), "macs": macs}
+        dense = _widths(self.recipe.network(**self.recipe.options), self.recipe.units)
+        layers = {name: [width, dense[name]] for name, width in _widths(self.model, self.recipe.units).items()}
+        return {"layers": layers, **counted}
 
     def _score(self, weight: Tensor) -> Tensor:
         """The metric of the stage that is under way."""
@@ -234,3 +237,10 @@ def _totals(model: nn.Module, recipe: Recipe) -> dict[str, int]:
         name: sum(parameter.numel() for key, parameter in named.items() if matches(key, [glob]))
         for name, glob in recipe.spaces.items()
     }
+
+
+def _widths(model: nn.Module, units: str) -> dict[str, int]:
+    """By layer, the channels that it puts out, or those that its BatchNorm reads."""
+    if units == "output":
+        return {name: it.out_channels for name, it in model.named_modules() if isinstance(it, nn.Conv2d)}
+    return {name: it.num_features for name, it in model.named_modules() if isinstance(it, nn.BatchNorm2d)}
