@@ -59,6 +59,11 @@ VGG_CONTROL = small_vgg(
     stages=[Stage(12, lr=0.05, flat=12, decay=5e-4, report=False), Stage(12, lr=0.05, decay=5e-4)],
 )
 DENSENET_DENSE = small_densenet(name="dense", stages=[Stage(16, lr=0.1, decay=2e-4)])
+DENSENET_CONTROL = small_densenet(
+    name="control",
+    start="dense",
+    stages=[Stage(8, lr=0.05, flat=8, decay=2e-4, report=False), Stage(6, lr=0.05, decay=2e-4)],
+)
 DENSENET_60 = small_densenet(
     name="keepk-60",
     metric=GAMMA,
@@ -106,6 +111,7 @@ VGG = (
 )
 DENSENET = (
     DENSENET_DENSE,
+    DENSENET_CONTROL,
     DENSENET_60,
     DENSENET_FULL,
     _full(DENSENET_FULL, "full-60", 3_744, 15),
