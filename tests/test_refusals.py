@@ -119,7 +119,7 @@ def test_two_parameters_over_one_memory():
 
 def test_models_and_optimizers_of_the_wrong_kind():
     space = keepk.weights("*", keep=3)
-    with pytest.raises(SpaceError, match="got a dict as model"):
+    with pytest.raises(SpaceError, match="got dict as the model"):
         keepk.Pruner({}, [space])
     with pytest.raises(OptimizerError, match="got str"):
         keepk.Pruner(small(), [space], "sgd")
@@ -127,6 +127,8 @@ def test_models_and_optimizers_of_the_wrong_kind():
         keepk.Pruner(small(), [space], torch.optim.SGD(small().parameters(), lr=0.1))
     with pytest.raises(KeepkError, match="epochs=True: got bool"):
         keepk.Pruner(small(), [space], epochs=True)
+    with pytest.raises(SpaceError, match=r"got the class Linear. Give Linear\(\), a model"):
+        keepk.Pruner(nn.Linear, keepk.weights("*", keep=1))
 
 
 def test_state_that_is_not_per_weight_is_refused_by_name():

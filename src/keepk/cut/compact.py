@@ -18,6 +18,7 @@ from keepk.cut.shrink import prepare
 from keepk.cut.undo import Change, Undo, all_or_nothing, replaced
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits
+from keepk.graph.given import no_model
 from keepk.graph.graph import Graph
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.trace import trace
@@ -102,7 +103,7 @@ def compact(
         51 -> 11 parameters
     """
     if not isinstance(model, nn.Module):
-        raise ShrinkError(f"compact: got {type(model).__name__} as the model. Give a torch.nn.Module.")
+        raise ShrinkError(f"compact: {no_model(model)}")
     before, note, done = _count(model), "", list[tuple[_Found, Edits]]()
     with ExitStack() as undos, torch.inference_mode(False), torch.no_grad():
         try:

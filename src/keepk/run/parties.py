@@ -10,6 +10,7 @@ from keepk.cut.followers import Follower
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
 from keepk.cut.weight_norm import lengths_of
 from keepk.errors import PlanError, ShrinkError, SpaceError
+from keepk.graph.given import no_model
 from keepk.graph.trace import trace
 from keepk.graph.wrappers import unwrap
 from keepk.plan.phases import Phase
@@ -24,7 +25,7 @@ from keepk.run.weight_side import WeightSide
 def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object, followers: object) -> None:
     """Refuse arguments of a `Pruner` that are not of their kinds."""
     if not isinstance(model, nn.Module):
-        raise SpaceError(f"Pruner: got a {type(model).__name__} as model. Give a torch.nn.Module.")
+        raise SpaceError(f"Pruner: {no_model(model)}")
     listed = [spaces] if isinstance(spaces, Space) else spaces
     if not isinstance(listed, list | tuple) or not listed or not all(isinstance(it, Space) for it in listed):
         raise SpaceError(

@@ -221,7 +221,8 @@ def _refuse_other_tensor(where: str, own: Tensor, saved: Any) -> None:
     if own.shape != saved.shape or own.dtype != saved.dtype:
         raise CheckpointError(
             f"{where} is {tuple(own.shape)}, {own.dtype} here and {tuple(saved.shape)}, {saved.dtype} in the "
-            f"checkpoint. Build the same model."
+            f"checkpoint. Build the same model; of a run that takes channels out, load its pruner= along, which cuts "
+            f"the model first."
         )
 
 
