@@ -4,10 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 
 import keepk
-from keepk.errors import KeepkError, OptimizerError, RankError, SpaceError, StateError
+from keepk.errors import KeepkError, OptimizerError, RankError, SpaceError, StateError, TraceError
 from strategies import mlp
 
 
@@ -225,3 +228,21 @@ def test_a_closed_pruner_and_a_changed_model():
     net[0] = nn.Linear(4, 3)
     with pytest.raises(SpaceError, match=r"'0.weight': the model's is another object"):
         pruner.step()
+
+
+@pytest.fixture
+def sharded():
+    """A small network whose parameters are DTensors, over one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        yield distribute_module(net, init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_parameters_are_refused(sharded):
+    with pytest.raises(SpaceError, match=r"parameter '0.weight' is sharded over processes. Prune before sharding"):
+        keepk.Pruner(sharded, keepk.weights("*", keep=3))
+    with pytest.raises(TraceError, match=r"tensor '0.weight' is sharded over processes. Trace and shrink before"):
+        keepk.Pruner(sharded, keepk.channels("0", keep=3), example=torch.zeros(2, 4))

@@ -185,6 +185,8 @@ def _refuse_strange(model: object, example: Example) -> None:
     for name, tensor, _ in named_tensors(model):
         if nn.parameter.is_lazy(tensor):
             raise TraceError(f"tensor {name!r} has no shape yet. Run one forward pass of the lazy module first.")
+        if hasattr(tensor, "device_mesh"):
+            raise TraceError(f"tensor {name!r} is sharded over processes. Trace and shrink before sharding.")
     devices = {tensor.device.type for _, tensor, _ in named_tensors(model)}
     for tensor in tensors_in([*example.arguments, example.by_name]):
         if devices and tensor.device.type not in devices:
