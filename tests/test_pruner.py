@@ -248,3 +248,30 @@ def test_a_follower_of_another_shape_is_refused():
     net = nn.Sequential(nn.Linear(6, 8))
     with pytest.raises(ShrinkError, match=r"followers\[0\]: '0.weight' has shape \(8, 5\), the model's \(8, 6\)"):
         keepk.Pruner(net, keepk.weights("*", keep=9), followers=[nn.Sequential(nn.Linear(5, 8))])
+
+
+def another_shape(tensor):
+    return tensor[:1].clone()
+
+
+@torch.inference_mode()
+def frozen_for_good(tensor):
+    return tensor.clone()
+
+
+@pytest.mark.parametrize("change", [another_shape, frozen_for_good])
+@pytest.mark.parametrize("kind", ["weights", "channels", "masked channels"])
+def test_a_follower_that_cannot_follow_stops_the_event_before_it_begins(kind, change):
+    """Law 8: it is refused before the first weight changes, whichever way units go."""
+    torch.manual_seed(0)
+    net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
+    by_name = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    space = keepk.weights("*", keep=9) if kind == "weights" else keepk.channels("0", keep=4)
+    shrink = "never" if kind == "masked channels" else "each"
+    pruner = keepk.Pruner(net, space, example=images, shrink=shrink, followers=[by_name])
+    by_name["2.weight"] = change(by_name["2.weight"])
+    before = [tensor.clone() for tensor in (*net.parameters(), *by_name.values())]
+    with pytest.raises(ShrinkError, match=r"followers\[0\]: '2.weight'"):
+        pruner.step()
+    assert pruner.epoch == 0
+    assert all(map(torch.equal, before, (*net.parameters(), *by_name.values())))

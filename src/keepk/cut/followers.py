@@ -40,14 +40,18 @@ def zero_followers(followers: Iterable[Follower], dead: Mapping[str, Tensor]) ->
                 zero_dead([tensors[name].detach()], mask.to(tensors[name].device))
 
 
-def refuse_other_shapes(followers: Iterable[Follower], parameters: Mapping[str, Tensor]) -> None:
-    """Refuse a follower whose tensors are not shaped as the model's."""
+def refuse_strange_followers(followers: Iterable[Follower], parameters: Mapping[str, Tensor]) -> None:
+    """Refuse a follower whose tensors are not shaped as the model's, or cannot be written to."""
     for place, follower in enumerate(followers):
         for name, tensor in _parameters(follower).items():
             if name in parameters and tensor.shape != parameters[name].shape:
                 raise ShrinkError(
                     f"followers[{place}]: {name!r} has shape {tuple(tensor.shape)}, the model's "
                     f"{tuple(parameters[name].shape)}. Make it from the model as it is now."
+                )
+            if name in parameters and tensor.is_inference():
+                raise ShrinkError(
+                    f"followers[{place}]: {name!r} was made in inference mode and cannot change. Make it outside of it."
                 )
 
 

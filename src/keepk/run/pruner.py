@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from keepk.cut.certificate import Certificate, certificate_of, certified, certify
 from keepk.cut.ddp import disarm, refuse_other_wrapper, rewrapped
-from keepk.cut.followers import Follower, followed, refuse_other_shapes
+from keepk.cut.followers import Follower, followed, refuse_strange_followers
 from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
 from keepk.cut.undo import Undo, undone_by
@@ -106,7 +106,7 @@ class Pruner:
         self._frozen_by_epoch = frozen_by_epoch(model, phases or ())
         self._optimizers = checked_optimizers(model, optimizer, names, any(self._frozen_by_epoch))
         self._followers = followers
-        refuse_other_shapes(followers, named_parameters(model))
+        refuse_strange_followers(followers, named_parameters(model))
         channels = channel_side(model, example, of_channels, self._optimizers, followers)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}

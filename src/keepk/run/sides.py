@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.followers import Follower, zero_followers
+from keepk.cut.followers import Follower, refuse_strange_followers, zero_followers
 from keepk.cut.hold import Held, held
 from keepk.cut.optimizer_state import refuse_foreign_state, restart_flat_history
 from keepk.cut.record import cuts_since, record_of
@@ -87,6 +87,7 @@ class Sides:
 
     def decide(self, plan: Plan, epoch: int, wrapper: nn.Module | None) -> Event:
         """What goes at the end of an epoch: channels first, then weights of what stays. Reads only."""
+        refuse_strange_followers(self._followers, named_parameters(self._model))
         now = {name: plan[name][epoch] for name in self.weights.members}
         due = {name: keep for name, keep in now.items() if keep < self.weights.kept[name]}
         channels, operation, doomed = None, None, Masks()
@@ -177,8 +178,9 @@ class Sides:
 
     def refuse_revived(self) -> None:
         """Refuse to go on where no optimizer is known, and yet something has trained weights that were pruned."""
-        names = {**self._silenced, **self.weights.dead} if not self._optimizers else ()
-        for name, it in zip(names, self.held, strict=False):
+        if self._optimizers:
+            return
+        for name, it in zip({**self._silenced, **self.weights.dead}, self.held, strict=True):
             if revived := it.revived:
                 raise StateError(
                     f"parameter {name!r}: {revived} pruned weights are not zero any more. Something trains the model, "
