@@ -38,8 +38,6 @@ def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, M
     found = dict[str, Members]()
     taken = dict[nn.Parameter, str]()
     for space in spaces:
-        if space.name in found:
-            raise SpaceError(f"space {space.name!r}: the name is given twice. Give each space a name of its own.")
         _refuse_metric_of_channels(space)
         parameters = _select(space, named)
         for name, parameter in parameters.items():
