@@ -111,6 +111,45 @@ class TwoBranchProduct(Pictured):
         return self.left(x) * torch.tanh(self.right(x)).amax((2, 3), keepdim=True)
 
 
+@network("summed_branches", "exact", "left.weight", 0)
+class SummedBranches(Pictured):
+    """What is stacked and summed up again must stay aligned."""
+
+    def __init__(self):
+        super().__init__(8, 12)
+        self.left = nn.Conv2d(8, 12, 1)
+        self.right = nn.Conv2d(8, 12, 3, padding=1)
+
+    def pattern(self, x):
+        return torch.stack([F.relu(self.left(x)), self.right(x)]).sum(0)
+
+
+@network("mean_of_branches", "exact", "left.weight", 0)
+class MeanOfBranches(SummedBranches):
+    def pattern(self, x):
+        return torch.stack([self.left(x), self.right(x)], -1).mean(-1)
+
+
+@network("selective_kernel", "exact", "left.weight", 0)
+class SelectiveKernel(Pictured):
+    """Two branches over the halves of the channels, weighted by a softmax over the branches."""
+
+    def __init__(self):
+        super().__init__(12, 8)
+        self.width, self.branches = 12, 2
+        self.left = nn.Conv2d(6, 8, 1)
+        self.right = nn.Conv2d(6, 8, 3, padding=1)
+        self.squeeze = nn.Conv2d(8, 6, 1)
+        self.select = nn.Conv2d(6, 16, 1)
+
+    def pattern(self, x):
+        left, right = x.split(self.width // self.branches, 1)
+        both = torch.stack([self.left(left), self.right(right)], 1)
+        chosen = self.select(F.relu(self.squeeze(both.sum(1).mean((2, 3), keepdim=True))))
+        chosen = chosen.view(len(x), self.branches, chosen.shape[1] // self.branches, 1, 1)
+        return (both * chosen.softmax(1)).sum(1)
+
+
 @network("padded_shortcut", "exact", "inner.weight", 0)
 class PaddedShortcut(Pictured):
     """A shortcut that is widened by channels of zeros: it may be fixed, what is inside the block is not."""

@@ -60,6 +60,21 @@ class SplitSizes(Pictured):
         return F.relu(self.left(left)) + self.right(right)
 
 
+@network("split_by_width", "exact", "first.weight", 0)
+class SplitByWidth(Pictured):
+    """The size of a part is computed from the width, which is an attribute."""
+
+    def __init__(self):
+        super().__init__(12, 7)
+        self.width, self.parts = 12, 2
+        self.left = nn.Conv2d(6, 7, 1)
+        self.right = nn.Conv2d(6, 7, 1)
+
+    def pattern(self, x):
+        left, right = x.split(self.width // self.parts, 1)
+        return F.relu(self.left(left)) + self.right(right)
+
+
 @network("halves", "exact", "first.weight", 0)
 class Halves(Pictured):
     """Two slices whose borders are computed from the shape."""

@@ -118,6 +118,12 @@ class Algebra:
         if len(support(index_map)) > 1:
             self.facts.grids.append(Bound(core(index_map), self._reason(why)))
 
+    def align(self, index_map: Map, dims: Sequence[int], why: str) -> None:
+        """What is summed over outer `dims` must stay aligned: whole rows or whole columns go."""
+        kept = {dim for dim in support(index_map) if dim not in dims}
+        if any(dim < last for dim in support(index_map) if dim in dims for last in kept):
+            self.grid(_with_last(index_map, kept), why)
+
     def pin(self, index_map: Map, why: str) -> None:
         """The map's atoms stay."""
         self.facts.add_pin(index_map, self._reason(why))

@@ -20,7 +20,7 @@ from keepk.graph.maps import Flags, Map, predict
 from keepk.graph.replay import Mismatch, Replay
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
-from keepk.graph.tracer import Step, Tracer
+from keepk.graph.tracer import Shaped, Step, Tracer
 from keepk.graph.wiring import Constant, Wiring
 
 ROUNDS = 60  # a bound on the wait: each is a forward pass or more, and networks of the test suite take up to 5
@@ -170,13 +170,13 @@ class Probe:
         yield constant
         origin = self._steps[number]
         up = len(origin.module.split(".")) - len(constant.module.split(".")) if constant.module else None
-        output = next(i for i, (shape, maps) in enumerate(origin.outputs) if maps is constant.maps)
+        tensor = next(i for i, (_, maps) in enumerate(origin.tensors) if maps is constant.maps)
         for step in self._steps:
             same_line = step is not origin and step.name == origin.name and step.place == origin.place
-            if not same_line or len(step.outputs) <= output or up is None:
+            if not same_line or len(step.outputs) != len(origin.outputs) or up is None:
                 continue
             path = ".".join(step.module.split(".")[: len(step.module.split(".")) - up])
-            shape, maps = step.outputs[output]
+            shape, maps = step.tensors[tensor]
             if self._holds(path, constant, shape):
                 yield replace(constant, module=path, shape=shape, maps=maps)
 
@@ -216,7 +216,7 @@ class Probe:
         return bool(fresh)
 
     def _blamed(self, found: Mismatch, units: Indices) -> Map:
-        """The atoms of units that go through the failing operation; where none do, of the space that makes it fail."""
+        """The atoms of units that come out of the failing operation, or go into it, or else make it fail."""
         graph, steps = self.graph, self._steps
         kind = graph.units.lossy == bool(graph.units.lossy[units].any())
         if found.step >= 0:
@@ -224,9 +224,9 @@ class Probe:
             same = [s for s in steps if s.name == origin.name and s.place == origin.place and s.place] or [origin]
             removable = np.zeros(len(graph.solution.classes), bool)
             removable[graph.units.classes[kind]] = True
-            atoms = self._passing(same, removable)
-            if len(atoms):
-                return atoms
+            for side in ([step.outputs for step in same], [step.inputs for step in same]):
+                if len(atoms := self._passing(side, removable)):
+                    return atoms
         culprits = self._culprits(units)
         blamed: Map = graph.units.classes[culprits[kind[culprits]]].astype(np.int32)
         return blamed
@@ -243,8 +243,8 @@ class Probe:
             spaces = failing[0]
         return np.concatenate(spaces)
 
-    def _passing(self, steps: Sequence[Step], removable: Flags) -> Map:
-        found = [m.ravel() for step in steps for _, maps in step.outputs for m in maps]
+    def _passing(self, sides: Sequence[Sequence[Shaped]], removable: Flags) -> Map:
+        found = [m.ravel() for side in sides for _, maps in side for m in maps]
         if not found:
             return np.zeros(0, np.int32)
         atoms = np.unique(np.concatenate(found))
@@ -256,8 +256,8 @@ class Probe:
 
 
 def _shrinking(step: Step, alive: Flags) -> Iterator[tuple[tuple[int, ...], tuple[Map, ...], int]]:
-    """Shape and maps of an operation's outputs, and each dim that gets smaller."""
-    for shape, maps in step.outputs:
+    """Shape and maps of an operation's outputs and inputs, and each dim that gets smaller."""
+    for shape, maps in step.tensors:
         after = predict(shape, maps, alive) or shape
         yield from ((shape, maps, dim) for dim, size in enumerate(shape) if size != after[dim])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ CREATES = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full"
            "new_empty_strided", "scalar_tensor")  # fmt: skip
 
 
+Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
+
+
 @dataclass(frozen=True)
 class Step:
     """One operation as it was seen.
@@ -34,16 +37,23 @@ class Step:
     Attributes:
         name: The operation.
         outputs: Shape and maps of each output.
+        inputs: Shape and maps of each input.
         numbers: Its arguments that are plain numbers and say nothing about shapes.
         module: In whose forward it ran.
         place: File and line in the user's program.
     """
 
     name: str
-    outputs: tuple[tuple[tuple[int, ...], tuple[Map, ...]], ...]
+    outputs: tuple[Shaped, ...]
+    inputs: tuple[Shaped, ...]
     numbers: tuple[float, ...]
     module: str
     place: str
+
+    @property
+    def tensors(self) -> tuple[Shaped, ...]:
+        """Of each output, then of each input."""
+        return (*self.outputs, *self.inputs)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -154,8 +164,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def record(self, call: Call) -> None:
         """Write the operation down."""
-        outputs = tuple((tuple(output.shape), label_of(output).maps) for output in call.outputs)
-        self.steps.append(Step(call.name, outputs, numbers_of(call), self.module, call.place))
+        outputs, inputs = (tuple(map(_shaped, tensors)) for tensors in (call.outputs, call.inputs))
+        self.steps.append(Step(call.name, outputs, inputs, numbers_of(call), self.module, call.place))
+
+
+def _shaped(tensor: Tensor) -> Shaped:
+    return tuple(tensor.shape), label_of(tensor).maps
 
 
 def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:

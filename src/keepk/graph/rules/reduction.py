@@ -18,6 +18,7 @@ def reduced(call: Call) -> None:
     dims = call.dims("dim", source.ndim)
     exact = call.name.removeprefix("aten::") in ZEROS_DO_NOT_COUNT and label_of(source).zero
     for index_map in call.maps(source):
+        call.align(index_map, dims, "is reduced")
         if not exact:
             call.lossy(index_map, dims, f"{call.name.removeprefix('aten::')} over the axis")
     call.read_by("a reduction", call.maps(source), dims)
