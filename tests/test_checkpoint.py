@@ -262,7 +262,7 @@ DAMAGES = [
         r"there is no checkpoint to read .* Give a folder that keepk.save_checkpoint wrote\.",
     ),
     (lambda folder: the_tensor_file(folder).unlink(), r"tensors-.*: cannot be read .*but checkpoint.json names it"),
-    (cut_short, r"tensors-.*: has \d+ bytes, checkpoint.json says \d+"),
+    (cut_short, r"tensors-.*: has [\d,]+ bytes, checkpoint.json says [\d,]+"),
     (flip_a_bit, r"tensors-.*: its sha256 is not the one in checkpoint.json: it is damaged"),
     (edit_the_text, r"checkpoint\.json: was edited or damaged after it was written"),
     (cut_the_text, r"checkpoint\.json: is no JSON, so it was cut short or edited"),

@@ -15,8 +15,6 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,23 @@ from torch import Tensor
 
 from keepk.deploy.arch_json import ABOUT, FORMAT, VERSION, digest, text_of
 from keepk.errors import FileError
-from keepk.run.files import made, safetensors_bytes, sync_folder, write_synced
+from keepk.run.files import made, not_written, safetensors_bytes, sweep, sync_folder, write_synced
+from keepk.run.trusted import Trusted
 from keepk.version import __version__
 
 INDEX, VALUES = "arch.json", "model.safetensors"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _OURS = re.compile(r"model-[0-9a-f]{64}\.safetensors|(model|arch)-[0-9a-f]{32}\.tmp")
+SAVED_MODEL = Trusted(
+    INDEX,
+    "saved model",
+    FORMAT,
+    VERSION,
+    digest,
+    FileError,
+    source="Give a folder of keepk.save.",
+    remedy="Save the model again.",
+)
 
 
 def write_folder(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -41,15 +50,12 @@ def write_folder(folder: Path, document: Mapping[str, Any], tensors: dict[str, T
         with made(folder):
             values = _commit(folder, document, tensors)
     except OSError as error:
-        raise FileError(
-            f"{folder}: cannot be written ({error}). Choose a folder that can be, with room for "
-            f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes. What was there is as it was."
-        ) from error
+        raise FileError(not_written(folder, tensors, error)) from error
     try:
         sync_folder(folder)
         os.replace(values, folder / VALUES)  # noqa: PTH105 - by its well-known name
         sync_folder(folder)
-        _sweep(folder)
+        sweep(folder, _OURS)
     except OSError as error:
         raise FileError(
             f"{folder}: the new model is there and keepk.load reads it, but its values are still in {values.name} or "
@@ -59,17 +65,17 @@ def write_folder(folder: Path, document: Mapping[str, Any], tensors: dict[str, T
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The model in the folder, verified to the last bit."""
-    index = folder / INDEX
+    document = SAVED_MODEL.document(folder)
+    values = document.get("values")
+    if not isinstance(values, dict) or not _SHA256.fullmatch(str(values.get("sha256"))) or "size" not in values:
+        raise FileError(f"{folder / INDEX}: is not laid out as keepk.save writes it: it names no values")
+    waiting = folder / _waiting_name(values["sha256"])
+    path = waiting if waiting.exists() else folder / VALUES
+    data = SAVED_MODEL.contents(path, values["size"], values["sha256"])
     try:
-        document = json.loads(index.read_bytes())
-    except OSError as error:
-        raise FileError(f"{index}: there is no saved model to read ({error}). Give a folder of keepk.save.") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(
-            f"{index}: is no JSON, so it was cut short or edited ({error}). Save the model again."
-        ) from error
-    _refuse_other_document(index, document)
-    return document, _read_values(folder, document["values"])
+        return document, safetensors.torch.load(data)
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise FileError(f"{path}: is no safetensors file ({error}). Save the model again.") from error
 
 
 def _commit(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
@@ -103,44 +109,3 @@ def _named_in_index(folder: Path) -> Path | None:
         return folder / _waiting_name(json.loads((folder / INDEX).read_bytes())["values"]["sha256"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def _sweep(folder: Path) -> None:
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name):
-            with suppress(OSError):  # the new model is whole: a leftover is no failure
-                path.unlink()
-
-
-def _refuse_other_document(index: Path, document: Any) -> None:
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise FileError(f"{index}: is not a {FORMAT!r}. Give a folder of keepk.save.")
-    if document.get("version") != VERSION:
-        raise FileError(
-            f"{index}: has version {document.get('version')!r}, this keepk reads version {VERSION}. "
-            f"Read it with keepk {document.get('keepk')}."
-        )
-    if document.get("sha256") != digest(document):
-        raise FileError(
-            f"{index}: was edited or damaged after it was written: its sha256 differs. Save the model again."
-        )
-    values = document.get("values")
-    if not isinstance(values, dict) or not _SHA256.fullmatch(str(values.get("sha256"))) or "size" not in values:
-        raise FileError(f"{index}: is not laid out as keepk.save writes it: it names no values")
-
-
-def _read_values(folder: Path, named: Mapping[str, Any]) -> dict[str, Tensor]:
-    waiting = folder / _waiting_name(named["sha256"])
-    path = waiting if waiting.exists() else folder / VALUES
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error}), but {INDEX} names it. Save the model again.") from error
-    if len(data) != named["size"]:
-        raise FileError(f"{path}: has {len(data):,} bytes, {INDEX} says {named['size']:,}. Save the model again.")
-    if sha256(data).hexdigest() != named["sha256"]:
-        raise FileError(f"{path}: its sha256 is not the one in {INDEX}: it is damaged or of another save. Save again.")
-    try:
-        return safetensors.torch.load(data)
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise FileError(f"{path}: is no safetensors file ({error}). Save the model again.") from error

@@ -26,10 +26,7 @@ from keepk.run.parts import (
 )
 from keepk.run.rng import check_rng_state, rng_state, set_rng_state
 from keepk.run.scheduler import SchedulerPart
-from keepk.version import __version__
 
-FORMAT = "keepk.checkpoint"
-VERSION = 1
 _FOR_INFERENCE = {"model", "ema"}
 _MAY_BE_SEVERAL = {"optimizer", "scheduler", "generator"}
 _PARTS: dict[str, Any] = {
@@ -82,14 +79,7 @@ def save_checkpoint(
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
     captured = {name: [part.capture() for part in several] for name, several in parts.items()}
     tree, tensors = encode({**captured, "rng": rng_state(), "extra": extra}, name="")
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "keepk": __version__,
-        "torch": str(torch.__version__),
-        "parts": list(parts),
-        "tree": tree,
-    }
+    document = {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}
     write_folder(Path(path), document, tensors)
 
 
@@ -125,7 +115,7 @@ def load_checkpoint(
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
     folder = Path(path)
-    document, tensors = read_folder(folder, FORMAT, VERSION)
+    document, tensors = read_folder(folder)
     resumes = bool(set(parts) - _FOR_INFERENCE)
     _refuse_other_parts(folder, set(parts), document["parts"], resumes)
     kept = _copies(parts)

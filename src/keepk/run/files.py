@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -71,3 +72,19 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sweep(folder: Path, ours: re.Pattern[str], but: str = "") -> None:
+    """Delete what earlier writes left behind, by their names; what is there whole does not depend on it."""
+    for path in folder.iterdir():
+        if ours.fullmatch(path.name) and path.name != but:
+            with suppress(OSError):
+                path.unlink()
+
+
+def not_written(folder: Path, tensors: Mapping[str, Tensor], error: OSError) -> str:
+    """What to tell a user whose folder could not be written."""
+    return (
+        f"{folder}: cannot be written ({error}). Choose a folder that can be, with room for "
+        f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes. What was there is as it was."
+    )

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import secrets
-from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,29 @@ import safetensors.torch
 from torch import Tensor
 
 from keepk.errors import CheckpointError
-from keepk.run.files import made, safetensors_bytes, sync_folder, write_synced
+from keepk.run.files import made, not_written, safetensors_bytes, sweep, sync_folder, write_synced
+from keepk.run.trusted import Trusted
+from keepk.version import __version__
 
-INDEX = "checkpoint.json"
+INDEX, FORMAT, VERSION = "checkpoint.json", "keepk.checkpoint", 1
 _OURS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors|checkpoint-[0-9a-f]{32}\.json\.tmp")
+
+
+def _digest(document: dict[str, Any]) -> str:
+    said = {key: value for key, value in document.items() if key != "sha256"}
+    return sha256(json.dumps(said, allow_nan=False).encode("ascii")).hexdigest()
+
+
+CHECKPOINT = Trusted(
+    INDEX,
+    "checkpoint",
+    FORMAT,
+    VERSION,
+    _digest,
+    CheckpointError,
+    source="Give a folder that keepk.save_checkpoint wrote.",
+    remedy="Use another checkpoint.",
+)
 
 
 def write_folder(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -37,32 +55,26 @@ def write_folder(folder: Path, document: dict[str, Any], tensors: dict[str, Tens
         with made(folder):
             name = _commit(folder, document, tensors)
     except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot be written ({error}). Choose a folder that can be, with room for "
-            f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes. What was there is as it was."
-        ) from error
+        raise CheckpointError(not_written(folder, tensors, error)) from error
     try:
         sync_folder(folder)
-        _sweep(folder, name)
+        sweep(folder, _OURS, but=name)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: the new checkpoint is there, but may not survive a power cut ({error}). Check the disk."
         ) from error
 
 
-def read_folder(folder: Path, expected_format: str, version: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The checkpoint in the folder, verified to the last bit."""
-    index = folder / INDEX
-    try:
-        document = json.loads(index.read_bytes())
-    except OSError as error:
-        raise CheckpointError(
-            f"{index}: there is no checkpoint to read ({error}). Give a folder that keepk.save_checkpoint wrote."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: is no JSON, so it was cut short or edited ({error})") from error
-    _refuse_other_document(index, document, expected_format, version)
-    return document, _read_tensors(folder, **document["tensors"])
+    document = CHECKPOINT.document(folder)
+    named = document.get("tensors")
+    if not isinstance(named, dict) or set(named) != {"file", "size", "sha256"}:
+        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it names no tensor file")
+    if not _OURS.fullmatch(str(named["file"])):
+        raise CheckpointError(f"{folder / INDEX}: names {named['file']!r}, which is no tensor file of a checkpoint")
+    data = CHECKPOINT.contents(folder / named["file"], named["size"], named["sha256"])
+    return document, safetensors.torch.load(data)
 
 
 def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
@@ -70,7 +82,8 @@ def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) 
     tensor_file, draft = folder / f"tensors-{token}.safetensors", folder / f"checkpoint-{token}.json.tmp"
     try:
         size, digest = write_synced(tensor_file, safetensors_bytes(tensors))
-        document = {**document, "tensors": {"file": tensor_file.name, "size": size, "sha256": digest}}
+        head = {"format": FORMAT, "version": VERSION, "keepk": __version__}
+        document = {**head, **document, "tensors": {"file": tensor_file.name, "size": size, "sha256": digest}}
         text = json.dumps({**document, "sha256": _digest(document)}, allow_nan=False)
         write_synced(draft, iter([text.encode("ascii")]))
         sync_folder(folder)
@@ -88,49 +101,3 @@ def _named_in_index(folder: Path) -> str:
         return str(json.loads((folder / INDEX).read_bytes())["tensors"]["file"])
     except (OSError, ValueError, LookupError, TypeError):
         return ""
-
-
-def _sweep(folder: Path, name: str) -> None:
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and path.name != name:
-            with suppress(OSError):  # the new checkpoint is whole: a leftover is no failure
-                path.unlink()
-
-
-def _digest(document: dict[str, Any]) -> str:
-    return sha256(json.dumps(document, allow_nan=False).encode("ascii")).hexdigest()
-
-
-def _refuse_other_document(index: Path, document: Any, expected_format: str, version: int) -> None:
-    if not isinstance(document, dict) or document.get("format") != expected_format:
-        raise CheckpointError(f"{index}: is not a {expected_format!r}. Give the folder that save_checkpoint wrote.")
-    if document.get("version") != version:
-        raise CheckpointError(
-            f"{index}: has version {document.get('version')!r}, this keepk reads version {version}. "
-            f"Read it with keepk {document.get('keepk')}."
-        )
-    without = {key: value for key, value in document.items() if key != "sha256"}
-    if document.get("sha256") != _digest(without):
-        raise CheckpointError(f"{index}: was edited or damaged after it was written. Use another checkpoint.")
-    named = document.get("tensors")
-    if not isinstance(named, dict) or set(named) != {"file", "size", "sha256"}:
-        raise CheckpointError(f"{index}: is not laid out as a checkpoint: it names no tensor file")
-    if not _OURS.fullmatch(str(named["file"])):
-        raise CheckpointError(f"{index}: names {named['file']!r}, which is no tensor file of a checkpoint")
-
-
-def _read_tensors(folder: Path, file: str, size: int, sha256: str) -> dict[str, Tensor]:
-    path = folder / file
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}), but {INDEX} names it") from error
-    if len(data) != size:
-        raise CheckpointError(f"{path}: has {len(data)} bytes, {INDEX} says {size}. Use another checkpoint.")
-    if _sha256(data) != sha256:
-        raise CheckpointError(f"{path}: its sha256 is not the one in {INDEX}: it is damaged. Use another checkpoint.")
-    return safetensors.torch.load(data)
-
-
-def _sha256(data: bytes) -> str:
-    return sha256(data).hexdigest()
