@@ -24,7 +24,8 @@ from keepk.cut.record import record_of
 from keepk.run.codec import encode
 from keepk.run.files import safetensors_bytes
 from keepk.run.rng import rng_state
-from resume_job import every_call, file_step, in_child, kill_after, unreferenced
+from killing import count_calls, every_call, file_step, in_child, killed
+from resume_job import unreferenced
 
 SAMPLES, BATCH, KILLS = 24, 8, 10
 IN_STEPS = keepk.Annealing(p0=0.2, n1=1, nu=0.1)
@@ -176,35 +177,16 @@ SCENARIOS = {
 }
 
 
-def count_calls(training: Training, folder: Path) -> int:
-    calls = 0
-
-    def count(*call):
-        nonlocal calls
-        calls += every_call(*call)
-        return False
-
-    kill_after(1, count)
-    training.run(folder)
-    sys.setprofile(None)
-    return calls
-
-
-def killed_run(training: Training, folder: Path, calls: int, counts: Any) -> str:
-    kill_after(calls, counts)
-    return training.run(folder)
-
-
 def scenario(name: str, folder: Path) -> dict[str, Any]:
     """One run that is killed again and again, and then left to finish."""
     built = SCENARIOS[name]()
     plan, chains = built.pruner.plan["channels"], built.pruner.state_dict()["channels"]["chains"]
     _, uninterrupted = in_child(lambda: built.run(None))
-    _, calls = in_child(lambda: count_calls(built, folder / f"{name} counted"))
+    _, calls = in_child(lambda: count_calls(lambda: built.run(folder / f"{name} counted")))
     draw, where, kills, inside_a_save, resumed_at = random.Random(name), folder / name, 0, 0, []
     for turn in range(KILLS):
         limit, counts = (draw.randint(1, calls * 2 // 5), every_call) if turn % 3 else (draw.randint(1, 160), file_step)
-        ended_by, _ = in_child(lambda limit=limit, counts=counts: killed_run(built, where, limit, counts))
+        ended_by, _ = in_child(lambda limit=limit, counts=counts: killed(lambda: built.run(where), limit, counts))
         kills += ended_by == signal.SIGKILL
         inside_a_save += unreferenced(where)
         if (where / "checkpoint.json").exists():

@@ -1,19 +1,11 @@
-"""The runs that test_resume.py kills. One warm process forks every child, so torch is imported once.
-
-Children are killed with SIGKILL at the n-th function call, counted by `sys.setprofile`: a point that repeats exactly.
-Prints a report as JSON.
-"""
+"""The runs that test_resume.py kills. Prints a report as JSON."""
 
 import json
-import os
 import random
-import shutil
 import signal
 import sys
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,10 +19,10 @@ import keepk
 from keepk.run.codec import encode
 from keepk.run.files import safetensors_bytes
 from keepk.run.rng import rng_state
+from killing import count_calls, every_call, file_step, in_child, kill_after, killed, sweep
 
 EPOCHS, SAMPLES, BATCH = 7, 240, 40
 CHAIN_SEEDS, KILLS_PER_CHAIN = (11, 12), 14
-FILE_CODE = ("keepk.run.folder", "keepk.run.files", "pathlib")
 
 
 class Net(nn.Module):
@@ -109,75 +101,6 @@ class Training:
         return sha256(json.dumps(encoded).encode() + data).hexdigest()
 
 
-def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
-    """The signal that ended a forked child (0: none), and what its work returned."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.close(reader)
-            answer = json.dumps(work())
-            sys.setprofile(None)
-            os.write(writer, answer.encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status not in (0, -signal.SIGKILL):
-        raise RuntimeError(f"a child ended with {status}")
-    return -status, json.loads(answer) if status == 0 else None
-
-
-def kill_after(calls: int, counts: Callable[[FrameType, str, Any], bool]) -> None:
-    """Have this process killed at its n-th function call (or return from one) that counts."""
-    left = calls
-
-    def count(frame, event, called):
-        nonlocal left
-        left -= counts(frame, event, called)
-        if left <= 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(count)
-
-
-def every_call(_: FrameType, event: str, __: Any) -> bool:
-    return event in ("call", "c_call")
-
-
-def file_step(frame: FrameType, event: str, called: Any) -> bool:
-    """A call of the operating system by the checkpoint folder's code, itself or through pathlib."""
-    if event not in ("c_call", "c_return") or not frame.f_globals["__name__"].startswith(FILE_CODE):
-        return False
-    if called.__name__ in ("stat", "fspath", "tell", "fileno"):
-        return False
-    owner = getattr(called, "__self__", None)
-    return getattr(owner, "__name__", None) in ("posix", "_io") or type(owner).__module__ == "_io"
-
-
-def count_calls(folder: Path) -> int:
-    calls = 0
-
-    def count(*call):
-        nonlocal calls
-        calls += every_call(*call)
-        return False
-
-    kill_after(1, count)
-    Training().run(folder)
-    sys.setprofile(None)
-    return calls
-
-
-def killed_run(folder: Path, calls: int, counts: Callable[[FrameType, str, Any], bool]) -> str:
-    kill_after(calls, counts)
-    return Training().run(folder)
-
-
 def unreferenced(folder: Path) -> bool:
     """Whether a kill left files that the index does not name: it struck inside save_checkpoint."""
     return folder.exists() and len([*folder.iterdir()]) not in (0, 2)
@@ -190,7 +113,7 @@ def chain(folder: Path, seed: int, calls: int) -> dict[str, Any]:
     for turn in range(KILLS_PER_CHAIN):
         # Calls are everywhere; file steps are in the saves and loads.
         limit, counts = (draw.randint(1, calls // 4), every_call) if turn % 2 else (draw.randint(1, 150), file_step)
-        ended_by, _ = in_child(lambda limit=limit, counts=counts: killed_run(folder, limit, counts))
+        ended_by, _ = in_child(lambda limit=limit, counts=counts: killed(lambda: Training().run(folder), limit, counts))
         kills += ended_by == signal.SIGKILL
         inside_a_save += unreferenced(folder)
     _, final = in_child(lambda: Training().run(folder))
@@ -221,26 +144,12 @@ def what_is_left(folder: Path, old: int) -> tuple[int, int]:
     return found, len([*folder.iterdir()])
 
 
-def sweep(folder: Path, old: int) -> dict[str, Any]:
-    """Kill a save at each of its file-system steps; what the folder then holds, step by step."""
-    in_child(lambda: save_value(folder, old))
-    found, files = [], []
-    while True:
-        if not old:
-            shutil.rmtree(folder)
-        if not in_child(lambda: save_value(folder, old + 1, len(found) + 1))[0]:
-            return {"found": found, "files": files}
-        held, count = in_child(lambda: what_is_left(folder, old))[1]
-        found.append(held)
-        files.append(count)
-
-
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     _, uninterrupted = in_child(lambda: Training().run(None))
-    _, calls = in_child(lambda: count_calls(folder / "counted"))
+    _, calls = in_child(lambda: count_calls(lambda: Training().run(folder / "counted")))
     chains = [chain(folder / str(seed), seed, calls) for seed in CHAIN_SEEDS]
-    sweeps = [sweep(folder / "sweep", old) for old in (0, 1)]
+    sweeps = [sweep(folder / "sweep", old, save_value, what_is_left) for old in (0, 1)]
     print(json.dumps({"uninterrupted": uninterrupted, "calls": calls, "chains": chains, "sweeps": sweeps}))
 
 

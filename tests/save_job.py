@@ -1,7 +1,6 @@
 """The saves that test_save_load.py kills at each of their file-system steps. Prints a report as JSON."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -9,10 +8,7 @@ import torch
 from torch import nn
 
 import keepk
-import resume_job
-from resume_job import file_step, in_child, kill_after
-
-resume_job.FILE_CODE = ("keepk.run.folder", "keepk.run.files", "keepk.deploy.folder", "pathlib")
+from killing import file_step, kill_after, sweep
 
 
 def build():
@@ -55,20 +51,6 @@ def what_is_left(folder: Path, old: int) -> tuple[int, list[str]]:
     return found, sorted(path.name for path in folder.iterdir())
 
 
-def sweep(folder: Path, old: int) -> dict[str, list]:
-    """Kill a save at each of its file-system steps; what the folder then holds, step by step."""
-    in_child(lambda: save_value(folder, max(old, 1)))
-    found, files = [], []
-    while True:
-        if not old:
-            shutil.rmtree(folder)
-        if not in_child(lambda: save_value(folder, old + 1, len(found) + 1))[0]:
-            return {"found": found, "files": files}
-        held, names = in_child(lambda: what_is_left(folder, old))[1]
-        found.append(held)
-        files.append(names)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([sweep(Path(sys.argv[1]) / "model", old) for old in (0, 1)]))
+    print(json.dumps([sweep(Path(sys.argv[1]) / "model", old, save_value, what_is_left) for old in (0, 1)]))
