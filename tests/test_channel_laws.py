@@ -32,8 +32,17 @@ NO_EXACT_CHANNEL = (
     "topk_over_channels",
     "sort_over_channels",
     "literal_sizes",
+    "another_width",
 )
-BOUND = ("grouped", "grouped_transposed", "channel_shuffle", "chunk", "halves")
+BOUND = (
+    "grouped",
+    "grouped_transposed",
+    "channel_shuffle",
+    "chunk",
+    "halves",
+    "one_number_for_two",
+    "one_size_for_all_heads",
+)
 
 # At the usual eps Adam makes steps of full length out of gradients that are zero but for rounding.
 ADAM = partial(torch.optim.Adam, lr=1e-3, eps=1e-4)

@@ -93,6 +93,39 @@ def test_slow_shrunk_is_masked_in_a_thousand_networks(seed):
     check_shrunk_is_masked(random_network(seed), seed=seed)
 
 
+def check_spaces_shrink_alone(network):
+    """Widths that are equal by chance may become unequal: nothing is known of that when all lose the same share."""
+    model, example = network
+    graph = keepk.trace(model, example)
+    for number in range(len(graph.choices())):
+        twin = copy.deepcopy(model)
+        own = keepk.trace(twin, example)
+        blocks = own.choices()[number]
+        some = [block[~own.units.lossy[block]] for block in blocks]
+        if min(len(block) for block in blocks) < 2 or min(map(len, some)) == 0:
+            continue
+        units = np.concatenate([block[:1] for block in some])
+        oracle = masked(twin, own, own.edits(units).units)  # with a source all of its readings go
+        keepk.shrink(twin, own, units)
+        assert relative_error(output(oracle, example), output(twin, example)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_space_shrinks_alone(name):
+    check_spaces_shrink_alone(NETWORKS[name]())
+
+
+@given(network=random_networks())
+@settings(deadline=None, max_examples=15)
+def test_every_space_of_random_networks_shrinks_alone(network):
+    check_spaces_shrink_alone(network)
+
+
+@pytest.mark.parametrize("seed", SLOW_SEEDS)
+def test_slow_every_space_of_a_thousand_networks_shrinks_alone(seed):
+    check_spaces_shrink_alone(random_network(seed))
+
+
 def halves(graph, units):
     """Two parts of a choice, each of which takes equal numbers of every block."""
     wanted, first = set(units.tolist()), set()

@@ -8,11 +8,12 @@ from torch import nn
 
 import keepk
 from keepk.cut import dead_ops
-from keepk.errors import TraceError
-from keepk.graph import bindings, probe, shell, solve
+from keepk.errors import ShrinkError, TraceError
+from keepk.graph import bindings, probe, replay, shell, solve
 from keepk.graph.facts import Bound, Facts, Reason
 from keepk.graph.union import Union
 from masked import masked, relative_error
+from networks import NETWORKS
 from strategies import seeds
 
 
@@ -126,6 +127,61 @@ def test_the_first_failure_speaks_for_all_alike(monkeypatch):
         check_both_modes(model, torch.randn(5, 6, dtype=torch.float64))
         tries[blocks] = len(copies)
     assert tries[8] == tries[2]
+
+
+def test_exact_units_that_fail_beside_lossy_ones_are_blamed(monkeypatch):
+    """Rounds that blame nobody would be tried to the last."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    tries = []
+
+    def attempt(trying, units, _constants=None):
+        tries.append(trying.graph.units.lossy[units])
+        besides = any(lossy.any() for lossy in tries) and not tries[-1].all()
+        return replay.Mismatch(-1, "does not fit") if besides else None
+
+    monkeypatch.setattr(probe.Probe, "_attempt", attempt)
+    graph = keepk.trace(model, torch.randn(3, 4))
+    assert spaces(graph) == {"2": 8}
+    assert len(tries) < 12
+
+
+class Table(nn.Module):
+    """Heads of a literal size, and a long list of indices, many of which are that size."""
+
+    def __init__(self, entries):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 12), nn.Linear(12, 3)
+        self.indices = [12] * entries
+
+    def forward(self, x):
+        return self.second(self.first(x).view(-1, 12))
+
+
+def test_a_table_of_indices_is_no_list_of_sizes():
+    graph = keepk.trace(Table(1), torch.randn(3, 4))
+    assert "the size is written in the model's Python" in reasons(graph, "first.weight", 0)[0]
+    with_table = probe._holding(Table(1_000), 12)
+    assert not with_table
+    assert probe._holding(Table(3), 12) == [("indices", 0), ("indices", 1), ("indices", 2)]
+
+
+def test_one_number_for_two_widths_keeps_them_equal():
+    model, example = NETWORKS["one_number_for_two"]()
+    graph = keepk.trace(model, example)
+    [[left, right]] = graph.bindings
+    assert len(left) == len(right) == 6
+    with pytest.raises(ShrinkError, match=r"must lose equally many .* has its size in 'width', as another part"):
+        keepk.shrink(model, graph, left[:2])
+    keepk.shrink(model, graph, [*left[:2], *right[3:5]])
+    assert model.width == 4
+    model(example)
+
+
+def test_one_size_for_all_heads_keeps_them_equal():
+    model, example = NETWORKS["one_size_for_all_heads"]()
+    graph = keepk.trace(model, example)
+    [blocks] = graph.bindings
+    assert [len(block) for block in blocks] == [6] * 4
 
 
 @given(seed=seeds)

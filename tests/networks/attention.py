@@ -32,6 +32,23 @@ class AttentionByHand(nn.Module):
         return self.out(joined(weights @ value))
 
 
+@network("one_size_for_all_heads", "exact", "value.weight", 0, example=sequences)
+class OneSizeForAllHeads(nn.Module):
+    """The number of heads is literal; their size is one attribute for queries, keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 6
+        self.query, self.key, self.value = (nn.Linear(7, 12) for _ in range(3))
+        self.out = nn.Linear(12, 7)
+
+    def forward(self, x):
+        shape = len(x), x.shape[1], 2, self.size
+        query, key, value = (f(x).view(shape).transpose(1, 2) for f in (self.query, self.key, self.value))
+        attended = (query @ key.transpose(2, 3)).softmax(-1) @ value
+        return self.out(attended.transpose(1, 2).reshape(len(x), x.shape[1], 2 * self.size))
+
+
 @network("fused_qkv", "exact", "qkv.weight", 0, example=sequences)
 class FusedQkv(nn.Module):
     def __init__(self):

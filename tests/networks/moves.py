@@ -75,6 +75,34 @@ class SplitByWidth(Pictured):
         return F.relu(self.left(left)) + self.right(right)
 
 
+@network("one_number_for_two", "exact", "left.weight", 0)
+class OneNumberForTwo(Pictured):
+    """Two widths that one attribute stands for: they stay equal."""
+
+    def __init__(self):
+        super().__init__(8, 12)
+        self.width = 6
+        self.left = nn.Conv2d(8, 6, 1)
+        self.right = nn.Conv2d(8, 6, 1)
+
+    def pattern(self, x):
+        sizes = len(x), self.width, *x.shape[2:]
+        left, right = (F.relu(branch(x)).reshape(sizes) for branch in (self.left, self.right))
+        return torch.cat([left, right], 1)
+
+
+@network("another_width", "fixed", "second.weight", 0)
+class AnotherWidth(Pictured):
+    """A width that is read from another tensor, and is equal by chance."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.second = nn.Conv2d(8, 8, 1)
+
+    def pattern(self, x):
+        return F.relu(self.second(x)).reshape(x.shape)
+
+
 @network("halves", "exact", "first.weight", 0)
 class Halves(Pictured):
     """Two slices whose borders are computed from the shape."""

@@ -135,8 +135,10 @@ def _against(blocks: Sequence[Classes], block_of: dict[int, tuple[int, int]], bi
     owners = {place[0] for place in flat if place is not None}
     if len(owners) > 1 or any(place is None for place in flat):
         return "conflict"
-    # Each block of the known binding lies in one of these, and all of these have equally many of them.
+    # Each of these is made of whole blocks of the known binding, and of equally many.
     inside = [{place[1] for place in places if place is not None} for places in known]
-    total = sum(map(len, inside))
-    finer = total == len(set().union(*inside)) and len({len(numbers) for numbers in inside}) == 1
-    return "known" if finer and total == len(bindings[owners.pop()].blocks) else "conflict"
+    finer = bindings[owners.pop()].blocks
+    whole = all(
+        len(block) == sum(len(finer[n]) for n in numbers) for block, numbers in zip(blocks, inside, strict=True)
+    )
+    return "known" if whole and len({len(numbers) for numbers in inside}) == 1 else "conflict"

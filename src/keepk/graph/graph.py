@@ -1,9 +1,11 @@
 """The graph of a model: its units, their spaces, what is fixed and why, and what a removal would cut."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import floor
+from itertools import count, repeat
+from math import ceil, floor
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 from keepk.graph.wiring import Constant, Wiring
 from keepk.plan.numbers import exact_share
+
+Going: TypeAlias = Callable[[int, int], int]  # of so many that may be chosen, and so many living ones, how many go
+ALIGNED = 8  # some of torch's kernels refuse widths that are no multiple of this
 
 
 @dataclass(eq=False)
@@ -59,6 +64,14 @@ class Graph:
         are taken of blocks that are bound, and something is left everywhere.
         """
         exact = exact_share(share, "choose: share", ShrinkError)
+        return self._chosen(repeat(_share(exact)), seed, lossy=lossy)
+
+    def choose_unevenly(self, *, lossy: bool = False) -> Indices:
+        """Another share of every space, so that widths which are equal by chance do not stay so."""
+        return self._chosen(map(_uneven_share, count()), seed=1, lossy=lossy)
+
+    def _chosen(self, going: Iterable[Going], seed: int | None, *, lossy: bool) -> Indices:
+        """By what is chosen from as one, how many go."""
         rank = (
             np.zeros(len(self.units), np.int64)
             if seed is None
@@ -68,7 +81,10 @@ class Graph:
         for space in self.spaces:
             if space.kind == "source":
                 free[space.units] = False
-        chosen = [_first_of(blocks, rank, self.alive, free, exact) for blocks in self.choices()]
+        chosen = [
+            _first_of(blocks, rank, self.alive, free, how_many)
+            for blocks, how_many in zip(self.choices(), going, strict=False)
+        ]
         return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
 
     def _with_sources_left(self, chosen: Indices) -> Indices:
@@ -240,9 +256,25 @@ class Graph:
                 yield Selection(read.module, positions[readers])
 
 
-def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, share: Fraction) -> Indices:
+def _share(share: Fraction) -> Going:
+    """That share, rounded down; one stays."""
+    return lambda choosable, living: min(floor(choosable * share), living - 1)
+
+
+def _uneven_share(place: int) -> Going:
+    """Another share at every place. What stays are two or more, since torch goes other ways about dims of size 1."""
+    share = Fraction(1 + 5 * place % 8, 9)
+
+    def going(choosable: int, living: int) -> int:
+        left = max(living - floor(choosable * share), 2)
+        return living - (left if living < 4 * ALIGNED else ceil(left / ALIGNED) * ALIGNED)
+
+    return going
+
+
+def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, going: Going) -> Indices:
     """The same number of each block: the lowest ranks, and in the order of the block where ranks are equal."""
     living = [block[alive[block]] for block in blocks]
     members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
-    count = min(min(floor(len(some) * share), len(all_) - 1) for some, all_ in zip(members, living, strict=True))
+    count = min(going(len(some), len(all_)) for some, all_ in zip(members, living, strict=True))
     return np.concatenate([some[: max(count, 0)] for some in members])

@@ -16,15 +16,17 @@ from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits, Indices
 from keepk.graph.facts import Bound, Line, Lines, Reason
 from keepk.graph.graph import Graph
-from keepk.graph.maps import Flags, Map, predict
+from keepk.graph.maps import Flags, Map, fibres, predict, support
 from keepk.graph.replay import Mismatch, Replay
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
 from keepk.graph.tracer import Shaped, Step, Tracer
+from keepk.graph.union import Classes
 from keepk.graph.wiring import Constant, Wiring
 
 ROUNDS = 60  # a bound on the wait: each is a forward pass or more, and networks of the test suite take up to 5
 PARENTS = 3  # how far up a number may be kept
+SIZES = 64  # how many numbers a list of sizes has at most: longer ones are tables of indices
 
 
 @dataclass
@@ -55,17 +57,18 @@ class Probe:
         self._modules = dict(self.workshop.model.named_modules())
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
+        self._ties = dict[tuple[object, int], Bound]()  # parts whose size is one number in the model's Python
         self._literal = set[tuple[str, str]]()  # slices with numbers of their own, which bind no parts
         self.graph = self._solved()
 
     def _solved(self) -> Graph:
         known = self.tracer.facts
         even = [bound for bound in known.even if (bound.reason.operation, bound.reason.place) not in self._literal]
-        facts = replace(known, lossy=[*known.lossy, *self.lossy], even=even)
+        facts = replace(known, lossy=[*known.lossy, *self.lossy], even=[*even, *self._ties.values()])
         return Graph(self.wiring, solve(facts, self.tracer.atoms.count, self.pins, self._loosened), self.constants)
 
     def settle(self) -> Graph:
-        """Try half of the exact units of every space, then of all units, until everything fits."""
+        """Try half of the exact units of every space, and another share of each, then of all units, until all fits."""
         fitting = None
         while self.graph is not fitting:  # what gives way for lossy units may loosen exact ones: try those again
             self._try_out(lossy=False)
@@ -77,16 +80,21 @@ class Probe:
         """Cut copies until one fits; where none does, all units of the kind stay."""
         failing = 0
         for _ in range(ROUNDS):
-            units = self.graph.choose(0.5, seed=0, lossy=lossy)
-            if not len(units) or (lossy and not self.graph.units.lossy[units].any()):
-                return
-            found = self._attempt(units)
+            units, found = self._first_failure(lossy=lossy)
             if found is None:
                 return
-            if not self._repaired(found, units):
+            if not self._repaired(found, units) and not self._tied(found, units):
                 self._give_up(found, units)
             failing = max(found.step, 0)
         self._fix_all(self._steps[failing], lossy=lossy)
+
+    def _first_failure(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
+        """Of half of every space and of uneven shares, which do not fit; None if both do."""
+        for units in (self.graph.choose(0.5, seed=0, lossy=lossy), self.graph.choose_unevenly(lossy=lossy)):
+            of_kind = self.graph.units.lossy[units] == lossy
+            if of_kind.any() and (found := self._attempt(units)) is not None:
+                return units, found
+        return units, None
 
     def _fix_all(self, step: Step, *, lossy: bool) -> None:
         """Nothing is known of what was not tried out to the end."""
@@ -165,6 +173,24 @@ class Probe:
                 for attribute, item in _holding(self._modules.get(path), shape[dim]):
                     yield Constant(path, attribute, item, shape, maps, dim)
 
+    def _tied(self, found: Mismatch, units: Indices) -> bool:
+        """Where one number stands for two widths, equally many go of both; whether that is news."""
+        if found.step < 0 or found.number:
+            return False
+        known = {(c.module, c.attribute, c.item): c for c in self.constants}
+        before = len(self._ties)
+        for new in self._candidates(found.step, units):
+            old = known.get(key := (new.module, new.attribute, new.item))
+            if old is not None and (key, found.step) not in self._ties:
+                step = self._steps[found.step]
+                reason = Reason(
+                    f"has its size in {new.attribute!r}, as another part", step.name, step.module, step.place
+                )
+                self._ties[key, found.step] = Bound(np.concatenate([_rows(old), _rows(new)]), reason)
+        if len(self._ties) > before:
+            self.graph = self._solved()
+        return len(self._ties) > before
+
     def _siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
         """The same attribute in every module of that class, wherever the same line did the same operation."""
         yield constant
@@ -188,7 +214,7 @@ class Probe:
 
     def _give_up(self, found: Mismatch, units: Indices) -> None:
         """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
-        atoms = self._blamed(found, units)
+        found, atoms = self._blamed(found, units)
         step = self._steps[max(found.step, 0)]
         if not found.number and self._loosen_heads(atoms):
             return
@@ -215,33 +241,41 @@ class Probe:
             self.graph = self._solved()
         return bool(fresh)
 
-    def _blamed(self, found: Mismatch, units: Indices) -> Map:
-        """The atoms of units that come out of the failing operation, or go into it, or else make it fail."""
-        graph, steps = self.graph, self._steps
-        kind = graph.units.lossy == bool(graph.units.lossy[units].any())
-        if found.step >= 0:
-            origin = steps[found.step]
-            same = [s for s in steps if s.name == origin.name and s.place == origin.place and s.place] or [origin]
-            removable = np.zeros(len(graph.solution.classes), bool)
-            removable[graph.units.classes[kind]] = True
-            for side in ([step.outputs for step in same], [step.inputs for step in same]):
-                if len(atoms := self._passing(side, removable)):
-                    return atoms
-        culprits = self._culprits(units)
-        blamed: Map = graph.units.classes[culprits[kind[culprits]]].astype(np.int32)
-        return blamed
+    def _blamed(self, found: Mismatch, units: Indices) -> tuple[Mismatch, Map]:
+        """What fails, and the atoms of units that come out of the operation, or go into it, or else make it fail."""
+        units_of = self.graph.units
+        kind = units_of.lossy == bool(units_of.lossy[units].any())
+        atoms = self._through(found.step, units_of.classes[kind])
+        if len(atoms):
+            return found, atoms
+        found, culprits = self._culprits(found, units)
+        mine = culprits[kind[culprits]]
+        blamed: Map = units_of.classes[mine if len(mine) else culprits].astype(np.int32)
+        return found, blamed
 
-    def _culprits(self, units: Indices) -> Indices:
-        """The units of the spaces whose removal alone fails, found by halving."""
+    def _through(self, number: int, classes: Classes) -> Map:
+        """The atoms of these classes that come out of an operation, or go into it, wherever that line runs."""
+        if number < 0:
+            return np.zeros(0, np.int32)
+        origin = self._steps[number]
+        same = [s for s in self._steps if s.name == origin.name and s.place == origin.place and s.place] or [origin]
+        removable = np.zeros(len(self.graph.solution.classes), bool)
+        removable[classes] = True
+        atoms = self._passing([step.outputs for step in same], removable)
+        return atoms if len(atoms) else self._passing([step.inputs for step in same], removable)
+
+    def _culprits(self, found: Mismatch, units: Indices) -> tuple[Mismatch, Indices]:
+        """The units of the spaces whose removal alone fails, found by halving, and how they fail."""
         spaces = [np.concatenate(blocks) for blocks in self.graph.choices()]
         spaces = [space for space in spaces if np.isin(space, units).any()]
         while len(spaces) > 1:
             halves = spaces[: len(spaces) // 2], spaces[len(spaces) // 2 :]
-            failing = [half for half in halves if self._attempt(np.intersect1d(np.concatenate(half), units))]
-            if not failing:
+            tries = ((half, self._attempt(np.intersect1d(np.concatenate(half), units))) for half in halves)
+            failing = next(((half, why) for half, why in tries if why is not None), None)
+            if failing is None:
                 break
-            spaces = failing[0]
-        return np.concatenate(spaces)
+            spaces, found = failing
+        return found, np.concatenate(spaces)
 
     def _passing(self, sides: Sequence[Sequence[Shaped]], removable: Flags) -> Map:
         found = [m.ravel() for side in sides for _, maps in side for m in maps]
@@ -262,6 +296,12 @@ def _shrinking(step: Step, alive: Flags) -> Iterator[tuple[tuple[int, ...], tupl
         yield from ((shape, maps, dim) for dim, size in enumerate(shape) if size != after[dim])
 
 
+def _rows(constant: Constant) -> Map:
+    """The atoms along the dim that a constant counts, a row for each place in the other dims."""
+    [index_map] = [m for m in constant.maps if constant.dim in support(m)]
+    return fibres(index_map, [dim for dim in support(index_map) if dim != constant.dim])
+
+
 def _upwards(path: str) -> Iterator[str]:
     """A module's path, and those of its parents."""
     for _ in range(PARENTS):
@@ -279,6 +319,6 @@ def _holding(module: nn.Module | None, size: int) -> list[tuple[str, int | None]
             continue
         if isinstance(value, int) and value == size:
             found.append((attribute, None))
-        elif isinstance(value, list | tuple) and all(type(entry) is int for entry in value):
+        elif isinstance(value, list | tuple) and len(value) <= SIZES and all(type(entry) is int for entry in value):
             found += [(attribute, item) for item, entry in enumerate(value) if entry == size]
     return found
