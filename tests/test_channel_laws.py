@@ -33,6 +33,7 @@ NO_EXACT_CHANNEL = (
     "sort_over_channels",
     "literal_sizes",
     "another_width",
+    "row_by_width",
 )
 BOUND = (
     "grouped",

@@ -127,6 +127,38 @@ class ScaleFromShape(nn.Module):
         return self.out(weights @ value)
 
 
+@network("scale_from_tensor", "inexact", "query.weight", 0, example=sequences)
+class ScaleFromTensor(ScaleFromShape):
+    """The scale is a tensor that is made of the size."""
+
+    def forward(self, x):
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        scale = torch.sqrt(torch.tensor(query.shape[-1], dtype=query.dtype))
+        return self.out((query @ key.transpose(1, 2) / scale).softmax(-1) @ value)
+
+
+@network("rotated_pairs", "exact", "value.weight", 0, example=sequences)
+class RotatedPairs(nn.Module):
+    """Rotary positions over pairs of neighbours: places within a head stay, heads may go."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 4
+        self.query, self.key, self.value = (nn.Linear(7, 24) for _ in range(3))
+        self.out = nn.Linear(24, 7)
+
+    def forward(self, x):
+        query, key, value = (heads(layer(x), self.count) for layer in (self.query, self.key, self.value))
+        weights = (self.rotated(query) @ self.rotated(key).transpose(2, 3)).softmax(-1)
+        return self.out(joined(weights @ value))
+
+    def rotated(self, x):
+        angles = torch.arange(x.shape[2], dtype=x.dtype)[:, None]
+        even, odd = x[..., ::2], x[..., 1::2]
+        turned = even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos()
+        return torch.stack(turned, -1).flatten(-2)
+
+
 @network("scale_from_default", "inexact", "query.weight", 0, example=sequences)
 class ScaleFromDefault(nn.Module):
     """The same temperature, inside torch's fused attention."""

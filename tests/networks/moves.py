@@ -103,6 +103,60 @@ class AnotherWidth(Pictured):
         return F.relu(self.second(x)).reshape(x.shape)
 
 
+@network("halves_of_two_moments", "exact", "first.weight", 0)
+class HalvesOfTwoMoments(Pictured):
+    """As the read-out of a bidirectional LSTM: one half of the last row, and the other half of the first."""
+
+    def __init__(self):
+        super().__init__(12, 12)
+        self.half = 6
+
+    def pattern(self, x):
+        return torch.cat([x[:, : self.half, 1:], x[:, self.half :, :-1]], 1)
+
+
+@network("rows_of_a_table", "exact", "first.weight", 0)
+class RowsOfATable(Pictured):
+    """The rows are counted by the program; their entries are channels."""
+
+    def __init__(self):
+        super().__init__(12, 12)
+        self.shifts = nn.Parameter(torch.randn(3, 12))
+        self.scales = nn.Parameter(torch.randn(2, 12))
+
+    def pattern(self, x):
+        for number in range(3):
+            x = F.relu(x + self.shifts[number, :, None, None])
+        left, right = self.scales.unbind(0)
+        return x * (left * right)[:, None, None]
+
+
+@network("row_by_width", "inexact", "first.weight", 0)
+class RowByWidth(Pictured):
+    """Which row of pixels is read depends on the number of channels."""
+
+    def __init__(self):
+        super().__init__(12, 12)
+
+    def pattern(self, x):
+        return x + x[:, :, x.shape[1] // 4, None]
+
+
+@network("kernels_of_each_picture", "fixed", "kernel", 1)
+class KernelsOfEachPicture(Pictured):
+    """A batch of convolutions as one grouped convolution, with weights that are made for each picture."""
+
+    def __init__(self):
+        super().__init__(6, 8)
+        self.kernel = nn.Parameter(torch.randn(8, 6, 1, 1))
+        self.style = nn.Linear(6, 6)
+
+    def pattern(self, x):
+        weight = self.kernel * self.style(x.mean((2, 3)))[:, None, :, None, None]
+        folded = x.reshape(1, -1, *x.shape[2:])
+        return F.conv2d(folded, weight.flatten(0, 1), groups=len(x)).view(len(x), -1, *x.shape[2:])
+
+
 @network("halves", "exact", "first.weight", 0)
 class Halves(Pictured):
     """Two slices whose borders are computed from the shape."""

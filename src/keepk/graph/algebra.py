@@ -202,15 +202,22 @@ class Algebra:
         if kind is Line.SHARE:
             self.grid(_with_last(cells, dims), why)
 
+    def stays_along(self, index_map: Map, dim: int, why: str) -> bool:
+        """Nothing goes along a dim; whether there are others, along which rows may go as a whole."""
+        return self._stays(index_map, {dim}, why, why)
+
     def _meet_untracked(self, index_map: Map, missing: set[int], why: str) -> bool:
-        if missing == set(support(index_map)):
-            self.pin(index_map, f"{why} with an axis that has no channels")
+        return self._stays(index_map, missing, why, f"{why} with an axis that has no channels")
+
+    def _stays(self, index_map: Map, dims: set[int], why: str, pinned: str) -> bool:
+        if dims == set(support(index_map)):
+            self.pin(index_map, pinned)
             return False
-        sizes = [size if dim in missing else 1 for dim, size in enumerate(index_map.shape)]
+        sizes = [size if dim in dims else 1 for dim, size in enumerate(index_map.shape)]
         parents = self.atoms.new(int(np.prod(sizes))).reshape(sizes)
-        self.pin(parents, f"{why} with an axis that has no channels")
+        self.pin(parents, pinned)
         self.facts.add_line(parents, index_map, Line.SHARE)
-        self.grid(_with_last(index_map, missing), why)
+        self.grid(_with_last(index_map, dims), why)
         return True
 
 

@@ -22,6 +22,7 @@ class Recorder(Protocol):
     atoms: Atoms
     facts: Facts
     groups: dict[str, int]
+    tensors: dict[str, tuple[Map, ...]]
 
     @property
     def module(self) -> str:
@@ -157,10 +158,13 @@ class Call(Algebra):
         """Write down that a tensor scales or shifts channels on their way."""
         self._role(tensor, tensor.ndim - 1, Role.CARRIER)
 
-    def needs_groups(self, index_map: Map, groups: int) -> None:
-        """The second axis of this weight is one axis for each group: the trace is begun again with that."""
+    def needs_groups(self, index_map: Map, groups: int, rows: int) -> None:
+        """The second axis of a weight with so many rows is one axis for each group: the trace is begun again with that.
+
+        A weight that is made anew for each picture has other rows than the parameter that it is made of.
+        """
         axis = self.atoms.axis(int(index_map.max()))
-        if axis.tensor:
+        if axis.tensor and rows == max(m.shape[0] for m in self._trace.tensors[axis.tensor]):
             self._trace.groups[axis.tensor] = groups
 
     def reads(self, maps: Sequence[Map], carriers: Sequence[Tensor]) -> bool:

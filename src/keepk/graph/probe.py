@@ -26,6 +26,7 @@ from keepk.graph.wiring import Constant, Wiring
 
 ROUNDS = 60  # a bound on the wait: each is a forward pass or more, and networks of the test suite take up to 5
 PARENTS = 3  # how far up a number may be kept
+PICKS = ("aten::select", "aten::unbind")  # these take rows by their number
 SIZES = 64  # how many numbers a list of sizes has at most: longer ones are tables of indices
 
 
@@ -57,7 +58,7 @@ class Probe:
         self._modules = dict(self.workshop.model.named_modules())
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
-        self._ties = dict[tuple[object, int], Bound]()  # parts whose size is one number in the model's Python
+        self._ties = dict[bytes, Bound]()  # parts whose size is one number in the model's Python
         self._literal = set[tuple[str, str]]()  # slices with numbers of their own, which bind no parts
         self.graph = self._solved()
 
@@ -83,7 +84,7 @@ class Probe:
             units, found = self._first_failure(lossy=lossy)
             if found is None:
                 return
-            if not self._repaired(found, units) and not self._tied(found, units):
+            if not self._repaired(found, units) and not self._tied(found):
                 self._give_up(found, units)
             failing = max(found.step, 0)
         self._fix_all(self._steps[failing], lossy=lossy)
@@ -165,28 +166,35 @@ class Probe:
         self.constants[:] = known.values()  # the graph holds this very list
         return bool(best)
 
-    def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
-        """Attributes of the module and its parents that are the old size of something that should have shrunk."""
-        step, alive = self._steps[number], self._alive(units)
-        for shape, maps, dim in _shrinking(step, alive):
-            for path in _upwards(step.module):
-                for attribute, item in _holding(self._modules.get(path), shape[dim]):
-                    yield Constant(path, attribute, item, shape, maps, dim)
+    def _numbers(self, number: int) -> Iterator[Constant]:
+        """Attributes of an operation's module and its parents that are the old size of a dim with channels."""
+        step = self._steps[number]
+        for shape, maps in step.tensors:
+            for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
+                for path in _upwards(step.module):
+                    for attribute, item in _holding(self._modules.get(path), shape[dim]):
+                        yield Constant(path, attribute, item, shape, maps, dim)
 
-    def _tied(self, found: Mismatch, units: Indices) -> bool:
+    def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
+        """Those of something that should have shrunk."""
+        alive = self._alive(units)
+        for constant in self._numbers(number):
+            after = predict(constant.shape, constant.maps, alive)
+            if after is not None and after[constant.dim] != constant.shape[constant.dim]:
+                yield constant
+
+    def _tied(self, found: Mismatch) -> bool:
         """Where one number stands for two widths, equally many go of both; whether that is news."""
         if found.step < 0 or found.number:
             return False
+        step, before = self._steps[found.step], len(self._ties)
         known = {(c.module, c.attribute, c.item): c for c in self.constants}
-        before = len(self._ties)
-        for new in self._candidates(found.step, units):
-            old = known.get(key := (new.module, new.attribute, new.item))
-            if old is not None and (key, found.step) not in self._ties:
-                step = self._steps[found.step]
-                reason = Reason(
-                    f"has its size in {new.attribute!r}, as another part", step.name, step.module, step.place
-                )
-                self._ties[key, found.step] = Bound(np.concatenate([_rows(old), _rows(new)]), reason)
+        for new in self._numbers(found.step):
+            old = known.get((new.module, new.attribute, new.item))
+            if old is not None and len(rows := _rows_of_both(old, new)):
+                why = f"has its size in {new.attribute!r}, as another part"
+                bound = Bound(rows, Reason(why, step.name, step.module, step.place))
+                self._ties.setdefault(rows.tobytes(), bound)
         if len(self._ties) > before:
             self.graph = self._solved()
         return len(self._ties) > before
@@ -261,8 +269,12 @@ class Probe:
         same = [s for s in self._steps if s.name == origin.name and s.place == origin.place and s.place] or [origin]
         removable = np.zeros(len(self.graph.solution.classes), bool)
         removable[classes] = True
-        atoms = self._passing([step.outputs for step in same], removable)
-        return atoms if len(atoms) else self._passing([step.inputs for step in same], removable)
+        outside = self._passing([step.outputs for step in same], removable)
+        inside = self._passing([step.inputs for step in same], removable)
+        if origin.name in PICKS:
+            inside = np.setdiff1d(inside, outside)  # the rows, of which one is there no more
+            return inside if len(inside) else outside
+        return outside if len(outside) else inside
 
     def _culprits(self, found: Mismatch, units: Indices) -> tuple[Mismatch, Indices]:
         """The units of the spaces whose removal alone fails, found by halving, and how they fail."""
@@ -289,17 +301,19 @@ class Probe:
         return alive_atoms(self.graph.solution.classes, self.graph.units.classes[removed])
 
 
-def _shrinking(step: Step, alive: Flags) -> Iterator[tuple[tuple[int, ...], tuple[Map, ...], int]]:
-    """Shape and maps of an operation's outputs and inputs, and each dim that gets smaller."""
-    for shape, maps in step.tensors:
-        after = predict(shape, maps, alive) or shape
-        yield from ((shape, maps, dim) for dim, size in enumerate(shape) if size != after[dim])
+def _rows_of_both(one: Constant, other: Constant) -> Map:
+    """The atoms along the dims that two constants count, a row for each place in other dims; none if they are alike."""
+    mine, theirs = _rows(one), _rows(other)
+    if not len(mine) or not len(theirs) or np.isin(mine, theirs).any():
+        return np.zeros((0, 0), np.int32)
+    return np.concatenate([mine, theirs])
 
 
 def _rows(constant: Constant) -> Map:
-    """The atoms along the dim that a constant counts, a row for each place in the other dims."""
-    [index_map] = [m for m in constant.maps if constant.dim in support(m)]
-    return fibres(index_map, [dim for dim in support(index_map) if dim != constant.dim])
+    along = [index_map for index_map in constant.maps if constant.dim in support(index_map)]
+    if len(along) != 1:  # two axes that are folded into one
+        return np.zeros((0, 0), np.int32)
+    return fibres(along[0], [dim for dim in support(along[0]) if dim != constant.dim])
 
 
 def _upwards(path: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from keepk.graph.call import Call
+from keepk.graph.created import CREATED
 from keepk.graph.edits import Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.label import label_of, set_label
@@ -76,14 +77,26 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         else:
             super()._apply_rule(call)
 
+    def record_numbers(self, numbers: tuple[float, ...]) -> None:
+        """Hold the numbers that a tensor is made of against the first trace."""
+        steps, number = self._first.steps, self._next()
+        if number == len(steps) or steps[number].name != CREATED:
+            raise Mismatch(self.position, f"a tensor is made of {numbers}, which was not so before")
+        self._position = number + 1
+        self._compare_numbers(steps[number], numbers, number)
+
     def record(self, call: Call) -> None:
         """Hold the operation against the first trace and give its outputs the ids that they had there."""
         step = self._matching_movement(call) if call.name in MAY_DIFFER else self._matching(call)
         if step is None:
             return
         blamed = self._position - 1 if self._doubtful is None else self._doubtful
-        self._compare_numbers(step, call, blamed)
-        for output, (shape, maps) in zip(call.outputs, step.outputs, strict=False):
+        self._compare_numbers(step, numbers_of(call), blamed)
+        if call.name not in MAY_DIFFER and self.module not in self._selected:
+            self._compare_inputs(step, call, blamed)
+        if len(call.outputs) != len(step.outputs):
+            raise Mismatch(blamed, f"{call.name} gave {len(call.outputs)} parts, expected {len(step.outputs)}")
+        for output, (shape, maps) in zip(call.outputs, step.outputs, strict=True):
             self._compare(call, output, shape, maps, blamed)
         self._doubtful = None
 
@@ -107,9 +120,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def _matching(self, call: Call) -> Step | None:
         """The step that an operation repeats; None for one that torch adds or leaves out where strides differ."""
-        steps, number = self._first.steps, self._position
-        while number < len(steps) and steps[number].name in MAY_DIFFER:
-            number += 1
+        steps, number = self._first.steps, self._next()
         there = steps[number].name if number < len(steps) else "the end"
         if there == call.name:
             self._position = number + 1
@@ -124,9 +135,25 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             return None
         raise Mismatch(self.position, f"{there} became {call.name}")
 
-    def _compare_numbers(self, step: Step, call: Call, blamed: int) -> None:
-        if self._same_numbers and step.numbers != numbers_of(call):
-            raise Mismatch(blamed, f"a number {step.numbers} became {numbers_of(call)}", number=True)
+    def _next(self) -> int:
+        """The number of the next step that must be repeated."""
+        steps, number = self._first.steps, self._position
+        while number < len(steps) and steps[number].name in MAY_DIFFER:
+            number += 1
+        return number
+
+    def _compare_numbers(self, step: Step, numbers: tuple[float, ...], blamed: int) -> None:
+        if self._same_numbers and step.numbers != numbers:
+            raise Mismatch(blamed, f"a number {step.numbers} became {numbers}", number=True)
+
+    def _compare_inputs(self, step: Step, call: Call, blamed: int) -> None:
+        """Movements are matched loosely, so that what they moved is looked at where it is used."""
+        if len(call.inputs) != len(step.inputs):
+            return
+        for tensor, (shape, maps) in zip(call.inputs, step.inputs, strict=True):
+            expected = predict(shape, maps, self._alive) if maps else None
+            if expected is not None and expected != tuple(tensor.shape):
+                raise Mismatch(blamed, f"{call.name} got {tuple(tensor.shape)}, expected {expected}")
 
     def _compare(self, call: Call, output: Tensor, shape: tuple[int, ...], maps: Sequence[Map], blamed: int) -> None:
         expected = predict(shape, maps, self._alive)

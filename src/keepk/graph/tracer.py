@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
 from keepk.graph.call import Call, is_pointwise
+from keepk.graph.created import CREATED, WatchedNumbers
 from keepk.graph.facts import Facts
 from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
 from keepk.graph.maps import Map, along
@@ -26,7 +27,7 @@ FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{o
 CREATES = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
            "new_empty_strided", "scalar_tensor")  # fmt: skip
 
-
+TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
 Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
 
 
@@ -117,7 +118,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def follow(self, arguments: Sequence[Any], by_name: dict[str, Any]) -> Any:
         """Run the model's forward and return its output."""
-        with self._watching_modules(), self:
+        with self._watching_modules(), WatchedNumbers(self.record_numbers), self:
             return self.model(*arguments, **by_name)
 
     @contextmanager
@@ -162,6 +163,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         for output in call.outputs:
             set_label(output, Label())
 
+    def record_numbers(self, numbers: tuple[float, ...]) -> None:
+        """Write down that a tensor was made of these."""
+        self.steps.append(Step(CREATED, (), (), numbers, self.module, self.place()))
+
     def record(self, call: Call) -> None:
         """Write the operation down."""
         outputs, inputs = (tuple(map(_shaped, tensors)) for tensors in (call.outputs, call.inputs))
@@ -193,9 +198,20 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 def numbers_of(call: Call) -> tuple[float, ...]:
     """The plain numbers among an operation's arguments that are values and not sizes or dims."""
+    if call.name in TAKES_AT:
+        return _taken_at(call)
     kinds = int | float if is_pointwise(call.operation) else float
     values = (value for value in call.arguments.values() if isinstance(value, kinds) and not isinstance(value, bool))
     return tuple(float(value) for value in values)
+
+
+def _taken_at(call: Call) -> tuple[float, ...]:
+    """Where a part is taken of a dim without channels: the maps do not tell."""
+    source, place = call.inputs[0], call.get(TAKES_AT[call.name], 0)
+    dim = call.get("dim", 0) % source.ndim
+    if source.shape[dim] == 1 or any(index_map.shape[dim] > 1 for index_map in call.maps(source)):
+        return ()
+    return (float(place + source.shape[dim] if place < 0 else place),)
 
 
 def output_maps(output: Any) -> Iterator[Map]:

@@ -57,7 +57,7 @@ def _kernel(call: Call, weight: Tensor, groups: int) -> list[Map]:
             continue
         flat = call.union_over(index_map, inner).reshape(index_map.shape[:2])
         if groups > 1 and support(flat) == (1,):
-            call.needs_groups(flat, groups)
+            call.needs_groups(flat, groups, weight.shape[0])
             call.pin(flat, "the in-channels of a grouped convolution are shared")
             continue
         kept.append(flat)

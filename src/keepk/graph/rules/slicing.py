@@ -19,11 +19,17 @@ def sliced(call: Call) -> None:
         if index_map.shape[dim] == 1 or source.shape[dim] == output.shape[dim]:
             kept.append(index_map)
         elif call.get("step", 1) != 1:
-            call.pin(index_map, "a slice with a step does not commute with removal")
+            why = "a slice with a step does not commute with removal"
+            if call.stays_along(index_map, dim, why):
+                kept.append(compress(np.take(index_map, _taken(call, source.shape[dim]), axis=dim)))
         else:
             start = _start(call, source.shape[dim])
             kept.append(_run(call, index_map, dim, start, output.shape[dim]))
     call.leave(kept)
+
+
+def _taken(call: Call, size: int) -> range:
+    return range(size)[call.get("start") : call.get("end") : call.get("step")]
 
 
 def _start(call: Call, size: int) -> int:
