@@ -8,7 +8,7 @@ from torch import nn
 
 import keepk
 from keepk.cut import dead_ops
-from keepk.errors import ShrinkError, TraceError
+from keepk.errors import ShrinkError, SpaceError, TraceError
 from keepk.graph import bindings, probe, replay, shell, solve
 from keepk.graph.facts import Bound, Facts, Reason
 from keepk.graph.union import Union
@@ -182,6 +182,56 @@ def test_one_size_for_all_heads_keeps_them_equal():
     graph = keepk.trace(model, example)
     [blocks] = graph.bindings
     assert [len(block) for block in blocks] == [6] * 4
+
+
+class Aligned(nn.Module):
+    """An operation that wants rows of whole 16 bytes, as torch's grouped products do."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow, self.head = nn.Linear(4, 48), nn.Linear(48, 20), nn.Linear(20, 3)
+
+    def forward(self, x):
+        wide = self.wide(x).relu()
+        if wide.shape[1] % 4:
+            raise RuntimeError("strides should be multiple of 16 bytes")
+        return self.head(self.narrow(wide.view(-1, wide.shape[1])).relu())
+
+
+def test_a_width_that_must_be_a_multiple_is_kept_one():
+    model, example = Aligned().double(), torch.randn(5, 4, dtype=torch.float64)
+    graph = check_both_modes(model, example)
+    assert [(space.name, space.multiple) for space in graph.spaces] == [("wide", 8), ("narrow", 1)]
+    assert model.wide.out_features == 24
+    with pytest.raises(ShrinkError, match=r"21 units of 'wide' would be left, which must be a multiple of 8, because"):
+        keepk.shrink(model, graph, graph.spaces[0].units[graph.alive[graph.spaces[0].units]][:3])
+    assert model.wide.out_features == 24
+    report = str(keepk.inspect(Aligned(), torch.randn(5, 4)))
+    assert "Must keep a multiple\n  of 8 units: wide\n      other widths do not fit: RuntimeError: strides" in report
+
+
+def test_exactly_k_with_a_width_that_must_be_a_multiple():
+    example = torch.randn(5, 4)
+    for keep in (17, 33, 50):
+        model = Aligned()
+        pruner = keepk.Pruner(model, keepk.channels("*", keep=keep, metric=keepk.metrics.l1), example=example)
+        pruner.step()
+        assert pruner.kept == {"*": keep}
+        assert model.wide.out_features % 8 == 0
+        assert model.wide.out_features + model.narrow.out_features == keep
+        model(example)
+    with pytest.raises(SpaceError, match=r"'wide' must keep a multiple of 8 .*\. Nearest that can: 32 and 40"):
+        keepk.Pruner(Aligned(), keepk.channels("wide", keep=33, metric=keepk.metrics.l1), example=example)
+
+
+def test_a_sweep_leaves_a_multiple():
+    model, example = Aligned().double(), torch.randn(5, 4, dtype=torch.float64)
+    with torch.no_grad():
+        model.narrow.weight[:, :11] = 0
+        wanted = model(example)
+        keepk.compact(model, example)
+        assert relative_error(wanted, model(example)) < 1e-10
+    assert model.wide.out_features == 40
 
 
 @given(seed=seeds)

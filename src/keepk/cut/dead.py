@@ -15,7 +15,7 @@ from keepk.errors import ShrinkError
 from keepk.graph.atoms import Axis
 from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
-from keepk.graph.graph import Graph
+from keepk.graph.graph import Graph, fitting
 
 Flags = NDArray[np.bool_]
 
@@ -92,7 +92,8 @@ def _pick(graph: Graph, blocks: tuple[Indices, ...], dead: Flags) -> Indices:
     if any(graph.spaces[space].kind == "source" for space in np.unique(graph.units.space[np.concatenate(blocks)])):
         return np.zeros(0, np.int64)
     count = min(min(int(dead[block].sum()), len(block) - 1) for block in blocks)
-    return np.concatenate([block[dead[block]][: max(count, 0)] for block in blocks])
+    count = fitting(count, map(len, blocks), graph.multiple(blocks))
+    return np.concatenate([block[dead[block]][:count] for block in blocks])
 
 
 def _closed(graph: Graph, units: Indices, dead: Flags) -> Flags | None:

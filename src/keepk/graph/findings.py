@@ -60,6 +60,8 @@ class SpaceFound:
         why: Why so; empty where all are exact.
         where: Where in the user's program that is.
         axes: Where their slices are.
+        multiple: If any go, a multiple of this must be left.
+        why_multiple: Why that is more than 1; empty where it is not.
     """
 
     name: str
@@ -70,6 +72,8 @@ class SpaceFound:
     why: str
     where: tuple[Where, ...]
     axes: tuple[SpaceAxis, ...]
+    multiple: int
+    why_multiple: str
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,8 @@ def _space(graph: Graph, number: int) -> SpaceFound:
         why=first.why if first else "",
         where=_places([first]) if first else (),
         axes=tuple(SpaceAxis(tensor, axis, role.value if role else "") for tensor, axis, role in space.axes),
+        multiple=space.multiple,
+        why_multiple=space.aligned,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import count, repeat
-from math import ceil, floor
+from math import floor
 from typing import TypeAlias
 
 import numpy as np
@@ -14,13 +14,12 @@ from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices, Selection
 from keepk.graph.left import Left, cut_between, settings_between
 from keepk.graph.maps import Flags
-from keepk.graph.solve import Solution, alive_atoms
+from keepk.graph.solve import ALIGNED, Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 from keepk.graph.wiring import Constant, Wiring
 from keepk.plan.numbers import exact_share
 
 Going: TypeAlias = Callable[[int, int], int]  # of so many that may be chosen, and so many living ones, how many go
-ALIGNED = 8  # some of torch's kernels refuse widths that are no multiple of this
 
 
 @dataclass(eq=False)
@@ -70,6 +69,10 @@ class Graph:
         """Another share of every space, so that widths which are equal by chance do not stay so."""
         return self._chosen(map(_uneven_share, count()), seed=1, lossy=lossy)
 
+    def choose_one(self, *, lossy: bool = False) -> Indices:
+        """One of every space that has three or more."""
+        return self._chosen(repeat(_one), seed=2, lossy=lossy)
+
     def _chosen(self, going: Iterable[Going], seed: int | None, *, lossy: bool) -> Indices:
         """By what is chosen from as one, how many go."""
         rank = (
@@ -82,10 +85,15 @@ class Graph:
             if space.kind == "source":
                 free[space.units] = False
         chosen = [
-            _first_of(blocks, rank, self.alive, free, how_many)
+            _first_of(blocks, rank, self.alive, free, how_many, self.multiple(blocks))
             for blocks, how_many in zip(self.choices(), going, strict=False)
         ]
         return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
+
+    def multiple(self, blocks: Sequence[Indices]) -> int:
+        """Of what a multiple must be left of each block."""
+        numbers: list[int] = np.unique(self.units.space[np.concatenate(blocks)]).tolist()
+        return max(self.spaces[number].multiple for number in numbers)
 
     def _with_sources_left(self, chosen: Indices) -> Indices:
         """The choice without the readings of one source in each space that would lose all of its sources."""
@@ -205,6 +213,7 @@ class Graph:
             gone[sources[~still_read[sources]]] = True
         removed = np.flatnonzero(gone & self.alive)
         self._refuse_unequal(removed)
+        self._refuse_misaligned(removed)
         return removed
 
     def links(self) -> NDArray[np.int64]:
@@ -234,6 +243,17 @@ class Graph:
                     f"shrink: {self._home(int(blocks[0][0]))!r} must lose equally many of each of its {len(blocks)} "
                     f"parts, because it {binding}; got {', '.join(map(str, counts[:8]))}. "
                     f"Choose equal numbers of each part in graph.bindings."
+                )
+
+    def _refuse_misaligned(self, removed: Indices) -> None:
+        for space in (space for space in self.spaces if space.multiple > 1):
+            going = np.isin(space.units, removed)
+            left = int((self.alive[space.units] & ~going).sum())
+            if going.any() and left % space.multiple:
+                nearest = max(left - left % space.multiple, space.multiple)
+                raise ShrinkError(
+                    f"shrink: {left} units of {space.name!r} would be left, which must be a multiple of "
+                    f"{space.multiple}, because {space.aligned}. Leave {nearest}, or another one."
                 )
 
     def _bound_reasons(self) -> list[str]:
@@ -267,14 +287,32 @@ def _uneven_share(place: int) -> Going:
 
     def going(choosable: int, living: int) -> int:
         left = max(living - floor(choosable * share), 2)
-        return living - (left if living < 4 * ALIGNED else ceil(left / ALIGNED) * ALIGNED)
+        return living - (left if living < 4 * ALIGNED else max(left // ALIGNED, 1) * ALIGNED)
 
     return going
 
 
-def _first_of(blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, going: Going) -> Indices:
+def _one(choosable: int, living: int) -> int:
+    return 1 if choosable and living > 2 else 0
+
+
+def _first_of(
+    blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, going: Going, multiple: int
+) -> Indices:
     """The same number of each block: the lowest ranks, and in the order of the block where ranks are equal."""
     living = [block[alive[block]] for block in blocks]
     members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
     count = min(going(len(some), len(all_)) for some, all_ in zip(members, living, strict=True))
-    return np.concatenate([some[: max(count, 0)] for some in members])
+    count = fitting(count, map(len, living), multiple)
+    return np.concatenate([some[:count] for some in members])
+
+
+def fitting(count: int, sizes: Iterable[int], multiple: int) -> int:
+    """The largest number up to `count` that leaves a multiple of each size.
+
+    >>> fitting(11, [24, 16], 8), fitting(7, [24], 8), fitting(5, [24], 1)
+    (8, 0, 5)
+    """
+    known = list(sizes)
+    fits = (n for n in range(count, 0, -1) if not any((size - n) % multiple for size in known))
+    return next(fits, 0)

@@ -59,6 +59,7 @@ class Probe:
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
         self._ties = dict[bytes, Bound]()  # parts whose size is one number in the model's Python
+        self._aligned = list[Bound]()  # parts of which a multiple must be left
         self._literal = set[tuple[str, str]]()  # slices with numbers of their own, which bind no parts
         self.graph = self._solved()
 
@@ -66,10 +67,11 @@ class Probe:
         known = self.tracer.facts
         even = [bound for bound in known.even if (bound.reason.operation, bound.reason.place) not in self._literal]
         facts = replace(known, lossy=[*known.lossy, *self.lossy], even=[*even, *self._ties.values()])
-        return Graph(self.wiring, solve(facts, self.tracer.atoms.count, self.pins, self._loosened), self.constants)
+        solution = solve(facts, self.tracer.atoms.count, self.pins, self._loosened, self._aligned)
+        return Graph(self.wiring, solution, self.constants)
 
     def settle(self) -> Graph:
-        """Try half of the exact units of every space, and another share of each, then of all units, until all fits."""
+        """Try parts of the exact units of every space, then of all units, until everything fits."""
         fitting = None
         while self.graph is not fitting:  # what gives way for lossy units may loosen exact ones: try those again
             self._try_out(lossy=False)
@@ -83,19 +85,41 @@ class Probe:
         for _ in range(ROUNDS):
             units, found = self._first_failure(lossy=lossy)
             if found is None:
-                return
-            if not self._repaired(found, units) and not self._tied(found):
+                found = self._align(lossy=lossy)
+                if found is None:
+                    return
+            elif not self._repaired(found, units) and not self._tied(found):
                 self._give_up(found, units)
             failing = max(found.step, 0)
         self._fix_all(self._steps[failing], lossy=lossy)
 
     def _first_failure(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
         """Of half of every space and of uneven shares, which do not fit; None if both do."""
-        for units in (self.graph.choose(0.5, seed=0, lossy=lossy), self.graph.choose_unevenly(lossy=lossy)):
+        half, uneven = self.graph.choose(0.5, seed=0, lossy=lossy), self.graph.choose_unevenly(lossy=lossy)
+        space = self.graph.units.space
+        said = np.isin(space[half], space[uneven]).all()  # small spaces have no uneven shares
+        for units in (uneven,) if said else (half, uneven):
             of_kind = self.graph.units.lossy[units] == lossy
             if of_kind.any() and (found := self._attempt(units)) is not None:
                 return units, found
         return units, None
+
+    def _align(self, *, lossy: bool) -> Mismatch | None:
+        """Where other parts fit, and all but one unit do not, widths must be multiples."""
+        units = self.graph.choose_one(lossy=lossy)
+        of_kind = self.graph.units.lossy[units] == lossy
+        found = self._attempt(units) if of_kind.any() else None
+        if found is not None:
+            found, atoms = self._blamed(found, units)
+            classes = self.graph.units.classes
+            if not np.isin(self.graph.solution.classes[atoms], classes[units]).any():
+                found, culprits = self._culprits(found, units)
+                atoms = classes[culprits].astype(np.int32)
+            step = self._steps[max(found.step, 0)]
+            reason = Reason(f"other widths do not fit: {found.why}"[:200], step.name, step.module, step.place)
+            self._aligned.append(Bound(atoms, reason))
+            self.graph = self._solved()
+        return found
 
     def _fix_all(self, step: Step, *, lossy: bool) -> None:
         """Nothing is known of what was not tried out to the end."""

@@ -16,6 +16,8 @@ from keepk.graph.facts import Bound, Facts, Line, Lines, Read, Reason
 from keepk.graph.maps import Flags, Map
 from keepk.graph.union import Classes, Union
 
+ALIGNED = 8  # widths that are multiples of this suit every kernel of torch
+
 
 @dataclass
 class Solution:
@@ -26,6 +28,7 @@ class Solution:
         pinned: By class, why it stays.
         lossy: By class, why its removal changes more than zeroing it would.
         bindings: What must go in equal numbers.
+        aligned: By class, why a multiple of `ALIGNED` must be left of its like.
         reads: The normalisations that read a selection; all others were united with what they read.
         used: The classes that somebody reads other than through `reads`.
     """
@@ -34,11 +37,18 @@ class Solution:
     pinned: dict[int, Reason] = field(default_factory=dict)
     lossy: dict[int, Reason] = field(default_factory=dict)
     bindings: list[Binding] = field(default_factory=list)
+    aligned: dict[int, Reason] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
     used: Classes = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
-def solve(facts: Facts, count: int, extra_pins: Sequence[Bound] = (), loosened: Collection[Lines] = ()) -> Solution:
+def solve(
+    facts: Facts,
+    count: int,
+    extra_pins: Sequence[Bound] = (),
+    loosened: Collection[Lines] = (),
+    aligned: Sequence[Bound] = (),
+) -> Solution:
     """All classes of `count` atoms under the facts; lines of heads that are `loosened` leave their cells apart."""
     united = Union(count)
     heads = [lines for lines in facts.lines[Line.HEADS] if lines not in loosened]
@@ -59,7 +69,8 @@ def solve(facts: Facts, count: int, extra_pins: Sequence[Bound] = (), loosened: 
         united.settle()
         reads = [read for read in reads if read not in mixed]
     solution = Solution(united.classes, bindings=bindings, reads=reads)
-    solution.pinned = _pinned([*facts.pins, *extra_pins, *stuck, *uneven, *shared], united)
+    solution.pinned = _reasons([*facts.pins, *extra_pins, *stuck, *uneven, *shared], united)
+    solution.aligned = _reasons(aligned, united)
     solution.classes = united.classes
     _pin_with_blocks(solution)
     solution.lossy = _lossy(facts.lossy, united.classes)
@@ -132,11 +143,12 @@ def _joined(parents: Classes, cells: Classes) -> tuple[tuple[Map, Map], Map]:
     return (parents[starts][one], lowest[one]), parents[starts][~one]
 
 
-def _pinned(pins: Iterable[Bound], united: Union) -> dict[int, Reason]:
+def _reasons(bounds: Iterable[Bound], united: Union) -> dict[int, Reason]:
+    """By class, the first reason that is given for one of its atoms."""
     reasons = dict[int, Reason]()
-    for pin in pins:
-        for found in np.unique(united.classes[pin.array]).tolist():
-            reasons.setdefault(found, pin.reason)
+    for bound in bounds:
+        for found in np.unique(united.classes[bound.array]).tolist():
+            reasons.setdefault(found, bound.reason)
     return reasons
 
 

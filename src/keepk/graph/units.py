@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from keepk.graph.atoms import Axis
 from keepk.graph.edits import Indices
 from keepk.graph.facts import Reason, Role
-from keepk.graph.solve import Solution
+from keepk.graph.solve import ALIGNED, Solution
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class GraphSpace:
         kind: "channel"; "read", a BatchNorm's reading of a channel that others read too; or "source", such a channel,
             which goes when nobody reads it any more.
         lossy: Why removing one changes more than setting it to zero would; empty where it does not.
+        multiple: If any go, a multiple of this must be left.
+        aligned: Why that is more than 1; empty where it is not.
     """
 
     name: str
@@ -50,6 +52,8 @@ class GraphSpace:
     axes: tuple[tuple[str, int, Role | None], ...]
     kind: str
     lossy: str
+    multiple: int = 1
+    aligned: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,9 +167,13 @@ def find_spaces(
         described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
         home = next((tensor for tensor, _, role in described if role is Role.PRODUCER), described[0][0])
         kind = KINDS[kinds[units.classes[first]]]
-        lossy = next((solution.lossy[c] for c in units.classes[members].tolist() if c in solution.lossy), None)
+        lossy, aligned = (
+            next((str(why[c]) for c in units.classes[members].tolist() if c in why), "")
+            for why in (solution.lossy, solution.aligned)
+        )
         name = home.rpartition(".")[0] if home.endswith((".weight", ".bias")) else home
-        spaces.append(GraphSpace(name or home, members, described, kind, "" if lossy is None else str(lossy)))
+        multiple = ALIGNED if aligned else 1
+        spaces.append(GraphSpace(name or home, members, described, kind, lossy, multiple, aligned))
     return spaces
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 import numpy as np
 
@@ -171,6 +171,8 @@ def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:
     bound = [blocks for blocks in graph.bindings if mine & set(np.concatenate(blocks).tolist())]
     reasons = [f"{len(blocks)} parts must keep equally many" for blocks in bound[:1]]
     reasons += [f"round_to={space.round_to} binds the width of each layer"] if space.round_to else []
+    aligned = [layer for layer in graph.spaces if layer.multiple > 1 and mine & set(layer.units.tolist())]
+    reasons += [f"{layer.name!r} must keep a multiple of {layer.multiple} ({layer.aligned})" for layer in aligned[:1]]
     return " and ".join(reasons)
 
 
@@ -189,15 +191,17 @@ def _choices(
             yield Choice(blocks, _bound_portion(graph, space, blocks, sources))
     free = [(layer, layer.units[~bound[layer.units]]) for layer in layers]
     free = [(layer, members) for layer, members in free if len(members)]
-    if space.round_to is None and free:
+    steps = [_step(graph, layer, space.round_to) for layer, _ in free]
+    loose = [it for it, step in zip(free, steps, strict=True) if step == 1]
+    if loose:
         # Layers whose counts nothing binds are one portion: any of their channels may go in any order.
-        members = np.concatenate([members for _, members in free])
-        least = sum(min(space.layer_floor, len(own)) for _, own in free) + _count_read(graph, sources, members)
+        members = np.concatenate([members for _, members in loose])
+        least = sum(min(space.layer_floor, len(own)) for _, own in loose) + _count_read(graph, sources, members)
         yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))))
-    elif space.round_to is not None:
-        for layer, members in free:
+    for (_, members), step in zip(free, steps, strict=True):
+        if step > 1:
             least = space.layer_floor + _count_read(graph, sources, members)
-            yield Choice((members,), _rounded(len(members), least, _step(graph, layer, space.round_to)))
+            yield Choice((members,), _rounded(len(members), least, step))
 
 
 def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int:
@@ -225,13 +229,15 @@ def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices],
         for block in blocks
     ]
     most = min(size - min(floor, size) for size, floor in zip(sizes, floors, strict=True))
-    lost = [number for number in range(most, -1, -1) if _fits(graph, space, blocks, number)]
+    homes = {int(graph.units.space[block[0]]) for block in blocks}
+    any_width = all(_step(graph, graph.spaces[home], space.round_to) == 1 for home in homes)
+    lost = [number for number in range(most, -1, -1) if any_width or _fits(graph, space, blocks, number)]
     return Portion(tuple(sum(sizes) - len(blocks) * number for number in lost))
 
 
 def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: int) -> bool:
-    """Whether every layer has a width that is a multiple of `round_to` after losing so many channels of each block."""
-    if space.round_to is None or lost == 0:
+    """Whether every layer has a width that it may have after losing so many channels of each block."""
+    if lost == 0:
         return True
     widths = dict[int, int]()
     for block in blocks:
@@ -240,12 +246,14 @@ def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: in
     return all(count % _step(graph, graph.spaces[home], space.round_to) == 0 for home, count in widths.items())
 
 
-def _step(graph: Graph, layer: GraphSpace, round_to: int) -> int:
-    """By how many channels a layer falls so that its width, in numbers, is a multiple."""
+def _step(graph: Graph, layer: GraphSpace, round_to: int | None) -> int:
+    """By how many channels a layer falls so that its width, in numbers, is a multiple, and one that fits the model."""
+    if round_to is None:
+        return layer.multiple
     tensor, axis, _ = next((it for it in layer.axes if it[2] is Role.PRODUCER), layer.axes[0])
     slices = [(name, dim) for name, dim, _ in graph.slices(int(layer.units[0]))]
     width = max(slices.count((tensor, axis)), 1)
-    return round_to // gcd(round_to, width)
+    return lcm(round_to // gcd(round_to, width), layer.multiple)
 
 
 def _rounded(size: int, floor: int, step: int) -> Portion:

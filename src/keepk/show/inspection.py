@@ -178,6 +178,8 @@ def _sections(report: Inspection) -> Iterator[_Section]:
         yield _Section("Cannot shrink", None, tuple(map(_fixed_note, report.fixed)))
     if report.bindings:
         yield _Section("Must lose equal numbers", None, tuple(map(_equal_note, report.bindings)))
+    if any(space.multiple > 1 for space in report.spaces):
+        yield _Section("Must keep a multiple", None, tuple(_multiple_notes(report.spaces)))
     if report.layers:
         yield _Section("Layers", _layer_table(report), ())
 
@@ -226,6 +228,16 @@ def _equal_note(equal: EqualParts) -> _Note:
         f"{sizes[0]} {_plural('unit', sizes[0])}" if len(sizes) == 1 else f"{_some(list(map(str, equal.parts)))} units"
     )
     return _Note(f"{len(equal.parts)} parts of {each}: {_some(equal.spaces)}", _reason(equal.why, equal.where))
+
+
+def _multiple_notes(spaces: Iterable[SpaceFound]) -> Iterator[_Note]:
+    """One note a reason."""
+    alike = dict[tuple[int, str], list[str]]()
+    for space in spaces:
+        if space.multiple > 1:
+            alike.setdefault((space.multiple, space.why_multiple), []).append(space.name)
+    for (multiple, why), names in alike.items():
+        yield _Note(f"of {multiple} units: {_some(names)}", why)
 
 
 def _layer_table(report: Inspection) -> Table:
