@@ -150,6 +150,29 @@ class SelectiveKernel(Pictured):
         return (both * chosen.softmax(1)).sum(1)
 
 
+@network("unit_length", "exact", "first.weight", 0)
+class UnitLength(Pictured):
+    """The length is expanded to the shape of what it divides."""
+
+    def __init__(self):
+        super().__init__(12, 12)
+
+    def pattern(self, x):
+        return F.normalize(x, dim=1)
+
+
+@network("expanded_gate", "exact", "first.weight", 0)
+class ExpandedGate(Pictured):
+    """One number a pixel, expanded over the channels."""
+
+    def __init__(self):
+        super().__init__(12, 12)
+        self.gate = nn.Conv2d(12, 1, 1)
+
+    def pattern(self, x):
+        return x * torch.sigmoid(self.gate(x)).expand_as(x)
+
+
 @network("padded_shortcut", "exact", "inner.weight", 0)
 class PaddedShortcut(Pictured):
     """A shortcut that is widened by channels of zeros: it may be fixed, what is inside the block is not."""

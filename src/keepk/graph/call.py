@@ -97,9 +97,12 @@ class Call(Algebra):
         return label_of(tensor).maps
 
     def operand(self, tensor: Tensor, rank: int) -> Operand:
-        """The tensor as broadcasting sees it among others of the given rank."""
+        """The tensor as broadcasting sees it among others of the given rank; what was expanded is as it was before."""
         label = label_of(tensor)
-        shape = (1,) * (rank - tensor.ndim) + tuple(tensor.shape)
+        tracked = {dim for index_map in label.maps for dim in support(index_map)}
+        expanded = {dim for dim in range(tensor.ndim) if dim not in tracked and _repeats(tensor, dim)}
+        sizes = (1 if dim in expanded else size for dim, size in enumerate(tensor.shape))
+        shape = (*(1,) * (rank - tensor.ndim), *sizes)
         return Operand([aligned(m, rank) for m in label.maps], shape, label.neutral or tensor.numel() == 1)
 
     def leave(self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | None = None) -> None:
@@ -201,6 +204,11 @@ class Call(Algebra):
             if support(index_map) and not any(index_map is other for other in found):
                 found.append(index_map)
         return tuple(found)
+
+
+def _repeats(tensor: Tensor, dim: int) -> bool:
+    """Whether all along a dim there is one and the same memory."""
+    return tensor.layout is torch.strided and tensor.stride(dim) == 0
 
 
 def base_name(operation: Any) -> str:
