@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import keepk
+from keepk.errors import ShrinkError
 from masked import call, leaves, masked, relative_error, without_dropout, zero_slices
 from networks import EXPECTED, NETWORKS
 from random_networks import random_network, random_networks
@@ -98,14 +99,17 @@ def check_spaces_shrink_alone(network):
     model, example = network
     graph = keepk.trace(model, example)
     for number in range(len(graph.choices())):
-        twin = copy.deepcopy(model)
-        own = keepk.trace(twin, example)
+        twin, own = copy.deepcopy((model, graph))
         blocks = own.choices()[number]
         some = [block[~own.units.lossy[block]] for block in blocks]
         if min(len(block) for block in blocks) < 2 or min(map(len, some)) == 0:
             continue
         units = np.concatenate([block[:1] for block in some])
-        oracle = masked(twin, own, own.edits(units).units)  # with a source all of its readings go
+        try:
+            gone = own.edits(units).units  # with a source all of its readings go
+        except ShrinkError:
+            continue  # they are all that a layer has
+        oracle = masked(twin, own, gone)
         keepk.shrink(twin, own, units)
         assert relative_error(output(oracle, example), output(twin, example)) < TOLERANCE
 
@@ -122,7 +126,7 @@ def test_every_space_of_random_networks_shrinks_alone(network):
 
 
 @pytest.mark.parametrize("seed", SLOW_SEEDS)
-def test_slow_every_space_of_a_thousand_networks_shrinks_alone(seed):
+def test_slow_every_space_shrinks_alone(seed):
     check_spaces_shrink_alone(random_network(seed))
 
 

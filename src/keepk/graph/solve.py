@@ -74,6 +74,7 @@ def solve(
     solution.classes = united.classes
     _pin_with_blocks(solution)
     solution.lossy = _lossy(facts.lossy, united.classes)
+    _mark_lossy_sources(solution)
     others = [atoms for atoms, who in facts.uses if who.removeprefix("read ") not in {r.module for r in reads}]
     if others:
         solution.used = np.unique(united.classes[np.concatenate(others)])
@@ -179,6 +180,18 @@ def _lossy(bounds: Iterable[Bound], classes: Classes) -> dict[int, Reason]:
         for member in found[partly & (found > 0)].tolist():
             reasons.setdefault(member, bound.reason)
     return reasons
+
+
+def _mark_lossy_sources(solution: Solution) -> None:
+    """With a source its readings go: where one of them is lossy, so is the source."""
+    classes, known = solution.classes, -1
+    while len(solution.lossy) != known:  # a reading may be a source for another
+        known = len(solution.lossy)
+        for read in solution.reads:
+            pairs = zip(classes[read.sources].tolist(), classes[read.readers].tolist(), strict=True)
+            for source, reader in pairs:
+                if reader in solution.lossy:
+                    solution.lossy.setdefault(source, solution.lossy[reader])
 
 
 def alive_atoms(classes: Classes, removed: NDArray[np.int64]) -> Flags:
