@@ -1,6 +1,7 @@
 """One removal event with a live Adam: keepk beside Torch-Pruning on four networks, and what keepk's trace costs.
 
     python benchmarks/shrink_event.py --out results/benchmarks/shrink_event.json
+    python benchmarks/shrink_event.py --share 0.5 --out results/benchmarks/shrink_event_half.json
 
 Pictures of 224 x 224, batch 2, one thread. Every measurement has a fresh copy of the network after one training step,
 so that weights, gradients and Adam's two moments exist; the contenders take turns. What is in a number:
@@ -8,13 +9,16 @@ so that weights, gradients and Adam's two moments exist; the contenders take tur
     forward    one forward pass of the batch, eval mode, no gradients
     trace      keepk: Pruner(...), which traces the network and makes the plan; done once
     event      keepk: Pruner.step, which ranks the channels of every layer by the L1 norm of their filters, keeps
-               exactly 95 % of each, and takes the others out of weights, gradients and the optimizer's state
+               exactly 95 % of each (or 1 - share), and takes the others out of weights, gradients and the
+               optimizer's state
     weights    the same without the optimizer: weights and gradients, which is what Torch-Pruning cuts
-    copy       the limit: one plain copy of weights, gradients and the two moments, which is what any event has to read
-               and write, less the 5 % that go
+    copy       one plain copy of weights, gradients and the two moments to new memory
+    least      the limit, whatever an event does: one L1 norm of all weights, and one copy of weights, gradients and
+               moments, less the share that goes, to memory that is there already
     build      Torch-Pruning: BasePruner, with its dependency graph; done once
     step       Torch-Pruning: BasePruner.step, which ranks by group L1 norm and cuts weights and gradients: one of ten
-               steps towards half of all channels. Its parameters are new objects: the optimizer has to be made anew
+               steps towards half of all channels (with a share of 0.5, the only one). Its parameters are new objects:
+               the optimizer has to be made anew
 
 Each network is run once before it is measured: new memory makes the first event of a process dearer. CPU seconds are
 user + system of the process. The garbage collector runs before each measurement. Needs torchvision and
@@ -47,7 +51,7 @@ import keepk
 import torchvision_on_cpu
 from keepk.paper.results import versions
 
-SHARE, STEPS, BATCH, PICTURE = 0.05, 10, 2, 224
+BATCH, PICTURE, GOAL = 2, 224, 0.5
 Times = dict[str, tuple[float, float]]
 
 
@@ -100,6 +104,21 @@ class Trained:
             its.grad = None if mine.grad is None else mine.grad.clone()  # deepcopy leaves gradients out
         return twin
 
+    def tensors(self) -> list[Tensor]:
+        """Weights, gradients, and what the optimizer has of each weight."""
+        state = [value for entry in self.optimizer.state.values() for value in entry.values() if value.ndim]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [*(parameter.detach() for parameter in self.model.parameters()), *gradients, *state]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A share of every layer's channels that goes from a network in one event."""
+
+    network: Network
+    pictures: Tensor
+    share: float
+
 
 def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
     """What it returns, with its CPU and wall seconds."""
@@ -109,31 +128,31 @@ def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
     return result, (time.process_time() - cpu, time.perf_counter() - wall)
 
 
-def keepk_event(trained: Trained, pictures: Tensor, *, optimizer: bool = True) -> Times:
-    found = keepk.trace(trained.model, pictures).spaces
+def keepk_event(trained: Trained, task: Task, *, optimizer: bool = True) -> Times:
+    found = keepk.trace(trained.model, task.pictures).spaces
     names = [space.name for space in found if not space.lossy and space.kind != "read"]  # a DenseNet: its sources
-    spaces = [keepk.channels(name, prune=SHARE, metric=keepk.metrics.l1) for name in names]
+    spaces = [keepk.channels(name, prune=task.share, metric=keepk.metrics.l1) for name in names]
 
     def build() -> keepk.Pruner:
-        return keepk.Pruner(trained.model, spaces, trained.optimizer if optimizer else None, example=pictures)
+        return keepk.Pruner(trained.model, spaces, trained.optimizer if optimizer else None, example=task.pictures)
 
     pruner, built = timed(build)
     _, stepped = timed(pruner.step)
     return {"trace": built, "event": stepped}
 
 
-def torch_pruning_event(trained: Trained, pictures: Tensor, network: Network) -> Times:
+def torch_pruning_event(trained: Trained, task: Task) -> Times:
     import torch_pruning  # noqa: PLC0415 - a child that measures keepk alone does without
 
     def build() -> Any:
         return torch_pruning.pruner.BasePruner(
             trained.model,
-            pictures,
+            task.pictures,
             importance=torch_pruning.importance.GroupMagnitudeImportance(p=1),
-            pruning_ratio=SHARE * STEPS,
-            iterative_steps=STEPS,
-            ignored_layers=[trained.model.get_submodule(network.head)],
-            round_to=network.round_to,
+            pruning_ratio=GOAL,
+            iterative_steps=round(GOAL / task.share),
+            ignored_layers=[trained.model.get_submodule(task.network.head)],
+            round_to=task.network.round_to,
         )
 
     with warnings.catch_warnings():
@@ -145,21 +164,34 @@ def torch_pruning_event(trained: Trained, pictures: Tensor, network: Network) ->
     return {"build": built, "step": stepped}
 
 
-def plain_copy(trained: Trained) -> Times:
+def plain_copy(trained: Trained, _task: Task) -> Times:
     """Read everything that an event cuts, and write it to new memory."""
-    state = [value for entry in trained.optimizer.state.values() for value in entry.values() if value.ndim]
-    gradients = [parameter.grad for parameter in trained.model.parameters() if parameter.grad is not None]
-    tensors = [*(parameter.detach() for parameter in trained.model.parameters()), *gradients, *state]
+    tensors = trained.tensors()
     _, seconds = timed(lambda: [tensor.clone() for tensor in tensors])
     return {"copy": seconds}
 
 
-CONTENDERS: dict[str, Callable[[Trained, Tensor, Network], Times]] = {
-    "keepk": lambda trained, pictures, _: keepk_event(trained, pictures),
-    "keepk_weights": lambda trained, pictures, _: {
-        "event": keepk_event(trained, pictures, optimizer=False)["event"],
-    },
-    "limit": lambda trained, _, __: plain_copy(trained),
+def least_work(trained: Trained, task: Task) -> Times:
+    """Read all weights, to rank; then write what an event leaves to memory that is there already."""
+    weights = [parameter.detach() for parameter in trained.copy().model.parameters()]
+    keepk_event(trained, task)
+    left = trained.tensors()
+    there = [tensor.clone() for tensor in left]
+
+    def work() -> None:
+        for tensor in weights:
+            torch.linalg.vector_norm(tensor, 1)
+        for new, old in zip(there, left, strict=True):
+            new.copy_(old)
+
+    _, seconds = timed(work)
+    return {"least": seconds}
+
+
+CONTENDERS: dict[str, Callable[[Trained, Task], Times]] = {
+    "keepk": keepk_event,
+    "keepk_weights": lambda trained, task: {"event": keepk_event(trained, task, optimizer=False)["event"]},
+    "limit": lambda trained, task: plain_copy(trained.copy(), task) | least_work(trained, task),
     "torch_pruning": torch_pruning_event,
 }
 
@@ -207,14 +239,14 @@ def passes_of(run: Callable[[], Any], kind: type[nn.Module]) -> dict[str, dict[s
     return dict(zip(names, parts, strict=True))
 
 
-def facts(trained: Trained, network: Network, pictures: Tensor, name: str) -> dict[str, Any]:
+def facts(trained: Trained, task: Task, name: str) -> dict[str, Any]:
     """What is not timed: the passes that a contender makes, how much it removes, and whether the rest runs."""
     twin = trained.copy()
     before = sum(parameter.numel() for parameter in twin.model.parameters())
-    passes = passes_of(lambda: CONTENDERS[name](twin, pictures, network), type(twin.model))
+    passes = passes_of(lambda: CONTENDERS[name](twin, task), type(twin.model))
     after = sum(parameter.numel() for parameter in twin.model.parameters())
-    output = twin.model.eval()(pictures)
-    runs = bool(output.isfinite().all()) and tuple(output.shape) == (len(pictures), 1000)
+    output = twin.model.eval()(task.pictures)
+    runs = bool(output.isfinite().all()) and tuple(output.shape) == (len(task.pictures), 1000)
     return {"passes": passes, "removed_percent": round(100 * (1 - after / before), 2), "runs": runs}
 
 
@@ -227,22 +259,22 @@ def summary(runs: list[tuple[float, float]]) -> dict[str, float | list[float]]:
     return result
 
 
-def measure(network: Network, repeats: int) -> dict[str, Any]:
-    pictures = torch.randn(BATCH, 3, PICTURE, PICTURE)
-    trained = Trained.new(network, pictures)
+def measure(network: Network, share: float, repeats: int) -> dict[str, Any]:
+    task = Task(network, torch.randn(BATCH, 3, PICTURE, PICTURE), share)
+    trained = Trained.new(network, task.pictures)
     row: dict[str, Any] = {
         "network": network.name,
         "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
     }
     for name in ("keepk", "torch_pruning"):  # this warms up, too
-        row[name] = facts(trained, network, pictures, name)
+        row[name] = facts(trained, task, name)
     row["keepk_weights"], row["limit"] = {}, {}
     runs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     forwards = []
     for _ in range(repeats):
-        forwards.append(forward(trained.model, pictures))
+        forwards.append(forward(trained.model, task.pictures))
         for name, contender in CONTENDERS.items():
-            for part, seconds in contender(trained.copy(), pictures, network).items():
+            for part, seconds in contender(trained.copy(), task).items():
                 runs.setdefault((name, part), []).append(seconds)
     row["forward"] = summary(forwards)
     for (name, part), seconds in runs.items():
@@ -305,29 +337,21 @@ def first_traces(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [
-        f"{'CPU seconds':14}{'forward':>9}{'trace':>9}{'event':>9}{'weights':>9}{'copy':>9}{'build':>9}{'step':>9}"
-        f"{'ratio':>7}"
-    ]
+    columns = ("forward", "trace", "event", "weights", "copy", "least", "build", "step")
+    lines = [f"{'CPU seconds':14}" + "".join(f"{column:>9}" for column in columns) + f"{'ratio':>7}"]
     for row in report["networks"]:
-        ours, theirs = row["keepk"], row["torch_pruning"]
-        parts = (
-            row["forward"],
-            ours["trace"],
-            ours["event"],
-            row["keepk_weights"]["event"],
-            row["limit"]["copy"],
-            theirs["build"],
-            theirs["step"],
-        )
-        seconds = [part["cpu_seconds"] for part in parts]
-        lines.append(f"{row['network']:14}" + "".join(f"{s:9.3f}" for s in seconds) + f"{seconds[6] / seconds[2]:7.1f}")
+        parts = row["keepk"] | {"weights": row["keepk_weights"]["event"]} | row["limit"] | row["torch_pruning"]
+        parts["forward"] = row["forward"]
+        seconds = {column: parts[column]["cpu_seconds"] for column in columns}
+        ratio = seconds["step"] / seconds["event"]
+        lines.append(f"{row['network']:14}" + "".join(f"{s:9.3f}" for s in seconds.values()) + f"{ratio:7.1f}")
     return "\n".join([*lines, json.dumps(report["first_trace"], indent=2)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--share", type=float, default=0.05, help="of every layer's channels, what goes in an event")
     parser.add_argument("--only", default="", help="names of networks, with commas between them")
     parser.add_argument("--child", choices=CHILDREN, help="measure a first trace, in this process")
     parser.add_argument("--out", type=Path)
@@ -341,11 +365,13 @@ def main() -> None:
         "benchmark": "shrink_event",
         "batch": BATCH,
         "picture": PICTURE,
-        "share": SHARE,
+        "share": options.share,
         "threads": torch.get_num_threads(),
         "optimizer": "Adam",
         "repeats": options.repeats,
-        "networks": [measure(network, options.repeats) for network in NETWORKS if network.name in wanted],
+        "networks": [
+            measure(network, options.share, options.repeats) for network in NETWORKS if network.name in wanted
+        ],
         "first_trace": first_traces(options.repeats),
         "versions": {
             **versions(),

@@ -95,22 +95,21 @@ def _compact_row(experiment: str, recipe: str, rows: list[dict[str, Any]]) -> tu
     return (experiment, recipe, str(len(rows)), *(f"{value:,.0f}" for value in means), f"{difference:.0e}")
 
 
-def shrink_event(folder: Path) -> Table:
+def shrink_event(folder: Path, name: str = "shrink_event") -> Table:
     """One removal event beside one of Torch-Pruning, in CPU seconds."""
     rows = []
-    for row in _read(folder / "shrink_event.json")["networks"]:
-        ours, bare, copy, theirs = row["keepk"], row["keepk_weights"], row["limit"]["copy"], row["torch_pruning"]
+    for row in _read(folder / f"{name}.json")["networks"]:
+        ours, bare, limit, theirs = row["keepk"], row["keepk_weights"], row["limit"], row["torch_pruning"]
         step = theirs["step"]["cpu_seconds"]
         rows.append(
             (
                 row["network"],
                 _seconds(ours["event"]),
                 _seconds(bare["event"]),
-                _seconds(copy),
+                _seconds(limit["copy"]),
+                _seconds(limit["least"]),
                 _seconds(theirs["step"]),
-                f"{step / ours['event']['cpu_seconds']:.1f}",
-                f"{step / bare['event']['cpu_seconds']:.1f}",
-                f"{step / copy['cpu_seconds']:.1f}",
+                *(f"{step / part['cpu_seconds']:.1f}" for part in (ours["event"], bare["event"], limit["least"])),
                 f"{ours['removed_percent']:.1f} / {theirs['removed_percent']:.1f} %",
                 f"{_passes(ours, 'event')} / {_passes(theirs, 'step')}",
             )
@@ -120,14 +119,20 @@ def shrink_event(folder: Path) -> Table:
         "keepk with Adam (quartiles)",
         "without Adam",
         "plain copy",
+        "least",
         "Torch-Pruning step",
         "step / with",
         "step / without",
-        "step / copy",
+        "step / least",
         "parameters gone",
         "passes",
     )
     return Table(columns, tuple(rows))
+
+
+def shrink_event_half(folder: Path) -> Table:
+    """The same where half of all channels go at once."""
+    return shrink_event(folder, "shrink_event_half")
 
 
 def annealed_run(folder: Path) -> Table:

@@ -96,6 +96,7 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/paper_sizes": lambda: benchmark_tables.paper_sizes(result_folder / "benchmarks"),
         "benchmarks/compact": lambda: benchmark_tables.compact(result_folder / "benchmarks"),
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
+        "benchmarks/shrink_event_half": lambda: benchmark_tables.shrink_event_half(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
         "summary/results": lambda: summary_table.summary_table(result_folder),
         "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
