@@ -9,7 +9,7 @@ from torch import nn
 import keepk
 from keepk.cut import dead_ops
 from keepk.errors import ShrinkError, SpaceError, TraceError
-from keepk.graph import bindings, probe, replay, shell, solve
+from keepk.graph import bindings, probe, program_numbers, replay, shell, solve
 from keepk.graph.facts import Bound, Facts, Reason
 from keepk.graph.union import Union
 from masked import masked, relative_error
@@ -160,9 +160,9 @@ class Table(nn.Module):
 def test_a_table_of_indices_is_no_list_of_sizes():
     graph = keepk.trace(Table(1), torch.randn(3, 4))
     assert "the size is written in the model's Python" in reasons(graph, "first.weight", 0)[0]
-    with_table = probe._holding(Table(1_000), 12)
+    with_table = program_numbers.holding(Table(1_000), 12)
     assert not with_table
-    assert probe._holding(Table(3), 12) == [("indices", 0), ("indices", 1), ("indices", 2)]
+    assert program_numbers.holding(Table(3), 12) == [("indices", 0), ("indices", 1), ("indices", 2)]
 
 
 def test_one_number_for_two_widths_keeps_them_equal():

@@ -15,7 +15,8 @@ from keepk.errors import ShrinkError
 from keepk.graph.atoms import Axis
 from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
-from keepk.graph.graph import Graph, fitting
+from keepk.graph.graph import Graph
+from keepk.graph.shares import fitting
 
 Flags = NDArray[np.bool_]
 

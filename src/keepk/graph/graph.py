@@ -1,11 +1,8 @@
 """The graph of a model: its units, their spaces, what is fixed and why, and what a removal would cut."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import count, repeat
-from math import floor
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +11,11 @@ from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices, Selection
 from keepk.graph.left import Left, cut_between, settings_between
 from keepk.graph.maps import Flags
-from keepk.graph.solve import ALIGNED, Solution, alive_atoms
+from keepk.graph.shares import Going, first_of, one, share_of, uneven_share
+from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 from keepk.graph.wiring import Constant, Wiring
 from keepk.plan.numbers import exact_share
-
-Going: TypeAlias = Callable[[int, int], int]  # of so many that may be chosen, and so many living ones, how many go
 
 
 @dataclass(eq=False)
@@ -63,15 +59,15 @@ class Graph:
         are taken of blocks that are bound, and something is left everywhere.
         """
         exact = exact_share(share, "choose: share", ShrinkError)
-        return self._chosen(repeat(_share(exact)), seed, lossy=lossy)
+        return self._chosen(repeat(share_of(exact)), seed, lossy=lossy)
 
     def choose_unevenly(self, *, lossy: bool = False) -> Indices:
         """Another share of every space, so that widths which are equal by chance do not stay so."""
-        return self._chosen(map(_uneven_share, count()), seed=1, lossy=lossy)
+        return self._chosen(map(uneven_share, count()), seed=1, lossy=lossy)
 
     def choose_one(self, *, lossy: bool = False) -> Indices:
         """One of every space that has three or more."""
-        return self._chosen(repeat(_one), seed=2, lossy=lossy)
+        return self._chosen(repeat(one), seed=2, lossy=lossy)
 
     def _chosen(self, going: Iterable[Going], seed: int | None, *, lossy: bool) -> Indices:
         """By what is chosen from as one, how many go."""
@@ -85,7 +81,7 @@ class Graph:
             if space.kind == "source":
                 free[space.units] = False
         chosen = [
-            _first_of(blocks, rank, self.alive, free, how_many, self.multiple(blocks))
+            first_of(blocks, rank, self.alive, free, how_many, self.multiple(blocks))
             for blocks, how_many in zip(self.choices(), going, strict=False)
         ]
         return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
@@ -274,45 +270,3 @@ class Graph:
             if changed and selects:
                 positions = np.cumsum(sources) - 1
                 yield Selection(read.module, positions[readers])
-
-
-def _share(share: Fraction) -> Going:
-    """That share, rounded down; one stays."""
-    return lambda choosable, living: min(floor(choosable * share), living - 1)
-
-
-def _uneven_share(place: int) -> Going:
-    """Another share at every place. What stays are two or more, since torch goes other ways about dims of size 1."""
-    share = Fraction(1 + 5 * place % 8, 9)
-
-    def going(choosable: int, living: int) -> int:
-        left = max(living - floor(choosable * share), 2)
-        return living - (left if living < 4 * ALIGNED else max(left // ALIGNED, 1) * ALIGNED)
-
-    return going
-
-
-def _one(choosable: int, living: int) -> int:
-    return 1 if choosable and living > 2 else 0
-
-
-def _first_of(
-    blocks: Sequence[Indices], rank: Indices, alive: Flags, free: Flags, going: Going, multiple: int
-) -> Indices:
-    """The same number of each block: the lowest ranks, and in the order of the block where ranks are equal."""
-    living = [block[alive[block]] for block in blocks]
-    members = [block[np.argsort(rank[block], kind="stable")] for block in (b[free[b]] for b in living)]
-    count = min(going(len(some), len(all_)) for some, all_ in zip(members, living, strict=True))
-    count = fitting(count, map(len, living), multiple)
-    return np.concatenate([some[:count] for some in members])
-
-
-def fitting(count: int, sizes: Iterable[int], multiple: int) -> int:
-    """The largest number up to `count` that leaves a multiple of each size.
-
-    >>> fitting(11, [24, 16], 8), fitting(7, [24], 8), fitting(5, [24], 1)
-    (8, 0, 5)
-    """
-    known = list(sizes)
-    fits = (n for n in range(count, 0, -1) if not any((size - n) % multiple for size in known))
-    return next(fits, 0)

@@ -2,21 +2,21 @@
 
 Where one does not, a number in the model's Python stands in the way (``num_heads``, ``split_size``). Attributes of the
 module and its parents that have the old size are tried; what helps is kept, for every module of that class at that line
-of source. Nothing helps: the axis is fixed, with operation and place. A number that is computed from a size and is not
-itself a size (1 / sqrt(d)) makes the units lossy.
+of source. Where one number stands for two widths, both lose equally many. Nothing helps: the axis is fixed, with
+operation and place. A number that is computed from a size and is not itself a size (1 / sqrt(d)) makes the units lossy.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import nn
 
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits, Indices
 from keepk.graph.facts import Bound, Line, Lines, Reason
 from keepk.graph.graph import Graph
-from keepk.graph.maps import Flags, Map, fibres, predict, support
+from keepk.graph.maps import Flags, Map, predict, support
+from keepk.graph.program_numbers import holding, rows_of_both, upwards
 from keepk.graph.replay import Mismatch, Replay
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
@@ -24,10 +24,8 @@ from keepk.graph.tracer import Shaped, Step, Tracer
 from keepk.graph.union import Classes
 from keepk.graph.wiring import Constant, Wiring
 
-ROUNDS = 60  # a bound on the wait: each is a forward pass or more, and networks of the test suite take up to 5
-PARENTS = 3  # how far up a number may be kept
+ROUNDS = 60  # a bound on the wait: each is a forward pass or more
 PICKS = ("aten::select", "aten::unbind")  # these take rows by their number
-SIZES = 64  # how many numbers a list of sizes has at most: longer ones are tables of indices
 
 
 @dataclass
@@ -195,8 +193,8 @@ class Probe:
         step = self._steps[number]
         for shape, maps in step.tensors:
             for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
-                for path in _upwards(step.module):
-                    for attribute, item in _holding(self._modules.get(path), shape[dim]):
+                for path in upwards(step.module):
+                    for attribute, item in holding(self._modules.get(path), shape[dim]):
                         yield Constant(path, attribute, item, shape, maps, dim)
 
     def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
@@ -215,7 +213,7 @@ class Probe:
         known = {(c.module, c.attribute, c.item): c for c in self.constants}
         for new in self._numbers(found.step):
             old = known.get((new.module, new.attribute, new.item))
-            if old is not None and len(rows := _rows_of_both(old, new)):
+            if old is not None and len(rows := rows_of_both(old, new)):
                 why = f"has its size in {new.attribute!r}, as another part"
                 bound = Bound(rows, Reason(why, step.name, step.module, step.place))
                 self._ties.setdefault(rows.tobytes(), bound)
@@ -242,7 +240,7 @@ class Probe:
         module, known = self._modules.get(path), self._modules.get(constant.module)
         if module is None or type(module) is not type(known) or len(shape) <= constant.dim:
             return False
-        return (constant.attribute, constant.item) in _holding(module, shape[constant.dim])
+        return (constant.attribute, constant.item) in holding(module, shape[constant.dim])
 
     def _give_up(self, found: Mismatch, units: Indices) -> None:
         """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
@@ -323,40 +321,3 @@ class Probe:
     def _alive(self, units: Indices) -> Flags:
         removed = self.graph.edits(units).units
         return alive_atoms(self.graph.solution.classes, self.graph.units.classes[removed])
-
-
-def _rows_of_both(one: Constant, other: Constant) -> Map:
-    """The atoms along the dims that two constants count, a row for each place in other dims; none if they are alike."""
-    mine, theirs = _rows(one), _rows(other)
-    if not len(mine) or not len(theirs) or np.isin(mine, theirs).any():
-        return np.zeros((0, 0), np.int32)
-    return np.concatenate([mine, theirs])
-
-
-def _rows(constant: Constant) -> Map:
-    along = [index_map for index_map in constant.maps if constant.dim in support(index_map)]
-    if len(along) != 1:  # two axes that are folded into one
-        return np.zeros((0, 0), np.int32)
-    return fibres(along[0], [dim for dim in support(along[0]) if dim != constant.dim])
-
-
-def _upwards(path: str) -> Iterator[str]:
-    """A module's path, and those of its parents."""
-    for _ in range(PARENTS):
-        yield path
-        if not path:
-            return
-        path = path.rpartition(".")[0]
-
-
-def _holding(module: nn.Module | None, size: int) -> list[tuple[str, int | None]]:
-    """The attributes, and entries of attributes, that are this number."""
-    found = list[tuple[str, int | None]]()
-    for attribute, value in vars(module).items() if module is not None else ():
-        if attribute.startswith("_") or isinstance(value, bool):
-            continue
-        if isinstance(value, int) and value == size:
-            found.append((attribute, None))
-        elif isinstance(value, list | tuple) and len(value) <= SIZES and all(type(entry) is int for entry in value):
-            found += [(attribute, item) for item, entry in enumerate(value) if entry == size]
-    return found
