@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import count, repeat
 
 import numpy as np
@@ -68,6 +69,31 @@ class Graph:
     def choose_one(self, *, lossy: bool = False) -> Indices:
         """One of every space that has three or more."""
         return self._chosen(repeat(one), seed=2, lossy=lossy)
+
+    def choose_sources(self, *, lossy: bool = False) -> Indices:
+        """Half of every space of sources, where that leaves something everywhere; their readings go along."""
+        free = self.alive & (np.full(len(self.units), lossy) | ~self.units.lossy)
+        source = np.isin(self.units.space, [n for n, space in enumerate(self.spaces) if space.kind == "source"])
+        half, rank = share_of(Fraction(1, 2)), np.zeros(len(free), np.int64)
+        picks = [
+            first_of(blocks, rank, self.alive, free, half, self.multiple(blocks))
+            for blocks in self.choices()
+            if source[np.concatenate(blocks)].any()
+        ]
+        chosen = np.unique(np.concatenate([*picks, np.zeros(0, np.int64)]))
+        if self._can_go(chosen):
+            return chosen
+        chosen = chosen[:0]
+        for pick in picks:
+            chosen = both if self._can_go(both := np.union1d(chosen, pick)) else chosen
+        return chosen
+
+    def _can_go(self, units: Indices) -> bool:
+        try:
+            self.edits(units)
+        except ShrinkError:
+            return False
+        return True
 
     def _chosen(self, going: Iterable[Going], seed: int | None, *, lossy: bool) -> Indices:
         """By what is chosen from as one, how many go."""

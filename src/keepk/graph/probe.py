@@ -92,11 +92,12 @@ class Probe:
         self._fix_all(self._steps[failing], lossy=lossy)
 
     def _first_failure(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
-        """Of half of every space and of uneven shares, which do not fit; None if both do."""
+        """Of half of every space, of uneven shares and of sources, which do not fit; None if all do."""
         half, uneven = self.graph.choose(0.5, seed=0, lossy=lossy), self.graph.choose_unevenly(lossy=lossy)
         space = self.graph.units.space
         said = np.isin(space[half], space[uneven]).all()  # small spaces have no uneven shares
-        for units in (uneven,) if said else (half, uneven):
+        sources = self.graph.choose_sources(lossy=lossy)
+        for units in (uneven, sources) if said else (half, uneven, sources):
             of_kind = self.graph.units.lossy[units] == lossy
             if of_kind.any() and (found := self._attempt(units)) is not None:
                 return units, found
