@@ -337,14 +337,17 @@ def holes(*shape, shift=0):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
-def test_headwise_attention_is_attention(masks, batch_first, batched, bias):
+@pytest.mark.parametrize("widths", [(12, 12), (7, 9)])
+def test_headwise_attention_is_attention(masks, batch_first, batched, bias, widths):
     torch.manual_seed(0)
-    attention = nn.MultiheadAttention(12, 4, bias=bias, batch_first=batch_first).double()
+    kdim, vdim = widths
+    attention = nn.MultiheadAttention(12, 4, bias=bias, batch_first=batch_first, kdim=kdim, vdim=vdim).double()
     headwise = copy.deepcopy(attention)
     headwise.__class__ = HeadwiseAttention
     batch, target, source = 2, 5, 7
     given = MASKS[masks](batch if batched else 1, target, source)
-    query, key, value = (torch.randn(batch, length, 12, dtype=torch.float64) for length in (target, source, source))
+    shapes = (target, 12), (source, kdim), (source, vdim)
+    query, key, value = (torch.randn(batch, *shape, dtype=torch.float64) for shape in shapes)
     if not batched:
         query, key, value = query[0], key[0], value[0]
         given = {k: v[0] if k == "key_padding_mask" else v for k, v in given.items()}

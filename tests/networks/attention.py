@@ -12,6 +12,10 @@ def heads(x, count):
     return x.view(x.shape[0], x.shape[1], count, -1).transpose(1, 2)
 
 
+def two_sequences():
+    return torch.randn(3, 4, 12), torch.randn(3, 5, 7), torch.randn(3, 5, 9)
+
+
 def joined(x):
     return x.transpose(1, 2).flatten(2)
 
@@ -96,6 +100,19 @@ class TorchAttention(nn.Module):
     def forward(self, x):
         x = torch.tanh(self.first(x))
         return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+
+@network("cross_attention", "exact", "attention.v_proj_weight", 0, example=two_sequences)
+class CrossAttention(nn.Module):
+    """Keys and values come from another width, so that each has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 4, kdim=7, vdim=9, batch_first=True)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, queries, keys, values):
+        return self.head(self.attention(queries, keys, values, need_weights=False)[0])
 
 
 @network("encoder_layer", "exact", "layer.linear1.weight", 0, example=sequences)

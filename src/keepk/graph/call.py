@@ -99,10 +99,7 @@ class Call(Algebra):
     def operand(self, tensor: Tensor, rank: int) -> Operand:
         """The tensor as broadcasting sees it among others of the given rank; what was expanded is as it was before."""
         label = label_of(tensor)
-        tracked = {dim for index_map in label.maps for dim in support(index_map)}
-        expanded = {dim for dim in range(tensor.ndim) if dim not in tracked and _repeats(tensor, dim)}
-        sizes = (1 if dim in expanded else size for dim, size in enumerate(tensor.shape))
-        shape = (*(1,) * (rank - tensor.ndim), *sizes)
+        shape = (1,) * (rank - tensor.ndim) + shape_before_expansion(tensor)
         return Operand([aligned(m, rank) for m in label.maps], shape, label.neutral or tensor.numel() == 1)
 
     def leave(self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | None = None) -> None:
@@ -206,9 +203,13 @@ class Call(Algebra):
         return tuple(found)
 
 
-def _repeats(tensor: Tensor, dim: int) -> bool:
-    """Whether all along a dim there is one and the same memory."""
-    return tensor.layout is torch.strided and tensor.stride(dim) == 0
+def shape_before_expansion(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's shape with 1 where no map goes along a dim and all along it there is one and the same memory."""
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tuple(tensor.shape)
+    tracked = {dim for index_map in label_of(tensor).maps for dim in support(index_map)}
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(1 if stride == 0 and dim not in tracked else size for dim, (size, stride) in sizes)
 
 
 def base_name(operation: Any) -> str:

@@ -161,7 +161,7 @@ class Graph:
             cuts=tuple(cuts),
             settings=tuple(settings_between(self._left, then, self.wiring.sized, self.constants)),
             selections=tuple(self._selections(then.alive)),
-            headwise=tuple(path for path, name in self.wiring.headwise.items() if name in touched),
+            headwise=tuple(path for path, names in self.wiring.headwise.items() if names & touched),
         )
 
     def removed(self, units: Indices) -> None:

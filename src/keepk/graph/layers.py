@@ -1,7 +1,7 @@
 """The two layers that stand in for torch's own after a cut; both are subclasses, so that ``isinstance`` holds."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,12 +23,7 @@ class HeadwiseAttention(nn.MultiheadAttention):
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """Whether a module is a plain attention that can lose heads."""
-        return (
-            isinstance(module, nn.MultiheadAttention)
-            and module.in_proj_weight is not None
-            and module.bias_k is None
-            and not module.add_zero_attn
-        )
+        return isinstance(module, nn.MultiheadAttention) and module.bias_k is None and not module.add_zero_attn
 
     def forward(  # noqa: D102 - torch's own, argument by argument
         self,
@@ -69,12 +64,18 @@ class HeadwiseAttention(nn.MultiheadAttention):
 
     def _projected(self, sequences: list[Tensor]) -> list[Tensor]:
         """Queries, keys and values as (batch, heads, length, head width)."""
-        weights = self.in_proj_weight.chunk(3)
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        weights = self._weights()
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split([len(it) for it in weights])
         return [
             _split_heads(F.linear(tensor, weight, bias), self.num_heads)
             for tensor, weight, bias in zip(sequences, weights, biases, strict=True)
         ]
+
+    def _weights(self) -> Sequence[Tensor]:
+        """Of queries, keys and values, which have weights of their own if keys or values come from another width."""
+        if self.in_proj_weight is not None:
+            return self.in_proj_weight.chunk(3)
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
         masks = [] if padding is None else [_additive(padding, like).view(len(like), 1, 1, -1)]

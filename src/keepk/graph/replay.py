@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor, nn
 
-from keepk.graph.call import Call
+from keepk.graph.call import Call, shape_before_expansion
 from keepk.graph.created import CREATED
 from keepk.graph.edits import Indices, Selection
 from keepk.graph.facts import Facts
@@ -152,8 +152,9 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             return
         for tensor, (shape, maps) in zip(call.inputs, step.inputs, strict=True):
             expected = predict(shape, maps, self._alive) if maps else None
-            if expected is not None and expected != tuple(tensor.shape):
-                raise Mismatch(blamed, f"{call.name} got {tuple(tensor.shape)}, expected {expected}")
+            found = shape_before_expansion(tensor)
+            if expected is not None and expected != found:
+                raise Mismatch(blamed, f"{call.name} got {found}, expected {expected}")
 
     def _compare(self, call: Call, output: Tensor, shape: tuple[int, ...], maps: Sequence[Map], blamed: int) -> None:
         expected = predict(shape, maps, self._alive)

@@ -173,10 +173,10 @@ def _wiring(model: nn.Module, tracer: Tracer) -> Wiring:
     )
 
 
-def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]]:
+def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, set[str]]]:
     for path, module in model.named_modules():
         if HeadwiseAttention.fits(module):
-            yield path, names[id(module.in_proj_weight)]
+            yield path, {names[id(weight)] for weight in module.parameters(recurse=False)}
 
 
 def _refuse_strange(model: object, example: Example) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
-from keepk.graph.call import Call, is_pointwise
+from keepk.graph.call import Call, is_pointwise, shape_before_expansion
 from keepk.graph.created import CREATED, WatchedNumbers
 from keepk.graph.facts import Facts
 from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
@@ -24,8 +24,9 @@ from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
 
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
-CREATES = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
-           "new_empty_strided", "scalar_tensor")  # fmt: skip
+# Constants and copies have atoms even where nothing that they are made of has any.
+MAKES_ATOMS = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
+               "new_empty_strided", "scalar_tensor", "expand", "repeat")  # fmt: skip
 
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
 Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
@@ -144,7 +145,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
         call = Call(self, func, arguments, result)
         self.touched.update(self._names[id(tensor)] for tensor in call.inputs if id(tensor) in self._names)
-        if call.name.removeprefix("aten::") in CREATES or any(map(is_labelled, call.inputs)):
+        if call.name.removeprefix("aten::") in MAKES_ATOMS or any(map(is_labelled, call.inputs)):
             self._apply_rule(call)
         self.record(call)
         return result
@@ -169,12 +170,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def record(self, call: Call) -> None:
         """Write the operation down."""
-        outputs, inputs = (tuple(map(_shaped, tensors)) for tensors in (call.outputs, call.inputs))
+        outputs = tuple((tuple(tensor.shape), label_of(tensor).maps) for tensor in call.outputs)
+        inputs = tuple((shape_before_expansion(tensor), label_of(tensor).maps) for tensor in call.inputs)
         self.steps.append(Step(call.name, outputs, inputs, numbers_of(call), self.module, call.place))
-
-
-def _shaped(tensor: Tensor) -> Shaped:
-    return tuple(tensor.shape), label_of(tensor).maps
 
 
 def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -40,7 +40,7 @@ class Wiring:
         parameters: The names that are parameters.
         roles: What each axis does.
         sized: Attributes that repeat sizes.
-        headwise: By path of an attention, the name of its in-projection.
+        headwise: By path of an attention, the names of its in-projections.
     """
 
     axes: list[Axis]
@@ -49,4 +49,4 @@ class Wiring:
     parameters: set[str]
     roles: dict[tuple[str, int], Role]
     sized: tuple[Sized, ...]
-    headwise: dict[str, str]
+    headwise: dict[str, set[str]]

@@ -15,19 +15,21 @@ from keepk.graph.table import rule
 BOOLEAN = (torch.bool, torch.uint8)
 
 
-@rule("index_select", "gather", "take_along_dim")
+@rule("index_select")
 def picked(call: Call) -> None:
-    """Elements of one dim in the order of an index."""
+    """Rows of one dim in the order of an index."""
     source = call.inputs[0]
-    dim = call["dim"] % source.ndim
-    kept = [m for m in call.maps(source) if m.shape[dim] == 1]
+    kept = [m for m in call.maps(source) if m.shape[call["dim"]] == 1]
     _pin_rest(call, call.maps(source), kept)
-    if call.name != "aten::index_select":
-        # An index of the tensor's rank also says how far the other dims go.
-        for index_map in kept:
-            if any(call.outputs[0].shape[d] != source.shape[d] for d in support(index_map)):
-                call.pin(index_map, "is gathered in part")
     call.leave(kept)
+
+
+@rule("gather", "take_along_dim")
+def gathered(call: Call) -> None:
+    """Elements along one dim; across it the index, which has the tensor's rank, says how far one goes."""
+    source, index = call.inputs
+    maps = _across(call, call["dim"], (source, index), "is gathered", in_part="is gathered in part")
+    call.leave(maps, zero=label_of(source).zero)
 
 
 @rule("index", "_unsafe_index")
@@ -79,22 +81,48 @@ def put(call: Call) -> None:
     _merge_tails(call, (target, values), tail, "is written by index", lambda m: m.reshape((1,) * len(dims) + m.shape))
 
 
-@rule("index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce", "index_fill", "masked_scatter",
-      "index_reduce")  # fmt: skip
+@rule("index_add", "index_copy", "index_reduce")
+def rows_added(call: Call) -> None:
+    """Rows are put along one dim; across it source and target must agree."""
+    target, source = call["self"], call["source"]
+    maps = _across(call, call["dim"], (target, source), "is added by index")
+    call.leave(maps, zero=label_of(target).zero and label_of(source).zero)
+
+
+@rule("scatter", "scatter_add", "scatter_reduce")
 def scattered(call: Call) -> None:
-    """Rows are added along one dim; across it source and target must agree."""
-    target, source = call["self"], call.get("source", call.get("src"))
-    if call.name not in ("aten::index_add", "aten::index_copy") or not isinstance(source, Tensor):
+    """Elements are put along one dim; across it target and source go as far as the index, which has their rank."""
+    target, source, index = call["self"], call.get("src"), call["index"]
+    if not isinstance(source, Tensor):
         call.pin_inputs("is scattered by index")
         return
-    dim = call["dim"] % target.ndim
+    maps = _across(call, call["dim"], (target, source, index), "is scattered", in_part="is scattered in part")
+    call.leave(maps, zero=label_of(target).zero and label_of(source).zero)
+
+
+def _across(call: Call, dim: int, tensors: Sequence[Tensor], why: str, in_part: str = "") -> list[Map]:
+    """The maps across `dim`, where the tensors are element by element; along it positions are data.
+
+    `in_part` tells what it is called if the last one, the index, is shorter than another.
+    """
+    rank, index = tensors[0].ndim, tensors[-1]
     operands = []
-    for tensor in (target, source):
-        kept = [m for m in call.maps(tensor) if m.shape[dim] == 1]
-        _pin_rest(call, call.maps(tensor), kept)
-        shape = tuple(1 if place == dim else size for place, size in enumerate(tensor.shape))
-        operands.append(Operand(kept, shape, label_of(tensor).neutral))
-    call.leave(call.merge(operands, "is added by index"), zero=label_of(target).zero and label_of(source).zero)
+    for tensor in tensors:
+        known = call.operand(tensor, rank)
+        kept = [m for m in known.maps if m.shape[dim] == 1]
+        _pin_rest(call, known.maps, kept)
+        for index_map in kept if in_part else ():
+            if any(tensor.shape[place] != index.shape[place] for place in support(index_map)):
+                call.pin(index_map, in_part)
+        shape = tuple(1 if place == dim % rank else size for place, size in enumerate(known.shape))
+        operands.append(Operand(kept, shape, known.neutral))
+    return call.merge(operands, why)
+
+
+@rule("index_fill", "masked_scatter")
+def filled(call: Call) -> None:
+    """By position, or in the order of what is there."""
+    call.pin_inputs("is scattered by index")
 
 
 @rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")

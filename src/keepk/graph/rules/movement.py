@@ -9,7 +9,7 @@ from torch import Tensor
 from keepk.graph.algebra import Operand
 from keepk.graph.call import Call
 from keepk.graph.label import label_of
-from keepk.graph.maps import Map, aligned, compress, support
+from keepk.graph.maps import Map, aligned, along, compress, support
 from keepk.graph.table import rule
 
 
@@ -106,7 +106,21 @@ def squeezed(call: Call) -> None:
 @rule("expand", "expand_as")
 def expanded(call: Call) -> None:
     """Repeats along new dims, where a map has size 1."""
-    call.leave([aligned(m, call.outputs[0].ndim) for m in call.maps(call.inputs[0])])
+    call.leave([*(aligned(m, call.outputs[0].ndim) for m in call.maps(call.inputs[0])), *_copies(call)])
+
+
+def _copies(call: Call) -> list[Map]:
+    """Atoms for the dims along which something that has no channels is repeated.
+
+    All along them there is the same, so that any of it may go with what it meets: a mask of tokens that is spread over
+    the channels, an index that is the same for all of them.
+    """
+    source, output = call.inputs[0], call.outputs[0]
+    if call.maps(source) or label_of(source).neutral:
+        return []
+    before = (1,) * (output.ndim - source.ndim) + tuple(source.shape)
+    spread = [dim for dim, size in enumerate(output.shape) if before[dim] == 1 < size]
+    return [along(call.atoms.new(output.shape[dim]), dim, output.ndim) for dim in spread]
 
 
 @rule("flip")
@@ -134,7 +148,7 @@ def repeated(call: Call) -> None:
         copies = np.tile(index_map, times)
         _demand_grid(call, index_map, [dim for dim, count in enumerate(times) if count > 1])
         moved.append(copies)
-    call.leave(moved)
+    call.leave([*moved, *_copies(call)])
 
 
 @rule("repeat_interleave")
