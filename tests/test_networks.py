@@ -60,7 +60,7 @@ def test_every_operation_is_drawn():
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_expected_axis_exists(name):
-    verdict, tensor, axis = EXPECTED[name]
+    verdict, tensor, axis, _ = EXPECTED[name]
     assert verdict in {"exact", "lossy", "inexact", "fixed"}
     assert NETWORKS[name]()[0].get_parameter(tensor).shape[axis] > 1
 

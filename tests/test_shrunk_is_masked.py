@@ -182,7 +182,7 @@ def reasons(graph, tensor, axis):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_verdict_is_the_expected_one(name):
-    verdict, tensor, axis = EXPECTED[name]
+    verdict, tensor, axis, _ = EXPECTED[name]
     graph = keepk.trace(*NETWORKS[name]())
     units, why = units_of(graph, tensor, axis), reasons(graph, tensor, axis)
     if verdict == "exact":

@@ -1,6 +1,6 @@
 """One small network for each wiring pattern that channel removal meets, and the verdict expected on it."""
 
-from networks import attention, convolutions, joins, masks, moves, recurrent, refused, weights
+from networks import attention, convolutions, joins, masks, moves, numbers, recurrent, refused, weights
 from networks.registry import EXPECTED, NETWORKS, Expected, spread
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "joins",
     "masks",
     "moves",
+    "numbers",
     "recurrent",
     "refused",
     "spread",

@@ -32,7 +32,7 @@ class MeanOverTokens(OneHidden):
         return self.head((x * mask).sum(1) / mask.sum(1).clamp(min=1e-9))
 
 
-@network("mask_that_is_counted", "inexact", "first.weight", 0, example=vectors)
+@network("mask_that_is_counted", "inexact", "first.weight", 0, example=vectors, only=True)
 class MaskThatIsCounted(OneHidden):
     """How many elements a mask lets pass depends on the number of channels."""
 
@@ -78,7 +78,7 @@ class MessagesAveraged(OneHidden):
         return self.head(old.scatter_reduce(0, index, x, "mean", include_self=False))
 
 
-@network("messages_by_channel", "fixed", "first.weight", 0, example=edges)
+@network("messages_by_channel", "fixed", "first.weight", 0, example=edges, only=True)
 class MessagesByChannel(OneHidden):
     """Each channel goes to a node of its own."""
 
@@ -88,7 +88,7 @@ class MessagesByChannel(OneHidden):
         return self.head(x.new_zeros(4, x.shape[1]).scatter_add(0, index, x).relu())
 
 
-@network("messages_in_part", "fixed", "first.weight", 0, example=edges)
+@network("messages_in_part", "fixed", "first.weight", 0, example=edges, only=True)
 class MessagesInPart(OneHidden):
     """To the first of more channels."""
 

@@ -91,7 +91,7 @@ class OneNumberForTwo(Pictured):
         return torch.cat([left, right], 1)
 
 
-@network("another_width", "fixed", "second.weight", 0)
+@network("another_width", "fixed", "second.weight", 0, only=True)
 class AnotherWidth(Pictured):
     """A width that is read from another tensor, and is equal by chance."""
 
@@ -131,7 +131,7 @@ class RowsOfATable(Pictured):
         return x * (left * right)[:, None, None]
 
 
-@network("row_by_width", "inexact", "first.weight", 0)
+@network("row_by_width", "inexact", "first.weight", 0, only=True)
 class RowByWidth(Pictured):
     """Which row of pixels is read depends on the number of channels."""
 

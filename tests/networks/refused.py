@@ -7,7 +7,7 @@ from torch import nn
 from networks.registry import Pictured, network, sequences
 
 
-@network("layer_norm", "lossy", "first.weight", 0, example=sequences)
+@network("layer_norm", "lossy", "first.weight", 0, example=sequences, only=True)
 class LayerNorm(nn.Module):
     def __init__(self):
         super().__init__()
@@ -19,7 +19,7 @@ class LayerNorm(nn.Module):
         return self.head(F.relu(self.norm(self.first(x))))
 
 
-@network("max_over_channels", "lossy", "first.weight", 0)
+@network("max_over_channels", "lossy", "first.weight", 0, only=True)
 class MaxOverChannels(Pictured):
     def __init__(self):
         super().__init__(8, 8)
@@ -28,7 +28,7 @@ class MaxOverChannels(Pictured):
         return x - x.amax(1, keepdim=True)
 
 
-@network("mean_over_channels", "lossy", "first.weight", 0)
+@network("mean_over_channels", "lossy", "first.weight", 0, only=True)
 class MeanOverChannels(Pictured):
     def __init__(self):
         super().__init__(8, 8)
@@ -37,7 +37,7 @@ class MeanOverChannels(Pictured):
         return x * x.mean(1, keepdim=True)
 
 
-@network("softmax_gate", "lossy", "gate.weight", 0)
+@network("softmax_gate", "lossy", "gate.weight", 0, only=True)
 class SoftmaxGate(Pictured):
     """A removed channel still takes its share exp(0) while it is only zeroed."""
 
@@ -49,7 +49,7 @@ class SoftmaxGate(Pictured):
         return x * self.gate(x).softmax(1)
 
 
-@network("sigmoid_then_sum", "inexact", "first.weight", 0)
+@network("sigmoid_then_sum", "inexact", "first.weight", 0, only=True)
 class SigmoidThenSum(Pictured):
     """A zeroed channel adds sigmoid(0) = 0.5 to the sum; a removed one adds nothing."""
 
@@ -80,7 +80,7 @@ class StridedSlice(Pictured):
         return self.last(x[:, ::2])
 
 
-@network("topk_over_channels", "fixed", "first.weight", 0)
+@network("topk_over_channels", "fixed", "first.weight", 0, only=True)
 class TopkOverChannels(Pictured):
     def __init__(self):
         super().__init__(8, 4)
@@ -89,7 +89,7 @@ class TopkOverChannels(Pictured):
         return x.topk(4, 1).values
 
 
-@network("sort_over_channels", "fixed", "first.weight", 0)
+@network("sort_over_channels", "fixed", "first.weight", 0, only=True)
 class SortOverChannels(Pictured):
     def __init__(self):
         super().__init__(8, 8)
@@ -98,7 +98,7 @@ class SortOverChannels(Pictured):
         return x.sort(1).values
 
 
-@network("literal_sizes", "fixed", "first.weight", 0, example=sequences)
+@network("literal_sizes", "fixed", "first.weight", 0, example=sequences, only=True)
 class LiteralSizes(nn.Module):
     """Sizes written into the forward method: there is no attribute that could follow."""
 

@@ -22,6 +22,7 @@ class Expected(NamedTuple):
     verdict: str
     tensor: str
     axis: int
+    only: bool  # the network has no other channels
 
 
 def pictures():
@@ -40,13 +41,13 @@ def words():
     return torch.randint(0, 11, (3, 5))
 
 
-def network(name, *expected, example=pictures):
+def network(name, *expected, example=pictures, only=False):
     """Register a class under a name: `NETWORKS[name]()` is a float64 model with its example."""
 
     def register(cls):
         assert name not in NETWORKS, f"two networks are called {name!r}"
         NETWORKS[name] = lambda seed=0: made(cls, example, seed)
-        EXPECTED[name] = Expected(*expected)
+        EXPECTED[name] = Expected(*expected, only)
         return cls
 
     return register

@@ -42,6 +42,8 @@ class Call(Algebra):
         name: The operation without overload and in-place mark, such as ``aten::add``.
         inputs: The tensors among its arguments, in order.
         outputs: The tensors that it returned.
+        taken: The atoms of single channels that it takes by their numbers.
+        counts: Numbers among its arguments that are sizes, each with the map of what it counts.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Call(Algebra):
         self.name = base_name(operation)
         self.inputs = list(tensors_in(list(arguments)))
         self.outputs = list(tensors_in(result))
+        self.taken: list[int] = []
+        self.counts: list[tuple[int, Map]] = []
 
     def __getitem__(self, argument: str) -> Any:
         """An argument by the name that the operation's schema gives it."""
@@ -102,6 +106,12 @@ class Call(Algebra):
         shape = (1,) * (rank - tensor.ndim) + shape_before_expansion(tensor)
         return Operand([aligned(m, rank) for m in label.maps], shape, label.neutral or tensor.numel() == 1)
 
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        """What it was given; element by element, what was expanded is as it was before."""
+        if is_pointwise(self.operation):
+            return [shape_before_expansion(tensor) for tensor in self.inputs]
+        return [tuple(tensor.shape) for tensor in self.inputs]
+
     def leave(self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | None = None) -> None:
         """Label an output (the first one, if none is named).
 
@@ -122,6 +132,15 @@ class Call(Algebra):
         for tensor in self.inputs:
             for index_map in self.maps(tensor):
                 self.pin(index_map, why)
+
+    def take(self, channel: Map) -> None:
+        """A channel is taken by its number: it stays, and cut copies must take the very same."""
+        self.taken += channel.ravel().tolist()
+        self.pin(channel, "one channel is taken by its number")
+
+    def count(self, number: int, rows: Map) -> None:
+        """An argument says how many of these there are: it must follow them."""
+        self.counts.append((number, rows.ravel()))
 
     def pointwise(self) -> None:
         """Element by element, with broadcasting."""

@@ -1,7 +1,7 @@
 """Numbers that a forward pass makes tensors of: on the meta device their values are lost, so they are seen here."""
 
 from collections.abc import Callable, Iterator
-from numbers import Real
+from numbers import Complex, Real
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CREATED = "torch.tensor"
-_DATA_AT = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, torch.Tensor.new_tensor: 1}
-_FEW = 64  # longer ones are tables, and not computed from a size
+_DATA_AT = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, torch.Tensor.new_tensor: 1, torch.Tensor.new: 1}
+FEW = 64  # longer ones are tables, and not computed from a size
 
 
 class WatchedNumbers(TorchFunctionMode):
@@ -25,9 +25,10 @@ class WatchedNumbers(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         place = _DATA_AT.get(func)
         if place is not None:
-            data = args[place] if len(args) > place else next(iter((kwargs or {}).values()), None)
-            found = tuple(numbers_in(data))
-            if 0 < len(found) <= _FEW:
+            by_name = kwargs or {}
+            data = args[place] if len(args) > place else by_name.get("data", by_name.get("obj"))
+            found = tuple(numbers_in(data)) if func is not torch.Tensor.new or type(data) is list else ()
+            if 0 < len(found) <= FEW:
                 self._tell(found)
         return result
 
@@ -35,13 +36,15 @@ class WatchedNumbers(TorchFunctionMode):
 def numbers_in(data: Any) -> Iterator[float]:
     """The plain numbers of nested lists or an array.
 
-    >>> list(numbers_in([[1, 2.5], (True, np.float32(3))]))
-    [1.0, 2.5, 1.0, 3.0]
+    >>> list(numbers_in([[1, 2.5], (True, np.float32(3)), 4 + 1j]))
+    [1.0, 2.5, 1.0, 3.0, 4.0, 1.0]
     """
     if isinstance(data, Real):
         yield float(data)
+    elif isinstance(data, Complex):
+        yield from (float(data.real), float(data.imag))
     elif isinstance(data, np.ndarray) and data.dtype.kind in "biuf":
         yield from data.ravel().tolist()
-    elif isinstance(data, list | tuple):
+    elif isinstance(data, list | tuple | bytes | bytearray):
         for entry in data:
             yield from numbers_in(entry)

@@ -60,15 +60,25 @@ class Graph:
         are taken of blocks that are bound, and something is left everywhere.
         """
         exact = exact_share(share, "choose: share", ShrinkError)
-        return self._chosen(repeat(share_of(exact)), seed, lossy=lossy)
+        size = len(self.units)
+        rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
+        return self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
+
+    def choose_half(self, *, lossy: bool = False) -> Indices:
+        """Half of every space, its last one with it: what is counted from the end is then another one."""
+        rank = np.random.default_rng(0).permutation(len(self.units))
+        for block in (block for blocks in self.choices() for block in blocks):
+            rank[block[-1:]] = -1
+        return self._chosen(repeat(share_of(Fraction(1, 2))), rank, lossy=lossy)
 
     def choose_unevenly(self, *, lossy: bool = False) -> Indices:
         """Another share of every space, so that widths which are equal by chance do not stay so."""
-        return self._chosen(map(uneven_share, count()), seed=1, lossy=lossy)
+        rank = np.random.default_rng(1).permutation(len(self.units))
+        return self._chosen(map(uneven_share, count()), rank, lossy=lossy)
 
     def choose_one(self, *, lossy: bool = False) -> Indices:
-        """One of every space that has three or more."""
-        return self._chosen(repeat(one), seed=2, lossy=lossy)
+        """The first of every space that has two or more: all numbers of the others change."""
+        return self._chosen(repeat(one), np.zeros(len(self.units), np.int64), lossy=lossy)
 
     def choose_sources(self, *, lossy: bool = False) -> Indices:
         """Half of every space of sources, where that leaves something everywhere; their readings go along."""
@@ -95,13 +105,8 @@ class Graph:
             return False
         return True
 
-    def _chosen(self, going: Iterable[Going], seed: int | None, *, lossy: bool) -> Indices:
-        """By what is chosen from as one, how many go."""
-        rank = (
-            np.zeros(len(self.units), np.int64)
-            if seed is None
-            else np.random.default_rng(seed).permutation(len(self.units))
-        )
+    def _chosen(self, going: Iterable[Going], rank: Indices, *, lossy: bool) -> Indices:
+        """By what is chosen from as one, how many go; the lowest ranks do."""
         free = self.alive & (np.full(len(rank), lossy) | ~self.units.lossy)
         for space in self.spaces:
             if space.kind == "source":

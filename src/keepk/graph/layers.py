@@ -65,7 +65,8 @@ class HeadwiseAttention(nn.MultiheadAttention):
     def _projected(self, sequences: list[Tensor]) -> list[Tensor]:
         """Queries, keys and values as (batch, heads, length, head width)."""
         weights = self._weights()
-        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split([len(it) for it in weights])
+        sizes = [len(weight) for weight in weights]
+        biases = [None] * 3 if self.in_proj_bias is None else torch.split(self.in_proj_bias, sizes)
         return [
             _split_heads(F.linear(tensor, weight, bias), self.num_heads)
             for tensor, weight, bias in zip(sequences, weights, biases, strict=True)
@@ -73,9 +74,10 @@ class HeadwiseAttention(nn.MultiheadAttention):
 
     def _weights(self) -> Sequence[Tensor]:
         """Of queries, keys and values, which have weights of their own if keys or values come from another width."""
-        if self.in_proj_weight is not None:
-            return self.in_proj_weight.chunk(3)
-        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        of_all: Tensor | None = self.in_proj_weight
+        if of_all is None:
+            return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        return of_all.chunk(3)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
         masks = [] if padding is None else [_additive(padding, like).view(len(like), 1, 1, -1)]

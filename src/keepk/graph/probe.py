@@ -93,11 +93,8 @@ class Probe:
 
     def _first_failure(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
         """Of half of every space, of uneven shares and of sources, which do not fit; None if all do."""
-        half, uneven = self.graph.choose(0.5, seed=0, lossy=lossy), self.graph.choose_unevenly(lossy=lossy)
-        space = self.graph.units.space
-        said = np.isin(space[half], space[uneven]).all()  # small spaces have no uneven shares
-        sources = self.graph.choose_sources(lossy=lossy)
-        for units in (uneven, sources) if said else (half, uneven, sources):
+        choices = self.graph.choose_half, self.graph.choose_unevenly, self.graph.choose_sources
+        for units in (choose(lossy=lossy) for choose in choices):
             of_kind = self.graph.units.lossy[units] == lossy
             if of_kind.any() and (found := self._attempt(units)) is not None:
                 return units, found
@@ -109,6 +106,9 @@ class Probe:
         of_kind = self.graph.units.lossy[units] == lossy
         found = self._attempt(units) if of_kind.any() else None
         if found is not None:
+            if found.others:  # a position that is written in the model's Python
+                self._give_up(found, units)
+                return found
             found, atoms = self._blamed(found, units)
             classes = self.graph.units.classes
             if not np.isin(self.graph.solution.classes[atoms], classes[units]).any():

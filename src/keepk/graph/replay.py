@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor, nn
 
-from keepk.graph.call import Call, shape_before_expansion
+from keepk.graph.call import Call
 from keepk.graph.created import CREATED
 from keepk.graph.edits import Indices, Selection
 from keepk.graph.facts import Facts
@@ -29,9 +29,10 @@ ADDMM, MM, ADD = "aten::addmm", "aten::mm", "aten::add"
 class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
     """The cut copy did something else than predicted."""
 
-    def __init__(self, step: int, why: str, *, number: bool = False) -> None:
+    def __init__(self, step: int, why: str, *, number: bool = False, others: bool = False) -> None:
         super().__init__(why)
-        self.step, self.why, self.number = step, why, number
+        self.step, self.why = step, why
+        self.number, self.others = number, others  # a value is another one; the size is right, the channels are not
 
 
 class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
@@ -91,6 +92,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if step is None:
             return
         blamed = self._position - 1 if self._doubtful is None else self._doubtful
+        self._compare_taken(step, call, blamed)
         self._compare_numbers(step, numbers_of(call), blamed)
         if call.name not in MAY_DIFFER and self.module not in self._selected:
             self._compare_inputs(step, call, blamed)
@@ -146,13 +148,22 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if self._same_numbers and step.numbers != numbers:
             raise Mismatch(blamed, f"a number {step.numbers} became {numbers}", number=True)
 
+    def _compare_taken(self, step: Step, call: Call, blamed: int) -> None:
+        """A channel that was taken by its number must be the same one, unless it is the only one left."""
+        if len(call.taken) != len(step.taken):
+            return
+        found, wanted = np.array([call.taken, step.taken], np.int32)
+        known = found < self._known
+        if (self._classes[found[known]] != self._classes[wanted[known]]).any():
+            raise Mismatch(blamed, f"{call.name} takes another channel", others=True)
+
     def _compare_inputs(self, step: Step, call: Call, blamed: int) -> None:
         """Movements are matched loosely, so that what they moved is looked at where it is used."""
-        if len(call.inputs) != len(step.inputs):
+        sizes = [*call.input_shapes(), *((number,) for number, _ in call.counts)]
+        if len(sizes) != len(step.inputs):
             return
-        for tensor, (shape, maps) in zip(call.inputs, step.inputs, strict=True):
+        for found, (shape, maps) in zip(sizes, step.inputs, strict=True):
             expected = predict(shape, maps, self._alive) if maps else None
-            found = shape_before_expansion(tensor)
             if expected is not None and expected != found:
                 raise Mismatch(blamed, f"{call.name} got {found}, expected {expected}")
 
@@ -166,7 +177,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         found = [m for m in map(compress, label_of(output).maps) if support(m)]
         for index_map in (m for m in map(compress, left) if support(m)):
             if not any(self._same(index_map, other) for other in found):
-                raise Mismatch(blamed, f"{call.name} puts the channels in another order")
+                raise Mismatch(blamed, f"{call.name} puts the channels in another order", others=True)
         set_label(output, replace(label_of(output), maps=tuple(left)))
 
     def _same(self, wanted: Map, found: Map) -> bool:

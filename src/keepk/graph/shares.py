@@ -31,8 +31,8 @@ def uneven_share(place: int) -> Going:
 
 
 def one(choosable: int, living: int) -> int:
-    """A single one; two stay."""
-    return 1 if choosable and living > 2 else 0
+    """A single one."""
+    return 1 if choosable and living > 1 else 0
 
 
 def first_of(

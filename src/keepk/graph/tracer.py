@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
-from keepk.graph.call import Call, is_pointwise, shape_before_expansion
-from keepk.graph.created import CREATED, WatchedNumbers
+from keepk.graph.call import Call, base_name, is_pointwise
+from keepk.graph.created import CREATED, FEW, WatchedNumbers, numbers_in
 from keepk.graph.facts import Facts
 from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
 from keepk.graph.maps import Map, along
@@ -28,6 +29,9 @@ FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{o
 MAKES_ATOMS = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
                "new_empty_strided", "scalar_tensor", "expand", "repeat")  # fmt: skip
 
+VALUES = ("number", "float", "Tensor")  # ``x / 3`` is the division by a tensor, given as 3
+VALUE_INTS = ("diagonal", "shifts", "k", "divisor_override")
+RANGES = ("aten::arange", "aten::range")
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
 Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
 
@@ -39,7 +43,8 @@ class Step:
     Attributes:
         name: The operation.
         outputs: Shape and maps of each output.
-        inputs: Shape and maps of each input.
+        inputs: Shape and maps of each input, and of each count among its arguments.
+        taken: The atoms of single channels that it took by their numbers.
         numbers: Its arguments that are plain numbers and say nothing about shapes.
         module: In whose forward it ran.
         place: File and line in the user's program.
@@ -48,6 +53,7 @@ class Step:
     name: str
     outputs: tuple[Shaped, ...]
     inputs: tuple[Shaped, ...]
+    taken: tuple[int, ...]
     numbers: tuple[float, ...]
     module: str
     place: str
@@ -166,13 +172,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
         """Write down that a tensor was made of these."""
-        self.steps.append(Step(CREATED, (), (), numbers, self.module, self.place()))
+        self.steps.append(Step(CREATED, (), (), (), numbers, self.module, self.place()))
 
     def record(self, call: Call) -> None:
         """Write the operation down."""
         outputs = tuple((tuple(tensor.shape), label_of(tensor).maps) for tensor in call.outputs)
-        inputs = tuple((shape_before_expansion(tensor), label_of(tensor).maps) for tensor in call.inputs)
-        self.steps.append(Step(call.name, outputs, inputs, numbers_of(call), self.module, call.place))
+        inputs = list(zip(call.input_shapes(), (label_of(tensor).maps for tensor in call.inputs), strict=True))
+        inputs += [((number,), (rows,)) for number, rows in call.counts]
+        self.steps.append(
+            Step(call.name, outputs, tuple(inputs), tuple(call.taken), numbers_of(call), self.module, call.place)
+        )
 
 
 def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -198,9 +207,28 @@ def numbers_of(call: Call) -> tuple[float, ...]:
     """The plain numbers among an operation's arguments that are values and not sizes or dims."""
     if call.name in TAKES_AT:
         return _taken_at(call)
-    kinds = int | float if is_pointwise(call.operation) else float
-    values = (value for value in call.arguments.values() if isinstance(value, kinds) and not isinstance(value, bool))
-    return tuple(float(value) for value in values)
+    if call.name == "aten::lift_fresh":
+        return _made_of(call.inputs[0])
+    return tuple(chain.from_iterable(numbers_in(call.arguments[name]) for name in _value_arguments(call.operation)))
+
+
+@functools.cache
+def _value_arguments(operation: Any) -> tuple[str, ...]:
+    """The arguments that are values; most ints are sizes, dims and positions, and where a range ends is its size."""
+    values = []
+    for argument in operation._schema.arguments:
+        kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
+        counts = kind in VALUES or argument.name in VALUE_INTS or (kind == "int" and is_pointwise(operation))
+        if counts and not (argument.name == "end" and base_name(operation) in RANGES):
+            values.append(argument.name)
+    return tuple(values)
+
+
+def _made_of(tensor: Tensor) -> tuple[float, ...]:
+    """The values of a small tensor that no operation made; of what a model holds, nothing comes this way."""
+    if tensor.is_meta or tensor.is_complex() or tensor.numel() > FEW:
+        return ()
+    return tuple(tensor.double().ravel().tolist())
 
 
 def _taken_at(call: Call) -> tuple[float, ...]:

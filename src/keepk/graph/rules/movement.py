@@ -116,7 +116,7 @@ def _copies(call: Call) -> list[Map]:
     the channels, an index that is the same for all of them.
     """
     source, output = call.inputs[0], call.outputs[0]
-    if call.maps(source) or label_of(source).neutral:
+    if call.maps(source) and not label_of(source).neutral:
         return []
     before = (1,) * (output.ndim - source.ndim) + tuple(source.shape)
     spread = [dim for dim, size in enumerate(output.shape) if before[dim] == 1 < size]

@@ -76,8 +76,12 @@ def group_normalised(call: Call) -> None:
             matrix = index_map.reshape(groups, channels // groups)
             call.lossy(matrix, (1,), "is normalised over")
             if groups > 1 and channels > groups:
-                call.facts.add_line(call.atoms.new(groups).reshape(groups, 1), matrix, Line.COLLAPSE)
+                rows = call.atoms.new(groups).reshape(groups, 1)
+                call.facts.add_line(rows, matrix, Line.COLLAPSE)
                 call.even(matrix, "is normalised by groups")
+                call.count(groups, rows)
+            elif groups > 1:
+                call.count(groups, index_map)
         else:
             call.lossy(index_map, support(index_map), "is normalised over")
     carriers = [tensor for tensor in (call.get("weight"), call.get("bias")) if tensor is not None]

@@ -5,7 +5,7 @@ from keepk.graph.label import label_of
 from keepk.graph.maps import Map
 from keepk.graph.table import rule
 
-# These do not change when zeros are taken away.
+# These do not change when zeros are taken away, but for norms of negative order.
 ZEROS_DO_NOT_COUNT = ("sum", "linalg_vector_norm", "norm", "any", "count_nonzero", "frobenius_norm", "nansum")
 
 
@@ -16,7 +16,7 @@ def reduced(call: Call) -> None:
     """A channel that is summed over must vanish from the sum; from a mean or a maximum it never does."""
     source = call.inputs[0]
     dims = call.dims("dim", source.ndim)
-    exact = call.name.removeprefix("aten::") in ZEROS_DO_NOT_COUNT and label_of(source).zero
+    exact = _zeros_do_not_count(call) and label_of(source).zero
     for index_map in call.maps(source):
         call.align(index_map, dims, "is reduced")
         if not exact:
@@ -34,6 +34,11 @@ def extreme(call: Call) -> None:
         call.pointwise()
     else:
         reduced(call)
+
+
+def _zeros_do_not_count(call: Call) -> bool:
+    order = call.get("ord", call.get("p", 2))
+    return call.name.removeprefix("aten::") in ZEROS_DO_NOT_COUNT and order >= 0
 
 
 def _shaped(index_map: Map, dims: list[int], rank: int) -> Map:

@@ -44,7 +44,15 @@ def _run(call: Call, index_map: Map, dim: int, start: int, length: int) -> Map:
         _bind(call, np.split(index_map, index_map.shape[dim] // length, axis=dim), dim, "is sliced in equal parts")
     elif len(support(index_map)) > 1:
         call.grid(index_map, "is sliced")
-    return compress(part)
+    return _followed(call, part)
+
+
+def _followed(call: Call, part: Map) -> Map:
+    """What is left of a map; of a single channel nothing is, so that it is watched by its number."""
+    part = compress(part)
+    if not support(part):
+        call.take(part)
+    return part
 
 
 @rule("select")
@@ -52,11 +60,11 @@ def selected(call: Call) -> None:
     """One row of a dim."""
     source = call.inputs[0]
     dim, index = call["dim"] % source.ndim, call["index"]
-    rows = [np.take(m, [index], axis=dim) if m.shape[dim] > 1 else m for m in call.maps(source)]
+    rows = [_followed(call, np.take(m, [index], axis=dim)) if m.shape[dim] > 1 else m for m in call.maps(source)]
     for index_map in call.maps(source):
         if index_map.shape[dim] > 1 and support(index_map)[0] != dim:
             call.grid(index_map, "a row is selected")
-    call.leave([compress(row).squeeze(dim) for row in rows])
+    call.leave([row.squeeze(dim) for row in rows])
 
 
 @rule("unbind")
@@ -83,7 +91,7 @@ def _split(call: Call, sizes: Sequence[int], dim: int, *, squeeze: bool) -> None
         if index_map.shape[dim] > 1:
             _bind(call, pieces, dim, "is split in equal parts")
         for part, piece in zip(parts, pieces, strict=True):
-            folded = compress(piece)
+            folded = _followed(call, piece) if support(index_map) else piece
             part.append(folded.squeeze(dim) if squeeze else folded)
     for output, maps in zip(call.outputs, parts, strict=True):
         call.leave(maps, to=output)

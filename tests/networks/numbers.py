@@ -1,0 +1,118 @@
+"""Channels that are taken by their numbers, and values that are made of a size."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from networks.registry import network, vectors
+
+
+def hidden(name, verdict):
+    """Register a network in which a function does something to sixteen hidden channels."""
+
+    def register(change):
+        class Hidden(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.head = nn.Linear(7, 16), nn.Linear(16, 3)
+
+            def forward(self, x):
+                return self.head(change(self.first(x)))
+
+        network(name, verdict, "first.weight", 0, example=vectors, only=True)(Hidden)
+        return change
+
+    return register
+
+
+def written(x, place, value):
+    x = x.clone()
+    x[place] = value
+    return x
+
+
+# The channel stays; the others go where its number stays the same without them.
+hidden("the_first_channel", "exact")(lambda x: x * x[:, 0, None].sigmoid())
+hidden("a_slice_of_the_first", "exact")(lambda x: x * x[:, :1].sigmoid())
+hidden("a_slice_of_the_last", "exact")(lambda x: x * x[:, -1:].sigmoid())
+hidden("the_first_narrowed", "exact")(lambda x: x + x.narrow(1, 0, 1))
+hidden("the_first_split_off", "exact")(lambda x: x + x.tensor_split([1], -1)[0])
+hidden("the_first_of_all", "exact")(lambda x: x + x.flatten()[0])
+hidden("the_first_written", "exact")(lambda x: written(x, (slice(None), 0), 1.0))
+hidden("the_last_written", "exact")(lambda x: written(x, (slice(None), -1), 1.0))
+hidden("the_first_four", "exact")(lambda x: x * x[:, :4].sum(-1, keepdim=True))
+hidden("one_in_the_middle", "fixed")(lambda x: x * x[:, 3:4].sigmoid())
+hidden("one_before_the_last", "fixed")(lambda x: x * x[:, -2, None].sigmoid())
+hidden("two_in_the_middle", "fixed")(lambda x: x * x[:, 3:5].sum(-1, keepdim=True))
+hidden("all_but_the_ends", "fixed")(lambda x: x * x[:, 1:15].sum(-1, keepdim=True))
+hidden("two_near_the_end", "fixed")(lambda x: x * x[:, -4:-2].sum(-1, keepdim=True))
+
+# Another width is another value, however it gets into a tensor.
+hidden("divided_by_the_size", "inexact")(lambda x: x / x.shape[-1])
+hidden("size_in_full", "inexact")(lambda x: x / torch.full((1,), x.shape[-1]))
+hidden("size_in_full_like", "inexact")(lambda x: x / torch.full_like(x[:, :1], x.shape[-1]))
+hidden("size_in_new_full", "inexact")(lambda x: x / x.new_full((1,), x.shape[-1]))
+hidden("size_filled_in", "inexact")(lambda x: x / torch.empty(1).fill_(x.shape[-1]))
+hidden("size_written_in", "inexact")(lambda x: x / written(torch.zeros(1), 0, x.shape[-1]))
+hidden("size_at_the_end_of_a_line", "inexact")(lambda x: x / torch.linspace(0, x.shape[-1], 3)[-1])
+hidden("size_as_a_factor", "inexact")(lambda x: torch.addmm(x, x, torch.zeros(16, 16).to(x), beta=x.shape[-1]))
+hidden("size_by_keyword", "inexact")(lambda x: x / torch.tensor(dtype=torch.float64, data=[x.shape[-1]]))
+hidden("size_in_a_tensor_of_old", "inexact")(lambda x: x / torch.Tensor([x.shape[-1]]))
+hidden("size_in_a_float_tensor", "inexact")(lambda x: x / torch.FloatTensor([x.shape[-1]]))
+hidden("size_in_new", "inexact")(lambda x: x / x.new([x.shape[-1]]))
+hidden("size_in_an_array", "inexact")(lambda x: x / torch.from_numpy(np.array([float(x.shape[-1])])))
+hidden("size_counted_by_ones", "inexact")(lambda x: x / torch.ones(1, 1).expand(1, x.shape[-1]).sum())
+hidden("size_counted_by_repeated_ones", "inexact")(lambda x: x / torch.ones(1, 1).repeat(1, x.shape[-1]).sum())
+
+hidden("size_where_a_range_begins", "inexact")(lambda x: x / torch.arange(x.shape[-1], x.shape[-1] + 3)[0])
+hidden("size_as_a_step", "inexact")(lambda x: x / torch.arange(0, 3 * x.shape[-1], x.shape[-1])[1])
+hidden("size_in_a_complex_number", "inexact")(lambda x: (x * complex(x.shape[-1], 1)).real)
+hidden("size_as_a_diagonal", "inexact")(lambda x: x + torch.ones(3, 3).triu(x.shape[-1] - 15).sum())
+hidden("size_as_a_shift", "inexact")(lambda x: x.roll(x.shape[-1], 0))
+hidden("size_as_a_place_in_order", "inexact")(lambda x: x + torch.eye(3, 17)[:1].kthvalue(x.shape[-1]).values)
+hidden("size_as_a_derivative", "inexact")(lambda x: x + torch.special.polygamma(x.shape[-1] // 4, x.abs().sum() + 1))
+hidden("size_in_bytes", "inexact")(lambda x: x / torch.tensor(bytearray([x.shape[-1]])))
+hidden("size_as_a_number_of_copies", "inexact")(
+    lambda x: x * x.sum(-1, keepdim=True)[None].expand(x.shape[-1], -1, -1).sum(0)
+)
+
+# The smallest of all is 0 where a channel is masked.
+hidden("norm_of_negative_order", "inexact")(
+    lambda x: x * torch.linalg.vector_norm(x, ord=-torch.inf, dim=-1, keepdim=True)
+)
+
+# Whole groups would be grouped anew.
+hidden("groups_in_a_literal", "fixed")(lambda x: F.group_norm(x, 4))
+
+
+class OwnGroupNorm(nn.Module):
+    """A norm of the user's own, with affine weights."""
+
+    def __init__(self, groups, channels):
+        super().__init__()
+        self.groups = groups
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x):
+        return F.group_norm(x, self.groups, self.weight, self.bias)
+
+
+@network("groups_in_an_attribute", "exact", "first.weight", 0, example=vectors)
+class GroupsInAnAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(7, 16), OwnGroupNorm(4, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x)))
+
+
+@network("a_group_for_each_channel", "exact", "first.weight", 0, example=lambda: torch.randn(3, 3, 4, 5))
+class AGroupForEachChannel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Conv2d(3, 8, 1), OwnGroupNorm(8, 8), nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        return self.head(self.norm(self.first(x)))
