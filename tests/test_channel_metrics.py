@@ -226,6 +226,37 @@ def test_layers_that_are_wired_apart_keep_their_tensors_by_role():
         assert {it.module for it in found.producer} == {nn.Conv2d}
 
 
+class MadeWeight(nn.Module):
+    """A linear layer whose weight is made in its forward."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.made, self.weight, self.scale = made, nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.ones(6, 1))
+        self.register_buffer("mask", torch.ones(6, 4))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.made(self))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda it: it.weight * it.mask,
+        lambda it: it.mask * it.weight,
+        lambda it: it.scale * it.weight,
+        lambda it: it.weight.tanh(),
+    ],
+)
+def test_a_weight_that_is_masked_or_scaled_is_what_produces(made):
+    model = nn.Sequential(MadeWeight(made), nn.ReLU(), nn.Linear(6, 3))
+    (found,) = layers(model, keepk.trace(model, torch.randn(2, 4)), "output")
+    assert (found.name, [it.name for it in found.producer], [it.name for it in found.reader]) == (
+        "0",
+        ["0.weight"],
+        ["2.weight"],
+    )
+
+
 def test_a_channel_that_is_flattened_has_all_of_its_columns():
     model, example = NETWORKS["conv_bn_flatten"]()
     layer = layers(model, keepk.trace(model, example), "output")[1]

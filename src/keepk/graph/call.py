@@ -122,7 +122,7 @@ class Call(Algebra):
         label = Label(
             maps=self._distinct(maps),
             neutral=bool(labels) and all(label.neutral for label in labels),
-            parameter=bool(labels) and all(label.parameter for label in labels),
+            own=bool(labels) and all(label.own for label in labels),
             zero=bool(labels and labels[0].zero) if zero is None else zero,
         )
         set_label(self.outputs[0] if to is None else to, label)
@@ -148,6 +148,8 @@ class Call(Algebra):
             return
         rank = self.outputs[0].ndim
         inputs = [tensor for tensor in self.inputs if tensor.ndim <= rank]
+        if all(label_of(tensor).own for tensor in inputs):
+            inputs.sort(key=_is_weight, reverse=True)  # of a weight and its mask or scale, the weight's atoms go on
         maps: Iterable[Map]
         if len(inputs) == 1:
             maps = [aligned(m, rank) for m in self.maps(inputs[0])]
@@ -206,7 +208,7 @@ class Call(Algebra):
         self.facts.uses.append((sources, f"read {self.module}"))
 
     def _role(self, tensor: Tensor, dim: int, role: Role) -> None:
-        if not label_of(tensor).parameter and not is_labelled(tensor):
+        if not is_labelled(tensor):
             return
         for index_map in self.maps(tensor):
             if dim in support(index_map):
@@ -220,6 +222,11 @@ class Call(Algebra):
             if support(index_map) and not any(index_map is other for other in found):
                 found.append(index_map)
         return tuple(found)
+
+
+def _is_weight(tensor: Tensor) -> tuple[bool, int]:
+    """How much a tensor is the weight among those that a weight is made of: a parameter, the largest."""
+    return label_of(tensor).zero, tensor.numel()
 
 
 def shape_before_expansion(tensor: Tensor) -> tuple[int, ...]:

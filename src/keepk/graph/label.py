@@ -18,13 +18,13 @@ class Label:
     Attributes:
         maps: Index maps; a dim larger than 1 that no map covers is untracked.
         neutral: All elements are one constant, so that it matches anything.
-        parameter: It is made of parameters alone.
+        own: It is made of the model's own parameters and buffers alone.
         zero: When all slices of a removed channel are zero in the weights, its elements are exactly 0 here.
     """
 
     maps: tuple[Map, ...] = ()
     neutral: bool = False
-    parameter: bool = False
+    own: bool = False
     zero: bool = False
 
 

@@ -109,7 +109,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
             self._names[id(tensor)] = name
-            set_label(tensor, Label(found, parameter=parameter, zero=parameter))
+            set_label(tensor, Label(found, own=True, zero=parameter))
 
     def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
         groups = self.groups.get(name, 1)

@@ -23,7 +23,7 @@ def constant(call: Call) -> None:
     ]
     call.leave(maps)
     zero = call.name.removeprefix("aten::") in ZERO
-    set_label(output, replace(label_of(output), neutral=True, zero=zero, parameter=False))
+    set_label(output, replace(label_of(output), neutral=True, zero=zero, own=False))
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
@@ -32,4 +32,4 @@ def like(call: Call) -> None:
     call.leave(call.maps(call.inputs[0]))
     constant_fill = not call.name.startswith("aten::rand")
     zero = call.name.removeprefix("aten::") in ZERO
-    set_label(call.outputs[0], replace(label_of(call.outputs[0]), neutral=constant_fill, zero=zero, parameter=False))
+    set_label(call.outputs[0], replace(label_of(call.outputs[0]), neutral=constant_fill, zero=zero, own=False))

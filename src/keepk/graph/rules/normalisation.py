@@ -20,7 +20,7 @@ def batch_normalised(call: Call) -> None:
     maps = [_over_channels(call, m) for m in call.maps(pictures)]
     for tensor in carriers:
         call.carried_by(tensor)
-    zero = len([tensor for tensor in carriers if label_of(tensor).parameter]) >= 2
+    zero = len([tensor for tensor in carriers if label_of(tensor).zero]) >= 2
     if call.reads(maps, carriers):
         call.leave(_read(call, maps, carriers, output.ndim), zero=zero)
         return

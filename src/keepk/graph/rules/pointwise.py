@@ -34,7 +34,7 @@ def copy_into(call: Call) -> None:
     for tensor in {id(base): base, id(target): target}.values():
         known = label_of(tensor)
         held = known.maps or (maps if tensor is target else ())
-        set_label(tensor, replace(known, maps=held, neutral=False, parameter=False, zero=known.zero and written.zero))
+        set_label(tensor, replace(known, maps=held, neutral=False, own=False, zero=known.zero and written.zero))
 
 
 @rule("detach", "alias", "_to_copy", "clone", "lift_fresh", "lift_fresh_copy", "contiguous", "_conj", "_neg_view",

@@ -74,10 +74,10 @@ def _kept_dims(left: Tensor, right: Tensor) -> tuple[int | slice, ...]:
 
 
 def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
-    if label_of(right).parameter:
+    if label_of(right).own:
         call.weight_of(right, read=right.ndim - 2 if right.ndim > 1 else 0, produced=right.ndim - 1)
         call.read_by(call.module or "model", call.maps(left), (left.ndim - 1,))
-    elif label_of(left).parameter:
+    elif label_of(left).own:
         call.weight_of(left, read=left.ndim - 1, produced=max(left.ndim - 2, 0))
         call.read_by(call.module or "model", call.maps(right), (max(right.ndim - 2, 0),))
     else:
