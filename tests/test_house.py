@@ -94,6 +94,7 @@ def test_the_public_names():
             "save_checkpoint",
             "shrink",
             "trace",
+            "verify",
             "weights",
         ]
     )

@@ -11,6 +11,7 @@ from keepk import errors as errors
 from keepk import metrics as metrics
 from keepk.cut.compact import compact as compact
 from keepk.cut.shrink import shrink as shrink
+from keepk.cut.verify import verify as verify
 from keepk.deploy.latency import latency as latency
 from keepk.deploy.model_files import load as load
 from keepk.deploy.model_files import save as save
@@ -51,5 +52,6 @@ __all__ = [
     "save_checkpoint",
     "shrink",
     "trace",
+    "verify",
     "weights",
 ]

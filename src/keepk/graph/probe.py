@@ -6,26 +6,25 @@ of source. Where one number stands for two widths, both lose equally many. Nothi
 operation and place. A number that is computed from a size and is not itself a size (1 / sqrt(d)) makes the units lossy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from keepk.errors import ShrinkError
+from keepk.graph.blame import passing_through
 from keepk.graph.edits import Edits, Indices
 from keepk.graph.facts import Bound, Line, Lines, Reason
 from keepk.graph.graph import Graph
-from keepk.graph.maps import Flags, Map, predict, support
-from keepk.graph.program_numbers import holding, rows_of_both, upwards
+from keepk.graph.maps import Flags, Map
+from keepk.graph.program_numbers import ProgramNumbers, rows_of_both
 from keepk.graph.replay import Mismatch, Replay
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
-from keepk.graph.tracer import Shaped, Step, Tracer
-from keepk.graph.union import Classes
+from keepk.graph.tracer import Step, Tracer
 from keepk.graph.wiring import Constant, Wiring
 
 ROUNDS = 60  # a bound on the wait: each is a forward pass or more
-PICKS = ("aten::select", "aten::unbind")  # these take rows by their number
 
 
 @dataclass
@@ -53,7 +52,7 @@ class Probe:
     def __post_init__(self) -> None:
         self._steps = [*self.tracer.steps, *(self.training.steps if self.training else ())]
         self._only_training = self.training.touched - self.tracer.touched if self.training else set[str]()
-        self._modules = dict(self.workshop.model.named_modules())
+        self._numbers = ProgramNumbers(self._steps, dict(self.workshop.model.named_modules()))
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
         self._ties = dict[bytes, Bound]()  # parts whose size is one number in the model's Python
@@ -170,7 +169,7 @@ class Probe:
         """Try the numbers that could be the one in the way; keep what moves the failure on."""
         if found.step < 0 or found.number:
             return False
-        candidates = list(self._candidates(found.step, units))
+        candidates = list(self._numbers.too_large(found.step, self._alive(units)))
         best, reached = list[Constant](), found.step
         for group in [[one] for one in candidates] + ([candidates] if len(candidates) > 1 else []):
             key = (found.step, *((c.module, c.attribute, c.item, c.dim) for c in group))
@@ -184,27 +183,10 @@ class Probe:
                 break
         known = {(c.module, c.attribute, c.item): c for c in self.constants}
         for constant in best:
-            for sibling in self._siblings(constant, found.step):
+            for sibling in self._numbers.siblings(constant, found.step):
                 known.setdefault((sibling.module, sibling.attribute, sibling.item), sibling)
         self.constants[:] = known.values()  # the graph holds this very list
         return bool(best)
-
-    def _numbers(self, number: int) -> Iterator[Constant]:
-        """Attributes of an operation's module and its parents that are the old size of a dim with channels."""
-        step = self._steps[number]
-        for shape, maps in step.tensors:
-            for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
-                for path in upwards(step.module):
-                    for attribute, item in holding(self._modules.get(path), shape[dim]):
-                        yield Constant(path, attribute, item, shape, maps, dim)
-
-    def _candidates(self, number: int, units: Indices) -> Iterator[Constant]:
-        """Those of something that should have shrunk."""
-        alive = self._alive(units)
-        for constant in self._numbers(number):
-            after = predict(constant.shape, constant.maps, alive)
-            if after is not None and after[constant.dim] != constant.shape[constant.dim]:
-                yield constant
 
     def _tied(self, found: Mismatch) -> bool:
         """Where one number stands for two widths, equally many go of both; whether that is news."""
@@ -212,7 +194,7 @@ class Probe:
             return False
         step, before = self._steps[found.step], len(self._ties)
         known = {(c.module, c.attribute, c.item): c for c in self.constants}
-        for new in self._numbers(found.step):
+        for new in self._numbers.at(found.step):
             old = known.get((new.module, new.attribute, new.item))
             if old is not None and len(rows := rows_of_both(old, new)):
                 why = f"has its size in {new.attribute!r}, as another part"
@@ -221,27 +203,6 @@ class Probe:
         if len(self._ties) > before:
             self.graph = self._solved()
         return len(self._ties) > before
-
-    def _siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
-        """The same attribute in every module of that class, wherever the same line did the same operation."""
-        yield constant
-        origin = self._steps[number]
-        up = len(origin.module.split(".")) - len(constant.module.split(".")) if constant.module else None
-        tensor = next(i for i, (_, maps) in enumerate(origin.tensors) if maps is constant.maps)
-        for step in self._steps:
-            same_line = step is not origin and step.name == origin.name and step.place == origin.place
-            if not same_line or len(step.outputs) != len(origin.outputs) or up is None:
-                continue
-            path = ".".join(step.module.split(".")[: len(step.module.split(".")) - up])
-            shape, maps = step.tensors[tensor]
-            if self._holds(path, constant, shape):
-                yield replace(constant, module=path, shape=shape, maps=maps)
-
-    def _holds(self, path: str, constant: Constant, shape: tuple[int, ...]) -> bool:
-        module, known = self._modules.get(path), self._modules.get(constant.module)
-        if module is None or type(module) is not type(known) or len(shape) <= constant.dim:
-            return False
-        return (constant.attribute, constant.item) in holding(module, shape[constant.dim])
 
     def _give_up(self, found: Mismatch, units: Indices) -> None:
         """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
@@ -276,28 +237,15 @@ class Probe:
         """What fails, and the atoms of units that come out of the operation, or go into it, or else make it fail."""
         units_of = self.graph.units
         kind = units_of.lossy == bool(units_of.lossy[units].any())
-        atoms = self._through(found.step, units_of.classes[kind])
+        removable = np.zeros(len(self.graph.solution.classes), bool)
+        removable[units_of.classes[kind]] = True
+        atoms = passing_through(self._steps, found.step, removable[self.graph.solution.classes])
         if len(atoms):
             return found, atoms
         found, culprits = self._culprits(found, units)
         mine = culprits[kind[culprits]]
         blamed: Map = units_of.classes[mine if len(mine) else culprits].astype(np.int32)
         return found, blamed
-
-    def _through(self, number: int, classes: Classes) -> Map:
-        """The atoms of these classes that come out of an operation, or go into it, wherever that line runs."""
-        if number < 0:
-            return np.zeros(0, np.int32)
-        origin = self._steps[number]
-        same = [s for s in self._steps if s.name == origin.name and s.place == origin.place and s.place] or [origin]
-        removable = np.zeros(len(self.graph.solution.classes), bool)
-        removable[classes] = True
-        outside = self._passing([step.outputs for step in same], removable)
-        inside = self._passing([step.inputs for step in same], removable)
-        if origin.name in PICKS:
-            inside = np.setdiff1d(inside, outside)  # the rows, of which one is there no more
-            return inside if len(inside) else outside
-        return outside if len(outside) else inside
 
     def _culprits(self, found: Mismatch, units: Indices) -> tuple[Mismatch, Indices]:
         """The units of the spaces whose removal alone fails, found by halving, and how they fail."""
@@ -311,13 +259,6 @@ class Probe:
                 break
             spaces, found = failing
         return found, np.concatenate(spaces)
-
-    def _passing(self, sides: Sequence[Sequence[Shaped]], removable: Flags) -> Map:
-        found = [m.ravel() for side in sides for _, maps in side for m in maps]
-        if not found:
-            return np.zeros(0, np.int32)
-        atoms = np.unique(np.concatenate(found))
-        return atoms[removable[self.graph.solution.classes[atoms]]]
 
     def _alive(self, units: Indices) -> Flags:
         removed = self.graph.edits(units).units

@@ -1,15 +1,62 @@
 """Numbers in the model's Python: where they are kept, and what they count."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
 
-from keepk.graph.maps import Map, fibres, support
+from keepk.graph.maps import Flags, Map, fibres, predict, support
+from keepk.graph.tracer import Step
 from keepk.graph.wiring import Constant
 
 PARENTS = 3  # how far up a number may be kept
 SIZES = 64  # how many numbers a list of sizes has at most: longer ones are tables of indices
+
+
+@dataclass(frozen=True)
+class ProgramNumbers:
+    """The numbers that stand beside the operations of a trace, in the modules that ran them and in their parents."""
+
+    steps: Sequence[Step]
+    modules: Mapping[str, nn.Module]
+
+    def at(self, number: int) -> Iterator[Constant]:
+        """Attributes of an operation's module and its parents that are the old size of a dim with channels."""
+        step = self.steps[number]
+        for shape, maps in step.tensors:
+            for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
+                for path in upwards(step.module):
+                    for attribute, item in holding(self.modules.get(path), shape[dim]):
+                        yield Constant(path, attribute, item, shape, maps, dim)
+
+    def too_large(self, number: int, alive: Flags) -> Iterator[Constant]:
+        """Those of something that should have shrunk."""
+        for constant in self.at(number):
+            after = predict(constant.shape, constant.maps, alive)
+            if after is not None and after[constant.dim] != constant.shape[constant.dim]:
+                yield constant
+
+    def siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
+        """The same attribute in every module of that class, wherever the same line did the same operation."""
+        yield constant
+        origin = self.steps[number]
+        up = len(origin.module.split(".")) - len(constant.module.split(".")) if constant.module else None
+        tensor = next(i for i, (_, maps) in enumerate(origin.tensors) if maps is constant.maps)
+        for step in self.steps:
+            same_line = step is not origin and step.name == origin.name and step.place == origin.place
+            if not same_line or len(step.outputs) != len(origin.outputs) or up is None:
+                continue
+            path = ".".join(step.module.split(".")[: len(step.module.split(".")) - up])
+            shape, maps = step.tensors[tensor]
+            if self._holds(path, constant, shape):
+                yield replace(constant, module=path, shape=shape, maps=maps)
+
+    def _holds(self, path: str, constant: Constant, shape: tuple[int, ...]) -> bool:
+        module, known = self.modules.get(path), self.modules.get(constant.module)
+        if module is None or type(module) is not type(known) or len(shape) <= constant.dim:
+            return False
+        return (constant.attribute, constant.item) in holding(module, shape[constant.dim])
 
 
 def rows_of_both(one: Constant, other: Constant) -> Map:
