@@ -89,6 +89,40 @@ class GroupedQueryAttention(nn.Module):
         return self.out(joined(F.scaled_dot_product_attention(query, key, value, scale=0.4, is_causal=True)))
 
 
+class SharedKeys(nn.Module):
+    """All heads of queries share one head of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 4
+        self.query, self.key, self.value = nn.Linear(7, 24), nn.Linear(7, 6), nn.Linear(7, 6)
+        self.out = nn.Linear(24, 5)
+
+    def forward(self, x):
+        query, key, value = heads(self.query(x), self.num_heads), self.key(x)[:, None], self.value(x)[:, None]
+        return self.out(joined(self.attend(query, key, value)))
+
+
+@network("shared_keys_broadcast", "exact", "query.weight", 0, example=sequences)
+class SharedKeysBroadcast(SharedKeys):
+    def attend(self, query, key, value):
+        return (query @ key.transpose(2, 3)).softmax(-1) @ value
+
+
+@network("shared_keys_expanded", "exact", "query.weight", 0, example=sequences)
+class SharedKeysExpanded(SharedKeys):
+    def attend(self, query, key, value):
+        key, value = (part.expand(-1, self.num_heads, -1, -1) for part in (key, value))
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@network("shared_keys_repeated", "exact", "query.weight", 0, example=sequences)
+class SharedKeysRepeated(SharedKeys):
+    def attend(self, query, key, value):
+        key, value = (part.repeat(1, self.num_heads, 1, 1) for part in (key, value))
+        return F.scaled_dot_product_attention(query, key, value)
+
+
 @network("multihead_attention", "exact", "attention.in_proj_weight", 0, example=sequences)
 class TorchAttention(nn.Module):
     def __init__(self):

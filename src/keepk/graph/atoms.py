@@ -7,6 +7,8 @@ import numpy as np
 
 from keepk.graph.maps import Map
 
+COPIES = -1
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -16,7 +18,7 @@ class Axis:
         start: Its first atom.
         size: How many.
         tensor: The name of the parameter or buffer; empty for what an operation made up.
-        dim: Which of its dims.
+        dim: Which of its dims; `COPIES` for what was made up for places that are all the same.
         groups: Above 1 for the second axis of a grouped convolution's weight: its atoms are (group, local index).
     """
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from keepk.graph.algebra import Operand
+from keepk.graph.atoms import COPIES
 from keepk.graph.call import Call
 from keepk.graph.label import label_of
 from keepk.graph.maps import Map, aligned, along, compress, support
@@ -42,7 +43,16 @@ def reshaped(call: Call) -> None:
         call.pin_inputs("is viewed as another dtype")
         return
     runs = _runs(tuple(source.shape), tuple(output.shape))
-    call.leave([_refolded(call, m, tuple(source.shape), tuple(output.shape), runs) for m in call.maps(source)])
+    maps = _without_folded_copies(call, call.maps(source), runs)
+    call.leave([_refolded(call, m, tuple(source.shape), tuple(output.shape), runs) for m in maps])
+
+
+def _without_folded_copies(call: Call, maps: Sequence[Map], runs: list[tuple[list[int], list[int]]]) -> Sequence[Map]:
+    """Copies that are folded with channels are these channels, several times (keys of grouped queries)."""
+    copies = [m for m in maps if call.atoms.axis(int(m.max())).dim == COPIES]
+    taken = {dim for m in maps if not any(m is copy for copy in copies) for dim in support(m)}
+    folded = {dim for old_dims, _ in runs if taken & set(old_dims) for dim in old_dims}
+    return [m for m in maps if not any(m is copy for copy in copies) or not folded & set(support(m))]
 
 
 def _refolded(
@@ -110,17 +120,15 @@ def expanded(call: Call) -> None:
 
 
 def _copies(call: Call) -> list[Map]:
-    """Atoms for the dims along which something that has no channels is repeated.
+    """Atoms for the dims along which something is repeated.
 
     All along them there is the same, so that any of it may go with what it meets: a mask of tokens that is spread over
-    the channels, an index that is the same for all of them.
+    the channels, an index that is the same for all of them, keys that all heads share.
     """
     source, output = call.inputs[0], call.outputs[0]
-    if call.maps(source) and not label_of(source).neutral:
-        return []
     before = (1,) * (output.ndim - source.ndim) + tuple(source.shape)
     spread = [dim for dim, size in enumerate(output.shape) if before[dim] == 1 < size]
-    return [along(call.atoms.new(output.shape[dim]), dim, output.ndim) for dim in spread]
+    return [along(call.atoms.new(output.shape[dim], dim=COPIES), dim, output.ndim) for dim in spread]
 
 
 @rule("flip")
