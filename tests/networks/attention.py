@@ -90,12 +90,12 @@ class GroupedQueryAttention(nn.Module):
 
 
 class SharedKeys(nn.Module):
-    """All heads of queries share one head of keys and values."""
+    """All heads of queries share one head of keys and values. Of heads and places in them, the more numerous go."""
 
     def __init__(self):
         super().__init__()
-        self.num_heads = 4
-        self.query, self.key, self.value = nn.Linear(7, 24), nn.Linear(7, 6), nn.Linear(7, 6)
+        self.num_heads = 6
+        self.query, self.key, self.value = nn.Linear(7, 24), nn.Linear(7, 4), nn.Linear(7, 4)
         self.out = nn.Linear(24, 5)
 
     def forward(self, x):
