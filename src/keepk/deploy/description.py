@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from keepk.cut.certificate import true_certificate
 from keepk.cut.record import ATTRIBUTE, PART, record_of, was_cut
@@ -136,13 +135,13 @@ def _dense_class(module: nn.Module) -> str:
 def _entries(model: nn.Module, cut: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
     passing = set(_not_persistent(model))
     for name, tensor, _ in named_tensors(model):
-        if (is_lazy(tensor) or not tensor.is_meta) and (reason := unpackable(tensor)):
+        if reason := unpackable(tensor):
             raise FileError(f"tensor {name!r} is {reason}")
         yield name, _entry(name, tensor, cut.get(name), persistent=name not in passing)
 
 
 def _entry(name: str, tensor: Tensor, cut: Mapping[str, Any] | None, *, persistent: bool) -> Entry:
-    stride = None if tensor.is_meta else pack(tensor)[1].get("stride")
+    stride = pack(tensor)[1].get("stride")
     entry = Entry(
         dtype=dtype_name(tensor.dtype),
         dense=tuple(cut["shape"]) if cut else tuple(tensor.shape),

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
@@ -46,6 +47,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     order = "model, path"
     inner, folder = _user_module(model, "save", order), place(path, "save", order)
     _refuse_extra_state(inner)
+    _refuse_meta(inner, "Materialize the model first.")
     description = describe(inner)
     write_folder(folder, to_document(description), dict(_packed(inner)))
 
@@ -58,7 +60,7 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
 
     Args:
         path: A folder that `save` wrote.
-        model: As the user's own constructor makes it, of the dtype of the saved one; on any device.
+        model: As the user's own constructor makes it, of the dtype of the saved one; on any device that holds values.
     """
     order = "path, model"
     inner, folder = _user_module(model, "load", order), place(path, "load", order)
@@ -66,6 +68,7 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
     try:
         refuse_shrunk(inner)
         _refuse_extra_state(inner)
+        _refuse_meta(inner, "Build the model on the CPU, or call model.to_empty(device=...) and tie its ties again.")
         saved, given = from_document(document), describe(inner)
         refuse_other_model(inner, saved, given)
         values = unpacked(saved, stored)
@@ -94,10 +97,12 @@ def _refuse_extra_state(model: nn.Module) -> None:
             )
 
 
+def _refuse_meta(model: nn.Module, remedy: str) -> None:
+    for name, tensor, _ in named_tensors(model):
+        if tensor.is_meta and not is_lazy(tensor):
+            raise FileError(f"tensor {name!r} is a meta tensor, which has no values. {remedy}")
+
+
 def _packed(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Every tensor in its own shape, whatever its strides are, so that others can read the file too."""
-    tensors = [(name, tensor) for name, tensor, _ in named_tensors(model)]
-    for name, tensor in tensors:
-        if tensor.is_meta:
-            raise FileError(f"tensor {name!r} is a meta tensor, which has no values. Materialize the model first.")
-    return [(name, pack(tensor.detach().contiguous())[0]) for name, tensor in tensors]
+    return [(name, pack(tensor.detach().contiguous())[0]) for name, tensor, _ in named_tensors(model)]
