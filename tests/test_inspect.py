@@ -406,6 +406,11 @@ def test_several_inputs_and_their_types():
         ("nets_to_inspect:net --input 2x0", "input '2x0': not of the form"),
         ("nets_to_inspect:net --input 2x8:whole", "input '2x8:whole': not of the form"),
         ("nets_to_inspect:net --input 2x8:nn", "input '2x8:nn': not of the form"),
+        (
+            "nets_to_inspect:net --input 99999999999x99999999999",
+            "'99999999999x99999999999': there is no such tensor (Runt",
+        ),
+        (f"nets_to_inspect:net --input {10**30}", "there is no such tensor ("),
         ("nets_to_inspect:net --input 2x9", "model Sequential: its forward failed on the example (RuntimeError"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 
 import numpy as np
@@ -187,6 +188,21 @@ def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(tmp_path):
     with pytest.raises(FileError, match=r"^export_onnx: got Tensor as the path. The order is model, example, path.$"):
         export_onnx(nn.Linear(4, 3), tmp_path / "net.onnx", torch.ones(2, 4))
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("tolerance", ["a", -1e-4, float("nan"), True, (1e-4,)])
+def test_what_is_no_tolerance_is_refused(tmp_path, tolerance):
+    with pytest.raises(
+        FileError, match=rf"^export_onnx: tolerance={re.escape(repr(tolerance))}\. Give a number from 0"
+    ):
+        export_onnx(nn.Linear(4, 3), torch.ones(2, 4), tmp_path / "net.onnx", tolerance=tolerance)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("path", ["", "net\0.onnx", "net\ud800.onnx"])
+def test_a_path_that_no_file_can_have_is_refused(path):
+    with pytest.raises(FileError, match=rf"^export_onnx: got {re.escape(repr(path))} as the path, which no file can"):
+        export_onnx(nn.Linear(4, 3), torch.ones(2, 4), path)
 
 
 def test_a_model_that_cannot_be_exported_is_refused_with_the_reason(tmp_path, capfd):

@@ -491,6 +491,22 @@ def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(folder, tmp
             verb(*arguments)
 
 
+class BytesPath:
+    def __fspath__(self):
+        return b"net"
+
+
+@pytest.mark.parametrize("path", ["", "net\0", "net\ud800", BytesPath()], ids=["empty", "nul", "surrogate", "bytes"])
+def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    words = f"got {os.fspath(path)!r} as the path, which no file can have. Give a name, such as 'out/net'."
+    with pytest.raises(FileError, match=f"^save: {re.escape(words)}$"):
+        keepk.save(built(), path)
+    with pytest.raises(FileError, match=f"^load: {re.escape(words)}$"):
+        keepk.load(path, built())
+    assert not [*tmp_path.iterdir()]
+
+
 def test_what_is_no_plain_module_is_refused(folder, tmp_path):
     with pytest.raises(FileError, match=r"load: got dict as the model\. Give a torch\.nn\.Module"):
         keepk.load(folder, {})

@@ -5,6 +5,7 @@ import re
 import sys
 from functools import reduce
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 from keepk.errors import TraceError
 from keepk.plan.names import nearest
+
+REASON = 200  # letters of what torch says
 
 
 def model_from(target: str) -> nn.Module:
@@ -96,7 +99,16 @@ def input_from(spec: str) -> Tensor:
             f"input {spec!r}: not of the form SIZExSIZE... or SIZExSIZE...:DTYPE. "
             f"Write 2x3x224x224 for two pictures, 2x12:int64 for two rows of 12 whole numbers."
         )
-    shape = tuple(map(int, sizes.split("x")))
+    try:
+        return _tensor(tuple(map(int, sizes.split("x"))), dtype)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # which one depends on the digits
+        reason = shorten(f"{type(error).__name__}: {error}", REASON, placeholder=" ...")
+        raise TraceError(
+            f"input {spec!r}: there is no such tensor ({reason}). Give smaller sizes or a plain type."
+        ) from error
+
+
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     return torch.zeros(shape, dtype=dtype)

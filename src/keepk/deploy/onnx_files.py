@@ -102,6 +102,7 @@ def export_onnx(
     if not isinstance(model, nn.Module):
         raise TraceError(f"export_onnx: {no_model(model)}")
     target = place(path, "export_onnx", "model, example, path")
+    _refuse_tolerance(tolerance)
     require_packages("export_onnx", "onnx", "onnxscript", *(["onnxruntime"] if check else []))
     examples = _examples(Example.of(example), dynamic=dynamic_batch)
     workshop = Workshop(unwrap(model), examples[0], None)
@@ -116,6 +117,14 @@ def export_onnx(
         report = _report(target, draft, largest)
         _commit(draft, target)
     return report
+
+
+def _refuse_tolerance(tolerance: object) -> None:
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (is_number and tolerance >= 0):  # type: ignore[operator]  # a number, as was seen
+        raise FileError(
+            f"export_onnx: tolerance={tolerance!r}. Give a number from 0 on, such as 1e-4, or None for the usual one."
+        )
 
 
 def _examples(example: Example, *, dynamic: bool) -> list[Example]:

@@ -16,4 +16,15 @@ def place(given: object, verb: str, order: str) -> Path:
     """
     if not isinstance(given, str | os.PathLike):
         raise FileError(f"{verb}: got {type(given).__name__} as the path. The order is {order}.")
-    return Path(given)
+    path = os.fspath(given)
+    if not isinstance(path, str) or not path or not _can_be_named(path):
+        raise FileError(f"{verb}: got {path!r} as the path, which no file can have. Give a name, such as 'out/net'.")
+    return Path(path)
+
+
+def _can_be_named(path: str) -> bool:
+    """Whether the system can have a file of that name: no character in it is NUL, or half of a surrogate pair."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
