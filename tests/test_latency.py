@@ -4,8 +4,10 @@ import gc
 import io
 import itertools
 import json
+import random
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +17,7 @@ from torch import nn
 
 from keepk.deploy.latency import WARM_UP, LatencyReport, LatencyRow, Spread, latency, summary, take_turns
 from keepk.errors import KeepkError, TraceError
+from keepk.run.rng import rng_state
 from strategies import mlp
 
 
@@ -142,6 +145,50 @@ def test_everything_is_as_before_also_after_a_failure():
         latency(net, torch.randn(2, 6), batches=(1, 8), repeats=1, threads=2)
     assert surroundings(net) == before
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in net.named_buffers())
+
+
+class Counting(nn.Module):
+    """Writes into buffers in every way there is, has a BatchNorm that always trains, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(3))
+        self.register_buffer("last", None)
+        self.register_buffer("wide", torch.ones(3, 1).expand(3, 4))
+        self.register_buffer("few", torch.eye(3).to_sparse())
+        with torch.inference_mode():
+            self.register_buffer("strange", torch.ones(3))
+
+    def forward(self, x):
+        self.norm.train()
+        seen = self.norm(self.inner(x)) + torch.rand(3) + random.random() + np.random.default_rng().random()
+        self.calls += 1
+        self.strange += 1
+        self.total = self.total + seen.sum(0)
+        self.last = seen
+        if not hasattr(self, "made"):
+            self.register_buffer("made", seen)
+        return seen + np.random.random()
+
+
+def test_buffers_and_random_states_are_as_before_also_after_a_failure():
+    net, baseline = Counting(), Counting()
+    objects = [dict(module._buffers) for module in net.modules()]
+    values = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    states = rng_state()
+    latency(net, torch.randn(4, 6, generator=torch.Generator()), baseline=baseline, batches=(2, 3), repeats=2)
+    with pytest.raises(TraceError):
+        latency(net, torch.ones(2, 5), batches=2, repeats=1)
+    assert torch.equal(rng_state()["torch"], states["torch"])
+    assert rng_state()["python"] == states["python"]
+    assert np.array_equal(rng_state()["numpy"]["state"]["key"], states["numpy"]["state"]["key"])
+    assert rng_state()["numpy"]["state"]["pos"] == states["numpy"]["state"]["pos"]
+    for module, own in zip(net.modules(), objects, strict=True):
+        assert list(module._buffers) == list(own)
+        assert all(module._buffers[name] is buffer for name, buffer in own.items())
+    assert all(torch.equal(buffer.to_dense(), values[name].to_dense()) for name, buffer in net.named_buffers())
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from keepk.deploy.onnx_files import export_onnx
 from keepk.deploy.runtime import (
+    buffers_kept,
     feeds,
     in_eval_mode,
     no_collection,
     open_session,
+    random_state_kept,
     require_packages,
     rows_of,
     tensors_of,
@@ -141,7 +143,8 @@ def latency(
     """Measure forward passes in eval mode, without gradients; a baseline takes turns with the model.
 
     In every round both run once, and who is first alternates, so that what slows the machine down slows both down. On a
-    GPU the clock stops when all work is done. Modes, threads and gradients are as before afterwards.
+    GPU the clock stops when all work is done. Modes, buffers, threads, gradients and random states are as
+    before afterwards.
 
     Args:
         model: As it is called: a `torch.compile` wrapper is measured as such.
@@ -165,7 +168,7 @@ def latency(
     _refuse_numbers(repeats, threads)
     _refuse_runtimes(chosen, devices)
     rows_of(given)
-    with threads_set(threads) as used, in_eval_mode(models):
+    with threads_set(threads) as used, in_eval_mode(models), buffers_kept(models), random_state_kept():
         rows = tuple(
             _measured(runtime, models, with_rows(given, batch), batch, repeats, used)
             for runtime in chosen

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from keepk.errors import KeepkError, TraceError
 from keepk.graph.given import is_shape
 from keepk.graph.shell import Example
+from keepk.run.rng import rng_state, set_rng_state
 
 
 def tensors_of(value: object) -> list[Tensor]:
@@ -137,6 +138,41 @@ def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
+    """What forward writes into buffers, or puts in their place, is taken back."""
+    modules = dict.fromkeys(module for model in models for module in model.modules())
+    places = [(module._buffers, dict(module._buffers)) for module in modules]
+    buffers = {buffer for _, own in places for buffer in own.values() if buffer is not None}
+    values = {buffer: buffer.detach().clone() for buffer in buffers if not _is_expanded(buffer)}
+    try:
+        yield
+    finally:
+        for place, own in places:
+            place.clear()
+            place.update(own)
+        with torch.inference_mode():  # elsewhere, a buffer that was made in it could not be written
+            for buffer, value in values.items():
+                buffer.copy_(value)
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether elements share their memory, so that torch lets nobody write into it."""
+    return tensor.layout == torch.strided and any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Whatever is drawn, the next to draw gets what they would have got."""
+    before = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(before)
 
 
 @contextmanager
