@@ -418,6 +418,17 @@ class Locked(nn.Linear):
         (nn.Linear(4, 3), {"x": torch.zeros(2, 4)}, r"its forward failed on the example \(TypeError: .*'x'"),
         (nn.Linear(4, 3), torch.zeros(2, 4, device="meta"), "example: a tensor is on meta, the model on cpu. Move one"),
         (nn.Linear(4, 3, device="meta"), torch.zeros(2, 4), "example: a tensor is on cpu, the model on meta. Move one"),
+        (
+            nn.Linear(4, 3),
+            torch.zeros(0, 4),
+            r"argument 0 has a tensor of shape \(0, 4\), without .*two or more pictures",
+        ),
+        (
+            nn.Linear(4, 3),
+            {"input": torch.zeros(2, 0, 4)},
+            r"example: argument 'input' has a tensor of shape \(2, 0, 4\)",
+        ),
+        (nn.Linear(4, 3), (torch.zeros(2, 4), [torch.zeros(0)]), r"example: argument 1 has a tensor of shape \(0,\)"),
         (nn.LazyLinear(3), torch.zeros(2, 4), "tensor 'weight' has no shape yet. Run one forward pass of the lazy"),
         (nn.LazyBatchNorm1d(affine=False), torch.zeros(2, 4), "tensor 'running_mean' has no shape yet"),
         (
@@ -430,6 +441,18 @@ class Locked(nn.Linear):
 def test_what_cannot_be_traced_is_refused(model, example, words):
     with pytest.raises(TraceError, match=words):
         keepk.trace(model, example)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.zeros(2, 4))])
+def test_torchscript_is_refused_with_what_to_give_instead(make, tmp_path):
+    given = make(nn.Linear(4, 3))
+    with pytest.raises(TraceError, match=r"^trace: the model is TorchScript \(.*Give the nn\.Module as it was before"):
+        keepk.trace(given, torch.zeros(2, 4))
+    with pytest.raises(TraceError, match=r"^trace: module '1' is TorchScript"):
+        keepk.Pruner(nn.Sequential(nn.ReLU(), given), [keepk.channels("*", keep=1)], example=torch.zeros(2, 4))
+    with pytest.raises(TraceError, match=r"^export_onnx: the model is TorchScript"):
+        keepk.export_onnx(given, torch.zeros(2, 4), tmp_path / "net.onnx")
 
 
 class Failing(nn.Module):

@@ -30,7 +30,7 @@ from keepk.deploy.runtime import (
     with_rows,
 )
 from keepk.errors import FileError, TraceError
-from keepk.graph.given import likely_slip, no_model
+from keepk.graph.given import likely_slip, no_model, refuse_scripted
 from keepk.graph.shell import Example, Workshop
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
@@ -101,6 +101,7 @@ def export_onnx(
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"export_onnx: {no_model(model)}")
+    refuse_scripted("export_onnx", model)
     target = place(path, "export_onnx", "model, example, path")
     _refuse_tolerance(tolerance)
     require_packages("export_onnx", "onnx", "onnxscript", *(["onnxruntime"] if check else []))

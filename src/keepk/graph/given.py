@@ -2,8 +2,10 @@
 
 from inspect import signature
 
+import torch
 from torch import nn
 
+from keepk.errors import TraceError
 from keepk.graph.shell import Example
 
 
@@ -16,6 +18,17 @@ def no_model(given: object, place: str = "model") -> str:
     if isinstance(given, type) and issubclass(given, nn.Module):
         return f"got the class {given.__name__}. Give {given.__name__}(), a model."
     return f"got {type(given).__name__} as the {place}. Give a torch.nn.Module."
+
+
+def refuse_scripted(verb: str, model: nn.Module) -> None:
+    """Refuse a model that is TorchScript, or has a part that is: its forward is no Python that could be watched."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {path!r}" if path else "the model"
+            raise TraceError(
+                f"{verb}: {where} is TorchScript ({type(module).__name__}). Give the nn.Module as it was before "
+                f"torch.jit.script or torch.jit.trace, and compile it afterwards."
+            )
 
 
 def is_shape(example: Example) -> bool:

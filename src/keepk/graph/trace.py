@@ -13,7 +13,7 @@ from torch import nn
 from keepk.errors import TraceError
 from keepk.graph.attributes import sized_attributes
 from keepk.graph.facts import Bound, Reason
-from keepk.graph.given import likely_slip, no_model
+from keepk.graph.given import likely_slip, no_model, refuse_scripted
 from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
@@ -182,11 +182,19 @@ def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, 
 def _refuse_strange(model: object, example: Example) -> None:
     if not isinstance(model, nn.Module):
         raise TraceError(f"trace: {no_model(model)}")
+    refuse_scripted("trace", model)
     for name, tensor, _ in named_tensors(model):
         if nn.parameter.is_lazy(tensor):
             raise TraceError(f"tensor {name!r} has no shape yet. Run one forward pass of the lazy module first.")
         if hasattr(tensor, "device_mesh"):
             raise TraceError(f"tensor {name!r} is sharded over processes. Trace and shrink before sharding.")
+    for place, argument in (*enumerate(example.arguments), *example.by_name.items()):
+        for tensor in tensors_in([argument]):
+            if tensor.numel() == 0:
+                raise TraceError(
+                    f"example: argument {place!r} has a tensor of shape {tuple(tensor.shape)}, without elements, in "
+                    f"which nothing can be followed. Give two or more pictures or sequences, none of them empty."
+                )
     devices = {tensor.device.type for _, tensor, _ in named_tensors(model)}
     for tensor in tensors_in([*example.arguments, example.by_name]):
         if devices and tensor.device.type not in devices:
