@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 import keepk
 from keepk.cli.commands import app
-from keepk.errors import TraceError
+from keepk.errors import ShrinkError, TraceError
+from keepk.show.inspection import AS_A_WHOLE
 from networks import NETWORKS
 
 
@@ -168,6 +169,33 @@ def test_it_says_what_the_graph_says():
         == [tuple(map(len, blocks)) for blocks in graph.bindings]
         == [(6, 6), (4, 4)]
     )
+
+
+class OneUnit(nn.Module):
+    """An attention with biases of its own for keys and values keeps its heads, and binds what it reads together."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 4)
+        self.attention = nn.MultiheadAttention(8, 4, batch_first=True, add_bias_kv=True)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(self.attention(hidden, hidden, hidden, need_weights=False)[0])
+
+
+def test_a_unit_that_is_all_of_a_layer_cannot_shrink():
+    model, example = OneUnit(), torch.zeros(2, 5, 7)
+    graph, report = keepk.trace(model, example), keepk.inspect(model, example)
+    whole = graph.spaces[0]
+    with pytest.raises(ShrinkError, match="nothing would be left"):
+        graph.edits(whole.units)
+    assert [space.name for space in report.spaces] == ["attention.out_proj"]
+    assert report.fixed[0].why == AS_A_WHOLE
+    assert {(axis.tensor, axis.axis) for axis in report.fixed[0].axes} == {axis[:2] for axis in whole.axes}
+    assert all(axis.channels == axis.total for axis in report.fixed[0].axes)
+    assert "Can shrink: 8 units in 1 space\n" in str(report)
+    assert "Cannot shrink\n  axis 0 of first.weight, first.bias, " in str(report)
 
 
 def test_lossy_units_come_with_the_reason():

@@ -1,8 +1,10 @@
 """`inspect`: what can shrink, what cannot and why, and what each layer costs, as a table and as JSON."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,9 @@ from keepk.graph.findings import (
     spaces_found,
     tensor_specs,
 )
+from keepk.graph.graph import Graph
 from keepk.graph.trace import trace
+from keepk.graph.units import GraphSpace
 from keepk.graph.wrappers import unwrap
 from keepk.show.tables import Table, percent
 
@@ -32,6 +36,7 @@ WIDTH = 120
 NAMES = 5  # how many names a line has; the JSON form has all
 NAMES_IN_TABLE = 3
 MARGIN = "  "
+AS_A_WHOLE = "is one unit, all of a layer: it could only go as a whole, and something of every layer stays"
 PLAINLY = {
     "input": "read from an axis without channels, such as an input of the model",
     "output": "outputs of the model",
@@ -139,14 +144,27 @@ def inspect(model: nn.Module, example: Any) -> Inspection:
     """
     inner = unwrap(model) if isinstance(model, nn.Module) else model
     graph = trace(inner, example)
+    whole = {number: group for number, group in enumerate(map(partial(_as_a_whole, graph), graph.spaces)) if group}
     return Inspection(
         model=type(inner).__name__,
         example=tensor_specs(example),
-        spaces=spaces_found(graph),
-        fixed=fixed_groups(graph),
+        spaces=tuple(space for number, space in enumerate(spaces_found(graph)) if number not in whole),
+        fixed=(*whole.values(), *fixed_groups(graph)),
         bindings=equal_parts(graph),
         layers=layer_costs(inner, example),
     )
+
+
+def _as_a_whole(graph: Graph, space: GraphSpace) -> FixedGroup | None:
+    """A space of one unit that has an axis to itself, as what it is: nothing would be left of the axis without it."""
+    if len(space.units) > 1:
+        return None
+    totals = {(axis.tensor, axis.dim): axis.size for axis in graph.wiring.axes}
+    slices = Counter((tensor, axis) for tensor, axis, _ in graph.slices(int(space.units[0])))
+    axes = tuple(FixedAxis(*place, channels, totals[place]) for place, channels in slices.items())
+    if all(axis.channels < axis.total for axis in axes):
+        return None
+    return FixedGroup("operation", AS_A_WHOLE, (), axes)
 
 
 @dataclass(frozen=True)
