@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import typer
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 import keepk
 from keepk.cli.commands import PlainErrors, app
+from keepk.paper import experiments, parity, tables
 
 FIGURE_1 = "plan --total 10000 --p0 0.8 --prune 0.9 --n1 10 --nu 0.02"
 FIGURE_1_KEPT = [5600, 4133, 3400, 2960, 2666, 2457, 2300, 2177, 2080, 2000, 1800, 1600, 1400, 1200, 1000]
@@ -127,11 +129,49 @@ def test_a_recipe_that_does_not_exist_is_refused_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["--figure x.png", "--inits 10"])
-def test_an_option_of_parity_is_refused_elsewhere(option, tmp_path):
-    result = call(f"run vgg16-cifar10 {option} --recipe nope --results '{tmp_path}/results'")
+@pytest.mark.parametrize(
+    ("experiment", "option", "other"),
+    [
+        ("vgg16-cifar10", "--figure x.png", "parity"),
+        ("lenet-5", "--inits 10", "parity"),
+        ("parity", "--full", "another experiment"),
+        ("parity", "--jobs 2", "another experiment"),
+        ("parity", "--runs x", "another experiment"),
+        ("parity", "--data x", "another experiment"),
+    ],
+)
+def test_an_option_of_another_experiment_is_refused(experiment, option, other, tmp_path):
+    result = call(f"run {experiment} {option} --recipe nope --results '{tmp_path}/results'")
     assert result.exit_code == 1
-    assert f"run: {option.split()[0]} is for parity. Leave it out, or run parity." in result.stderr
+    word = option.split()[0]
+    assert f"run: {word} is no option of {experiment}. Leave it out, or run {other}." in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_nobody_gives_are_those_of_the_experiment(monkeypatch, tmp_path):
+    asked = []
+    file = tmp_path / "none.jsonl"
+    monkeypatch.setattr(experiments, "_run_recipes", lambda name, **options: asked.append((name, options)) or file)
+    monkeypatch.setattr(parity, "run_parity", lambda **options: asked.append(options) or file)
+    monkeypatch.setattr(tables, "experiment_tables", lambda _: [])
+    assert [call(line).exit_code for line in ("run lenet-5 --full", "run parity --seeds 7")] == [0, 0]
+    given = {"seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2}
+    shared = {"recipes": None, "results": Path("results"), "threads": 1}
+    assert asked == [("lenet-5", {**shared, **given, "full": True}), {**shared, "draws": 7, "inits": 10}]
+
+
+def test_help_names_the_defaults_that_the_experiments_have():
+    printed = " ".join(plain(call("run --help").stdout).replace("│", " ").split())
+    for options, words in (
+        (experiments.OPTIONS, "default: ({seeds}, parity"),
+        (experiments.PARITY_OPTIONS, "parity {seeds})]"),
+        (experiments.PARITY_OPTIONS, "[default: ({inits})]"),
+        (experiments.OPTIONS, "[default: ({results})]"),
+        (experiments.OPTIONS, "[default: ({runs})]"),
+        (experiments.OPTIONS, "Not of parity. [default: ({jobs})]"),
+        (experiments.OPTIONS, "each run, a count. [default: ({threads})]"),
+    ):
+        assert words.format(**options) in printed
 
 
 def test_an_experiment_that_does_not_exist_is_a_usage_error():

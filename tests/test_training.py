@@ -453,7 +453,7 @@ def test_an_unknown_recipe_is_refused_before_data_is_looked_for(tmp_path, experi
     known = next(iter(experiments.EXPERIMENTS[experiment]))
     words = rf"experiment '{experiment}': no recipe '{known}s'\. Nearest names: '{known}'"
     with pytest.raises(DataError, match=words):
-        experiments.run(experiment, recipes=[known, f"{known}s"], seeds=1, **folders)
+        experiments.run(experiment, {"recipe": [known, f"{known}s"], "seeds": 1, **folders})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -461,7 +461,7 @@ def test_an_unknown_recipe_is_refused_before_data_is_looked_for(tmp_path, experi
 def test_counts_are_checked_before_anything_starts(tmp_path, wrong):
     counts = {"seeds": 1, "jobs": 1, "threads": 1, **wrong}
     with pytest.raises(DataError, match=f"{next(iter(wrong))}="):
-        experiments.run("lenet-5", recipes=None, data=tmp_path, results=tmp_path, runs=tmp_path, **counts)
+        experiments.run("lenet-5", {"data": tmp_path, "results": tmp_path, "runs": tmp_path, **counts})
 
 
 def test_a_recipe_has_the_same_fingerprint_in_every_process():

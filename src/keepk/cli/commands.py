@@ -190,7 +190,8 @@ def run(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the data; what is missing is downloaded.", show_default="$KEEPK_DATA, else ~/.cache/keepk"
+            help="Folder of the data; what is missing is downloaded. Not of parity, which draws its own.",
+            show_default="$KEEPK_DATA, else ~/.cache/keepk",
         ),
     ] = None,
     seeds: Annotated[
@@ -202,13 +203,26 @@ def run(
     recipe: Annotated[
         list[str] | None, typer.Option(help="Name of a recipe; may be given several times.", show_default="all")
     ] = None,
-    results: Annotated[Path, typer.Option(help="Folder of the results, one file an experiment.")] = Path("results"),
-    runs: Annotated[Path, typer.Option(help="Folder of the checkpoints; a stopped run goes on there.")] = Path("runs"),
-    jobs: Annotated[int, typer.Option(help="Runs at a time, a count.")] = 2,
-    threads: Annotated[int, typer.Option(help="CPU threads of each run, a count.")] = 1,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder of the results, one file an experiment.", show_default="results")
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the checkpoints; a stopped run goes on there. Not of parity, which has none.",
+            show_default="runs",
+        ),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs at a time, a count. Not of parity.", show_default="2")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each run, a count.", show_default="1")] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="The paper's networks at full width and length: days on a CPU.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--full",
+            help="The paper's networks at full width and length: days on a CPU. Not of parity.",
+            show_default=False,
+        ),
+    ] = None,
     inits: Annotated[
         int | None, typer.Option(help="parity: initialisations per draw of data, a count.", show_default="10")
     ] = None,
@@ -218,26 +232,12 @@ def run(
 
     Example: [cyan]keepk run lenet-300-100 --seeds 5[/cyan]
     """
-    from keepk.paper import experiments, parity, parity_tables, tables  # noqa: PLC0415 - other commands need none of it
+    from keepk.paper import experiments, tables  # noqa: PLC0415 - the other commands need none of it
 
-    shared: dict[str, Any] = {"recipes": recipe or None, "results": results, "threads": threads}
-    if experiment is Experiment.PARITY:
-        written = parity.run_parity(draws=3 if seeds is None else seeds, inits=10 if inits is None else inits, **shared)
-        if figure:
-            parity.save_figure(written, figure)
-        made = parity_tables.experiment_tables(written)
-    else:
-        _refuse_options_of_parity(inits=inits, figure=figure)
-        seeds = 5 if seeds is None else seeds
-        written = experiments.run(experiment.value, seeds=seeds, data=data, runs=runs, jobs=jobs, full=full, **shared)
-        made = tables.experiment_tables(written)
+    options = {"data": data, "seeds": seeds, "recipe": recipe, "results": results, "runs": runs, "jobs": jobs}
+    options |= {"threads": threads, "full": full, "inits": inits, "figure": figure}
+    written = experiments.run(experiment.value, options)
     console = Console(highlight=False)
-    for table in made:
+    for table in tables.experiment_tables(written):
         console.print(table)
     console.print(f"Results: {written}", soft_wrap=True, markup=False)
-
-
-def _refuse_options_of_parity(**given: object) -> None:
-    for option, value in given.items():
-        if value is not None:
-            raise KeepkError(f"run: --{option} is for parity. Leave it out, or run parity.")

@@ -1,6 +1,6 @@
 """The paper's experiments: every recipe with every seed, each killed run going on where it stood."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from keepk.errors import DataError
-from keepk.paper import cifar_recipes, lenet
+from keepk.paper import cifar_recipes, lenet, parity
 from keepk.paper import results as result_files
 from keepk.paper.cifar import cifar10
 from keepk.paper.data import Mnist, mnist
@@ -28,9 +28,40 @@ DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
     **dict.fromkeys(lenet.EXPERIMENTS, mnist),
     **dict.fromkeys(cifar_recipes.EXPERIMENTS, cifar10),
 }
+PARITY = "parity"
+SHARED_OPTIONS: dict[str, Any] = {"recipe": None, "results": Path("results"), "threads": 1}
+# The options of a run of recipes, and of one of parity, with what they are if nobody says.
+OPTIONS = {**SHARED_OPTIONS, "seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2, "full": False}
+PARITY_OPTIONS = {**SHARED_OPTIONS, "seeds": parity.DRAWS, "inits": parity.INITS, "figure": None}
 
 
-def run(
+def run(experiment: str, options: Mapping[str, Any]) -> Path:
+    """Run an experiment, parity or another, and return its result file.
+
+    Args:
+        experiment: Its name.
+        options: By the names of `OPTIONS` or `PARITY_OPTIONS`; None is what stands there. What is of the other kind of
+            experiment is refused.
+    """
+    known = PARITY_OPTIONS if experiment == PARITY else OPTIONS
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name not in known:
+            other = "another experiment" if experiment == PARITY else PARITY
+            raise DataError(f"run: --{name} is no option of {experiment}. Leave it out, or run {other}.")
+    chosen = {**known, **given}
+    recipes = chosen.pop("recipe") or None  # none named: all of them
+    return (_parity if experiment == PARITY else partial(_run_recipes, experiment))(recipes=recipes, **chosen)
+
+
+def _parity(*, seeds: int, figure: Path | None, **options: Any) -> Path:
+    written = parity.run_parity(draws=seeds, **options)
+    if figure is not None:
+        parity.save_figure(written, figure)
+    return written
+
+
+def _run_recipes(
     experiment: str,
     *,
     recipes: Sequence[str] | None,
@@ -38,9 +69,9 @@ def run(
     data: Path | None,
     results: Path,
     runs: Path,
-    jobs: int = 1,
-    threads: int = 1,
-    full: bool = False,
+    jobs: int,
+    threads: int,
+    full: bool,
 ) -> Path:
     """Run every recipe with seeds 1, 2, ... and add the points to the experiment's result file, which is returned.
 

@@ -22,6 +22,7 @@ from keepk.plan.schedules import Annealing
 
 NODES = 256
 GOALS = tuple(range(1, 17))
+DRAWS, INITS = 3, 10
 
 # 17 nodes are left after the first 8 epochs of annealing, then one goes every third epoch: 1 is reached after 48 more.
 # Strong decay of the incoming weights and none of the outgoing ones keeps the nodes out of saturation, where they can
@@ -49,8 +50,8 @@ RECIPES = {recipe.name: recipe for recipe in (KEEPK, ADAM, SGD, SGD_LIGHT)}
 
 def run_parity(
     *,
-    draws: int = 3,
-    inits: int = 10,
+    draws: int = DRAWS,
+    inits: int = INITS,
     results: Path,
     recipes: Sequence[str] | None = None,
     device: torch.device | str = "cpu",

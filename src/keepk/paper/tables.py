@@ -56,6 +56,8 @@ def layer_percent_table(experiment: str, records: Records) -> Table:
 
 def experiment_tables(path: Path) -> list[Table]:
     """The tables of the experiment whose results are in `path`."""
+    if path.stem == "parity":
+        return parity_tables.experiment_tables(path)
     records = results.read(path)
     if path.stem in channel_tables.PRINTED:
         return [make(path.stem, records) for make in (channel_tables.cost_table, channel_tables.layer_table)]
