@@ -172,30 +172,29 @@ def test_it_says_what_the_graph_says():
 
 
 class OneUnit(nn.Module):
-    """An attention with biases of its own for keys and values keeps its heads, and binds what it reads together."""
+    """Each of the first layer's two channels is added to the other, so that they are one unit."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 4)
-        self.attention = nn.MultiheadAttention(8, 4, batch_first=True, add_bias_kv=True)
+        self.first, self.middle, self.last = nn.Linear(7, 2), nn.Linear(2, 8), nn.Linear(8, 4)
 
     def forward(self, x):
-        hidden = self.first(x)
-        return self.last(self.attention(hidden, hidden, hidden, need_weights=False)[0])
+        pair = self.first(x)
+        return self.last(self.middle(pair + pair.flip(-1)))
 
 
 def test_a_unit_that_is_all_of_a_layer_cannot_shrink():
-    model, example = OneUnit(), torch.zeros(2, 5, 7)
+    model, example = OneUnit(), torch.zeros(2, 7)
     graph, report = keepk.trace(model, example), keepk.inspect(model, example)
     whole = graph.spaces[0]
     with pytest.raises(ShrinkError, match="nothing would be left"):
         graph.edits(whole.units)
-    assert [space.name for space in report.spaces] == ["attention.out_proj"]
+    assert [space.name for space in report.spaces] == ["middle"]
     assert report.fixed[0].why == AS_A_WHOLE
     assert {(axis.tensor, axis.axis) for axis in report.fixed[0].axes} == {axis[:2] for axis in whole.axes}
     assert all(axis.channels == axis.total for axis in report.fixed[0].axes)
     assert "Can shrink: 8 units in 1 space\n" in str(report)
-    assert "Cannot shrink\n  axis 0 of first.weight, first.bias, " in str(report)
+    assert "Cannot shrink\n  axis 0 of first.weight, first.bias; axis 1 of middle.weight\n" in str(report)
 
 
 def test_lossy_units_come_with_the_reason():
