@@ -3,11 +3,13 @@
     python benchmarks/compact.py --runs runs --out results/benchmarks/compact.json
 
 Reads the last checkpoints of `keepk run lenet-300-100` and `keepk run lenet-5`, compacts each network, and compares
-what it computes for random pictures before and after.
+what it computes for random pictures before and after. A point in the middle of a recipe leaves no checkpoint behind, so
+the recipe is trained up to there first (`--data`, a folder with MNIST), or found where an earlier call trained it.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,31 @@ import torch
 from torch import nn
 
 import keepk
+from keepk.paper.data import mnist
 from keepk.paper.experiments import EXPERIMENTS
+from keepk.paper.recipes import Recipe
 from keepk.paper.results import versions
+from keepk.paper.training import Progress, Run
+from keepk.run.pruner import Pruner
+
+MIDDLE = ("lenet-5", "keepk", 3_879)  # experiment, recipe, weights
+
+
+def until(recipe: Recipe, keep: int) -> Recipe:
+    """The recipe up to the stage that leaves so many weights."""
+    ends = [keep in (count for count, _ in stage.keep.values()) for stage in recipe.stages]
+    return replace(recipe, name=f"until-{keep}", stages=recipe.stages[: ends.index(True) + 1])
+
+
+def train(recipe: Recipe, seeds: int, data: Path, runs: Path) -> None:
+    """Train what is missing."""
+
+    def say(progress: Progress, pruner: Pruner) -> None:
+        print(f"epoch {progress.epoch}/{pruner.epochs}  {progress.cpu_seconds:.0f} CPU s", flush=True)
+
+    torch.set_num_threads(1)  # as `keepk run` does, so that the numbers are the same
+    for seed in range(1, seeds + 1):
+        Run(recipe, seed, mnist(data), runs / f"{recipe.name}-{seed}").finish(say)
 
 
 @torch.no_grad()
@@ -44,11 +69,17 @@ def nonzero(network: nn.Module) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    middle = until(EXPERIMENTS[MIDDLE[0]][MIDDLE[1]], MIDDLE[2])
+    if options.data:
+        train(middle, options.seeds, options.data, options.runs / MIDDLE[0])
     rows = []
     for experiment in ("lenet-300-100", "lenet-5"):
-        for name, recipe in EXPERIMENTS[experiment].items():
+        recipes = {**EXPERIMENTS[experiment], **({middle.name: middle} if experiment == MIDDLE[0] else {})}
+        for name, recipe in recipes.items():
             for folder in sorted((options.runs / experiment).glob(f"{name}-*")):
                 row = {"experiment": experiment, "recipe": name, **measure(folder, recipe.network())}
                 rows.append(row)
