@@ -506,6 +506,16 @@ def test_what_is_no_share_of_units_is_refused(share, words):
         graph.choose(share)
 
 
+def test_what_is_no_seed_and_no_unit_is_refused():
+    graph = keepk.trace(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), torch.zeros(2, 4))
+    for seed in ("a", -1, 0.5):
+        with pytest.raises(ShrinkError, match=r"seed=.* Give an int of 0 or more"):
+            graph.choose(0.5, seed=seed)
+    for unit in (6, -1):
+        with pytest.raises(ShrinkError, match=f"slices: unit {unit} does not exist; the graph has units 0 to 5"):
+            graph.slices(unit)
+
+
 class Two(nn.Module):
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from keepk.cut.dead_operation import Operation, Spread
 from keepk.cut.dead_ops import everywhere, spread_of, to_all
 from keepk.graph.label import tensors_in
-from keepk.graph.shell import Workshop
+from keepk.graph.shell import Workshop, plain_tensors
 from keepk.graph.tracer import named_tensors
 
 # What is made of nothing is the same for every input only if it is filled with one number.
@@ -90,7 +90,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         with workshop.running() as example, torch.backends.cudnn.flags(enabled=False):
             with self._watching_calls(), self:
                 output = self._model(*example.arguments, **example.by_name)
-            kept = [tensor for tensor in _kept_by(self._model) if id(tensor) in self._known]
+            kept = [tensor for tensor in plain_tensors(self._model) if id(tensor) in self._known]
             for tensor in (*tensors_in(output), *kept):
                 self.knowledge(tensor).needed = torch.ones_like(tensor, dtype=torch.bool)
             self._back()
@@ -204,14 +204,6 @@ def _memory(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr() or -id(tensor)
     except (NotImplementedError, RuntimeError) as error:
         raise NotFollowed(f"forward works with {tensor.layout} tensors, which are not followed") from error
-
-
-def _kept_by(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules keep for later as plain attributes, or one level deeper in lists and dicts."""
-    own = ("_parameters", "_buffers")
-    for value in (value for module in model.modules() for name, value in vars(module).items() if name not in own):
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        yield from (item for item in items if isinstance(item, Tensor))
 
 
 def _counted(masks: Iterable[Tensor]) -> list[Tensor]:

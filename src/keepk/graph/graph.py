@@ -50,6 +50,8 @@ class Graph:
 
         On the second axis of a grouped convolution's weight the index is group * channels of a group + channel.
         """
+        if not 0 <= unit < len(self.units):
+            raise ShrinkError(f"slices: unit {unit} does not exist; the graph has units 0 to {len(self.units) - 1}.")
         axes = self.wiring.axes
         return [(axes[axis].tensor, axes[axis].dim, index) for axis, index in self.units.slices(unit)]
 
@@ -61,6 +63,8 @@ class Graph:
         """
         exact = exact_share(share, "choose: share", ShrinkError)
         size = len(self.units)
+        if seed is not None and (not isinstance(seed, int) or seed < 0):
+            raise ShrinkError(f"choose: seed={seed!r}. Give an int of 0 or more, or None for the first ones.")
         rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
         return self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
 

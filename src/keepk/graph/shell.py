@@ -76,7 +76,7 @@ class Workshop:
         for name, tensor, parameter in named_tensors(self.model):
             made = self._tensor(tensor.detach(), cuts.get(name))
             memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if parameter else made
-        for tensor in _plain_tensors(self.model):
+        for tensor in plain_tensors(self.model):
             memo.setdefault(id(tensor), self._tensor(tensor.detach(), None))
         try:
             twin = copy.deepcopy(self.model, memo)
@@ -103,6 +103,7 @@ class Workshop:
             stack.enter_context(_random_state_kept(self.model))
             if any(isinstance(module, nn.RNNBase) for module in self.model.modules()):
                 stack.enter_context(_mkldnn_off())
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             if self.device is not None:
                 stack.enter_context(self.device)
             yield self.example.on(self.device)
@@ -152,9 +153,10 @@ def _adapt(twin: nn.Module, edits: Edits | None) -> None:
         module.__class__ = selecting(type(module))
 
 
-def _plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Tensors that modules keep as plain attributes, or one level deeper in lists and dicts."""
-    for value in (value for module in model.modules() for value in vars(module).values()):
+    own = ("_parameters", "_buffers")
+    for value in (value for module in model.modules() for name, value in vars(module).items() if name not in own):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         yield from (item for item in items if isinstance(item, Tensor))
 
