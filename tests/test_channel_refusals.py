@@ -1,5 +1,6 @@
 """Channels that cannot be kept as asked are refused early, with what, where, got what, do what; nothing changes."""
 
+import copy
 import itertools
 import math
 import re
@@ -373,10 +374,41 @@ def test_weights_that_would_end_before_the_channels_do_are_refused():
     assert list(keepk.Pruner(small(), later, example=inputs()).plan) == ["0.weight", "0"]
 
 
-@pytest.mark.parametrize("followers", [3, [3], "ema"])
-def test_followers_that_are_none_are_refused_before_the_run(followers):
-    with pytest.raises(ShrinkError, match=r"Pruner: followers=.* Give a list of modules"):
-        keepk.Pruner(small(), keepk.channels("0", keep=2), example=inputs(), followers=followers)
+class Average(nn.Module):
+    """An average that is no `AveragedModel`, and keeps its copy in the same place."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("followers", "words"),
+    [
+        (lambda _: 3, "^followers: got int. Give a list of modules"),
+        (lambda _: [3], "^followers: got int. Give a list of modules"),
+        (lambda _: "ema", "^followers: got str. Give a list of modules"),
+        (copy.deepcopy, r"^Pruner: followers: got one Sequential. Give a list, also of one"),
+        (lambda model: model.state_dict(), r"^Pruner: followers: got one OrderedDict. Give a list, also of one"),
+        (lambda model: [copy.deepcopy(model)] * 2, r"^Pruner: followers\[1\] \(Sequential\) is followers\[0\] again"),
+        (lambda model: [model], r"^Pruner: followers\[0\] \(Sequential\) is the model itself"),
+        (lambda _: [nn.Linear(3, 3)], r"followers\[0\] \(Linear\): has no tensor '0.weight'. A follower is a copy"),
+        (lambda _: [{}], r"followers\[0\] \(dict\): has no tensor '0.weight'. A follower is a copy"),
+        (lambda model: [Average(model)], r"\(Average\): has no tensor '0.weight'. Its .module has it: give that.$"),
+    ],
+)
+@pytest.mark.parametrize("space", [keepk.channels("0", keep=2), keepk.weights("0.*", keep=2)])
+def test_followers_that_cannot_follow_are_refused_before_the_run(followers, words, space):
+    model = small()
+    refused(ShrinkError, words, model, space, example=inputs(), followers=followers(model))
+
+
+def test_a_dict_of_trained_weights_can_follow():
+    model = small()
+    model[0].requires_grad_(requires_grad=False)
+    trained = {name: it.detach().clone() for name, it in model.named_parameters() if it.requires_grad}
+    keepk.Pruner(model, keepk.channels("0", keep=2), example=inputs(), followers=[trained]).step()
+    assert trained["2.weight"].shape == (5, 2)
 
 
 def test_the_name_that_the_graph_gives_a_layer_selects_it():

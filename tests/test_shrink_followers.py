@@ -237,7 +237,7 @@ def other_shape(model):
         (lambda _: {"first.weight": "none"}, r"followers\[1\] \(dict\): has no tensor 'first.weight'"),
         (other_shape, r"followers\[1\] \(dict\): 'first.weight' has shape \(11, 7\), the model's \(12, 7\)"),
         (lambda _: nn.Linear(3, 3), r"followers\[1\] \(Linear\): has no tensor 'first.weight'"),
-        (lambda _: "teacher", r"followers: got str. Give modules \(a copy, an AveragedModel\) or dicts of tensors"),
+        (lambda _: "teacher", r"followers: got str. Give a list of modules \(a copy, an AveragedModel\) or dicts of"),
     ],
 )
 def test_what_is_no_follower_is_refused(follower, words):
@@ -247,6 +247,39 @@ def test_what_is_no_follower_is_refused(follower, words):
     with pytest.raises(ShrinkError, match=words):
         keepk.shrink(model, graph, units, followers=[good, wrong])
     assert picture([model, graph, good, wrong]) == before
+
+
+@pytest.mark.parametrize(
+    ("followers", "words"),
+    [
+        (
+            lambda _, twin: [twin, twin],
+            r"shrink: followers\[1\] \(.*\) is followers\[0\] again, which is cut once. Leave",
+        ),
+        (lambda _, twin: [AveragedModel(twin), twin, twin], r"followers\[2\] \(.*\) is followers\[1\] again"),
+        (
+            lambda model, _: [model],
+            r"shrink: followers\[0\] \(.*\) is the model itself, which is cut once. Leave it out",
+        ),
+        (lambda model, twin: [twin, nn.DataParallel(model)], r"followers\[1\] \(DataParallel\) is the model itself"),
+        (lambda _, twin: twin, r"^shrink: followers: got one \w+. Give a list, also of one: followers=\[...\].$"),
+        (lambda model, _: dict(model.state_dict()), r"^shrink: followers: got one dict. Give a list, also of one"),
+    ],
+)
+def test_a_follower_that_would_be_cut_twice_and_one_without_a_list_are_refused(followers, words):
+    model, _, graph, units = traced()
+    twin = copy.deepcopy(model)
+    before = picture([model, graph, twin])
+    with pytest.raises(ShrinkError, match=words):
+        keepk.shrink(model, graph, units, followers=followers(model, twin))
+    assert picture([model, graph, twin]) == before
+
+
+def test_the_same_values_in_a_dict_of_their_own_are_another_follower():
+    model, _, graph, units = traced()
+    one, other = dict(model.state_dict()), dict(model.state_dict())
+    keepk.shrink(model, graph, units, followers=[one, other])
+    assert all(torch.equal(one[name], it) and torch.equal(other[name], it) for name, it in model.state_dict().items())
 
 
 # Copies

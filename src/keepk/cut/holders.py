@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from keepk.cut.followers import Follower, refuse_missing, told
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits
@@ -36,7 +37,11 @@ def refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], ed
 
 
 def refuse_follower(
-    follower: object, tensors: Mapping[str, Tensor], cuts: Sequence[Cut], names: Mapping[str, Sequence[str]], place: int
+    follower: Follower,
+    tensors: Mapping[str, Tensor],
+    cuts: Sequence[Cut],
+    names: Mapping[str, Sequence[str]],
+    place: int,
 ) -> None:
     """Refuse a follower that has not the model's tensors in the model's shapes.
 
@@ -47,13 +52,9 @@ def refuse_follower(
         names: By the first name of a tensor all names under which it is tied.
         place: Its place among the followers.
     """
-    who = f"followers[{place}] ({type(follower).__name__})"
+    refuse_missing(follower, tensors, [cut.tensor for cut in cuts], place)
+    who = told(follower, place)
     for cut in cuts:
-        if not isinstance(tensors.get(cut.tensor), Tensor):
-            raise ShrinkError(
-                f"{who}: has no tensor {cut.tensor!r}. A follower is a copy of the model, an AveragedModel of it, or a "
-                f"dict of tensors with its names."
-            )
         for name in names[cut.tensor]:
             if name in tensors and tuple(tensors[name].shape) != cut.before:
                 raise ShrinkError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.changes import cut_module, forget_compiled, new_entry
-from keepk.cut.followers import Follower, followed, tensors_of
+from keepk.cut.followers import Follower, followed, refuse_no_followers, tensors_of
 from keepk.cut.holders import refuse_follower, refuse_holders, refuse_optimizers
 from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
 from keepk.cut.tensors import left_of
@@ -93,6 +93,7 @@ def prepare(
 ) -> Prepared:
     """All of a shrink but the last step. `wrapper` is a DDP wrapper that will be gone by then."""
     _refuse_strange(model, graph)
+    refuse_no_followers(followers, model, "shrink")
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
         return _prepared(model, graph, _numbers(units), _listed(optimizer), list(followers), wrapper)
 

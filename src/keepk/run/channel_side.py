@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from keepk.errors import RankError, StateError
 from keepk.graph.edits import Cut, Indices
 from keepk.graph.graph import Graph
+from keepk.graph.tracer import named_tensors
 from keepk.plan.portions import Split, chain, has_even_steps, snapped
 from keepk.rank.channel_metrics import channel_scores, default_metric, reads_weights_alone
 from keepk.rank.choices import Decision, Flags, keep_best, rank_values
@@ -61,6 +62,13 @@ class ChannelSide:
     def kept(self) -> dict[str, int]:
         """By space, how many channels are left."""
         return {name: it.total - int(self.dead[it.units].sum()) for name, it in self.members.items()}
+
+    @property
+    def touched(self) -> dict[str, Tensor]:
+        """By name, the tensors that have something of the channels."""
+        layers = (layer for it in self.members.values() for layer in it.layers)
+        names = {tensor for layer in layers for tensor, _, _ in layer.axes}
+        return {name: tensor for name, tensor, _ in named_tensors(self._model) if name in names}
 
     def layers(self, name: str) -> list[Layer]:
         """The channels of a space that are left, layer by layer, as a metric sees them."""

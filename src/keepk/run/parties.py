@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepk.cut.followers import Follower
+from keepk.cut.followers import Follower, parameters_of, refuse_missing, tensors_of
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
 from keepk.cut.weight_norm import lengths_of
-from keepk.errors import PlanError, ShrinkError, SpaceError
+from keepk.errors import PlanError, SpaceError
 from keepk.graph.given import no_model
 from keepk.graph.trace import trace
 from keepk.graph.wrappers import unwrap
@@ -22,7 +22,7 @@ from keepk.run.surgery import Surgery
 from keepk.run.weight_side import WeightSide
 
 
-def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object, followers: object) -> None:
+def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object) -> None:
     """Refuse arguments of a `Pruner` that are not of their kinds."""
     if not isinstance(model, nn.Module):
         raise SpaceError(f"Pruner: {no_model(model)}")
@@ -37,10 +37,6 @@ def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: ob
         raise PlanError(f"Pruner: phases={phases!r}. Give a list of keepk.Phase(...), at least one.")
     if shrink not in ("each", "end", "never"):
         raise PlanError(f'Pruner: shrink={shrink!r}. Give "each", "end" or "never".')
-    if not isinstance(followers, list | tuple) or not all(isinstance(it, nn.Module | dict) for it in followers):
-        raise ShrinkError(
-            f"Pruner: followers={followers!r}. Give a list of modules (a copy, an AveragedModel) or dicts of tensors."
-        )
 
 
 def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], list[ChannelSpace]]:
@@ -77,6 +73,15 @@ def channel_side(
     with torch.no_grad():
         side.try_metrics()
     return side
+
+
+def refuse_unfit_followers(followers: Sequence[Follower], weights: WeightSide, channels: ChannelSide | None) -> None:
+    """Refuse a follower without the tensors of the spaces; a dict may be of trained weights alone."""
+    touched = channels.touched if channels else {}
+    for place, follower in enumerate(followers):
+        for tensors, needed in ((parameters_of(follower), weights.parameters), (tensors_of(follower), touched)):
+            of_dict = (name for name, tensor in needed.items() if tensor.requires_grad)
+            refuse_missing(follower, tensors, of_dict if isinstance(follower, dict) else needed, place)
 
 
 def refuse_weights_that_end_before_channels(

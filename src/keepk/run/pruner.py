@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from keepk.cut.certificate import Certificate, certificate_of, certified, certify
 from keepk.cut.ddp import disarm, refuse_other_wrapper, rewrapped
-from keepk.cut.followers import Follower, followed, refuse_strange_followers
+from keepk.cut.followers import Follower, followed, refuse_no_followers, refuse_strange_followers
 from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
 from keepk.cut.undo import Undo, undone_by
@@ -26,6 +26,7 @@ from keepk.run.parties import (
     frozen_by_epoch,
     listed_spaces,
     refuse_masked_directions,
+    refuse_unfit_followers,
     refuse_weights_that_end_before_channels,
     refuse_wrong_types,
 )
@@ -96,7 +97,8 @@ class Pruner:
         shrink: Shrink = "each",
         followers: Sequence[Follower] = (),
     ) -> None:
-        refuse_wrong_types(model, spaces, phases, shrink, followers)
+        refuse_wrong_types(model, spaces, phases, shrink)
+        refuse_no_followers(followers, model, "Pruner")
         if epochs is not None:
             count(epochs, "Pruner: epochs", PlanError, least=1)
         of_weights, of_channels = listed_spaces(spaces)
@@ -108,6 +110,7 @@ class Pruner:
         self._followers = followers
         refuse_strange_followers(followers, named_parameters(model))
         channels = channel_side(model, example, of_channels, self._optimizers, followers)
+        refuse_unfit_followers(followers, weights, channels)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
         plan = timeline(goals, epochs=epochs, phases=phases)
