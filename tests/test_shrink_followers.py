@@ -14,6 +14,7 @@ import keepk
 from keepk.errors import OptimizerError, ShrinkError
 from keepk.graph.layers import HeadwiseAttention
 from masked import leaves, masked, relative_error, zero_slices
+from networks import NETWORKS
 from pictures import picture
 from shrinking import KINDS, TOLERANCE, Stubborn, check_gradients, left, output, step, traced
 
@@ -157,6 +158,66 @@ def test_optimizer_state_of_another_shape_is_refused_by_name():
     with pytest.raises(OptimizerError, match=r"its state 'rows' of 'first.weight' is of shape \(12,\)"):
         keepk.shrink(model, graph, units, optimizer=optimizer)
     assert picture([model, graph, optimizer]) == before
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Every second step goes half way back to slow weights, which lie in the inner optimizer's state or in its own."""
+
+    def __init__(self, inner, *, own_state):
+        super().__init__(inner.param_groups, {})
+        self.param_groups, self.inner, self.steps = inner.param_groups, inner, 0
+        self.slow = self.state if own_state else inner.state
+
+    def step(self, closure=None):
+        loss = self.inner.step(closure)
+        self.steps += 1
+        for group in self.param_groups if self.steps % 2 == 0 else ():
+            for parameter in group["params"]:
+                self.pull(parameter)
+        return loss
+
+    @torch.no_grad()
+    def pull(self, parameter):
+        slow = self.slow[parameter].setdefault("slow", parameter.detach().clone())
+        slow.lerp_(parameter, 0.5)
+        parameter.copy_(slow)
+
+
+def lookahead(model, *, own_state):
+    inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    return Lookahead(inner, own_state=own_state)
+
+
+def test_an_optimizer_around_another_one_is_refused():
+    model, example, graph, units = traced()
+    outer = lookahead(model, own_state=False)
+    words = "optimizer Lookahead: wraps SGD as 'inner', whose state would not follow. Give that one, optimizer=it.inner"
+    with pytest.raises(OptimizerError, match=words):
+        keepk.shrink(model, graph, units, optimizer=outer)
+    with pytest.raises(OptimizerError, match=words):
+        keepk.Pruner(model, keepk.channels("first", keep=4), outer, example=example)
+    outer.inner = [outer.inner]
+    with pytest.raises(OptimizerError, match=r"wraps SGD as 'inner\[0\]', .* optimizer=it.inner\[0\]; or both"):
+        keepk.Pruner(model, keepk.weights("first.weight", keep=4), outer)
+
+
+@pytest.mark.parametrize("own_state", [True, False])
+def test_both_optimizers_or_the_inner_one_alone_follow(own_state):
+    """As the masked twin: the slow weights of what goes go along."""
+    outputs = []
+    for shrink in ("each", "never"):
+        model, example = NETWORKS["linears"]()
+        outer = lookahead(model, own_state=own_state)
+        given = [outer, outer.inner] if own_state else outer.inner
+        spaces = keepk.channels("*", keep=8, schedule=[14, 8])
+        pruner = keepk.Pruner(model, spaces, given, example=example, shrink=shrink)
+        for _ in range(5):
+            for _ in range(3):
+                step(model, example, outer)
+            pruner.step()
+        assert pruner.kept == {"*": 8}
+        outputs.append(output(model, example))
+    assert relative_error(*outputs) < TOLERANCE
 
 
 # Followers

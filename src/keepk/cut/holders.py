@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from keepk.cut.followers import Follower, refuse_missing, told
-from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
+from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits
 from keepk.graph.tracer import named_tensors
@@ -34,6 +34,7 @@ def refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], ed
         refuse_factored(optimizer)
         touched = {named[cut.tensor]: cut.tensor for cut in edits.cuts if isinstance(named[cut.tensor], nn.Parameter)}
         refuse_foreign_state(optimizer, touched)  # type: ignore[arg-type]  # the names are of parameters
+    refuse_wrapping(optimizers)
 
 
 def refuse_follower(

@@ -5,7 +5,7 @@ Anything else cannot be told apart by weight: LBFGS keeps one flat history, whic
 state is refused by name, before anything is pruned.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,25 @@ def refuse_factored(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer {type(optimizer).__name__}: keeps its second moments per row and column, so the state of a "
             f"pruned weight cannot be zeroed. Use an optimizer with state per weight, such as SGD, Adam or AdamW."
         )
+
+
+def refuse_wrapping(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer around another one that is not given itself: the state would be there, and not follow."""
+    for outer in optimizers:
+        for attribute, inner in _inside(outer):
+            if not any(inner is it for it in optimizers):
+                raise OptimizerError(
+                    f"optimizer {type(outer).__name__}: wraps {type(inner).__name__} as {attribute!r}, whose state "
+                    f"would not follow. Give that one, optimizer=it.{attribute}; or both, if the outer keeps state of "
+                    f"its own."
+                )
+
+
+def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    for attribute, value in vars(optimizer).items():
+        for place, held in enumerate(value if isinstance(value, list | tuple) else [value]):
+            if isinstance(held, torch.optim.Optimizer):
+                yield attribute if held is value else f"{attribute}[{place}]", held
 
 
 def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:

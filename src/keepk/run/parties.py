@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from keepk.cut.followers import Follower, parameters_of, refuse_missing, tensors_of
-from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger
+from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.cut.weight_norm import lengths_of
 from keepk.errors import PlanError, SpaceError
 from keepk.graph.given import no_model
@@ -122,6 +122,7 @@ def checked_optimizers(
         refuse_stranger(optimizer, [*model.parameters()])
         refuse_factored(optimizer)
         refuse_foreign_state(optimizer, names)
+    refuse_wrapping(optimizers)
     if freezes and not optimizers:
         raise PlanError("Pruner: a phase freezes parameters, but there is no optimizer. Give the one that trains them.")
     return optimizers
