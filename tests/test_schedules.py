@@ -140,6 +140,9 @@ def test_callables_and_lists_are_schedules():
         ([True], None, "got bool"),
         ("abc", None, "got str"),
         (lambda *_: None, None, "got NoneType"),
+        (lambda: [100], None, r"failed on \(1000, 100, None\), which are M, K and the epochs.* \(TypeError: .* Give a"),
+        (lambda *_: [1 // 0], 7, r"failed on \(1000, 100, 7\).* \(ZeroDivisionError: .*sequence of ints.$"),
+        (lambda _m, _k, epochs: [500] * epochs, 2, "after 2 epochs the plan ends at 500.* Let it end at exactly 100"),
     ],
 )
 def test_a_plan_that_misses_k_is_refused(schedule, epochs, words):

@@ -12,7 +12,7 @@ from functools import partial
 from math import floor
 from typing import Any, Protocol, TypeAlias
 
-from keepk.errors import PlanError
+from keepk.errors import KeepkError, PlanError
 from keepk.plan.numbers import count, exact_number, exact_share
 
 LONGEST = 1_000_000  # epochs; a longer plan is a slip in nu
@@ -223,11 +223,23 @@ def checked_schedule(given: Any, what: str) -> AnySchedule:
 
 def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
     schedule = checked_schedule(schedule, "plan: schedule")
-    answer = schedule(total, keep, epochs) if callable(schedule) else schedule
+    answer = _called(schedule, total, keep, epochs) if callable(schedule) else schedule
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
         raise PlanError(f"schedule {schedule!r}: got {type(answer).__name__}. Give a sequence of ints.")
     read = partial(count, what=f"schedule {schedule!r}: an entry", error=PlanError, least=0)
     return tuple(read(entry) for entry in answer)
+
+
+def _called(schedule: Callable[..., Any], total: int, keep: int, epochs: int | None) -> Any:
+    try:
+        return schedule(total, keep, epochs)
+    except KeepkError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"schedule {schedule!r}: failed on ({total}, {keep}, {epochs}), which are M, K and the epochs, or None for "
+            f"its own length ({type(error).__name__}: {error}). Give a function of these three to a sequence of ints."
+        ) from error
 
 
 def _check(counts: tuple[int, ...], total: int, keep: int) -> None:
@@ -250,7 +262,7 @@ def _epochs_needed(schedule: AnySchedule, total: int, keep: int) -> int | None:
     if not callable(schedule):
         return None
     try:
-        return len(schedule(total, keep, None))
+        return len(_ask(schedule, total, keep, None))
     except PlanError:
         return None
 
