@@ -355,8 +355,18 @@ def test_a_parametrized_layer_has_the_name_that_its_user_gave_it():
 
 
 def test_an_exclude_that_leaves_nothing_says_so():
-    with pytest.raises(SpaceError, match=r"select='0' without \['0'\] leaves no channel. Exclude less"):
-        keepk.Pruner(small(), keepk.channels("0", exclude="0", keep=1), example=inputs())
+    for select, exclude in (("0", ["0"]), ("*", ["0", "2"]), ("*", ["*"])):
+        words = f"select={select!r} without {exclude} leaves no channel. Exclude less"
+        space = keepk.channels(select, exclude=exclude, keep=1)
+        refused(SpaceError, re.escape(words), small(), space, example=inputs())
+
+
+def test_a_model_without_values_is_refused():
+    words = r"^parameter '0.weight' is on the meta device and has no values, so its channels cannot be ranked. Load the"
+    for metric in (None, keepk.metrics.l2, keepk.metrics.random(seed=0)):
+        space = keepk.channels("0", keep=2, metric=metric)
+        with pytest.raises(SpaceError, match=words):
+            keepk.Pruner(small().to("meta"), space, example=inputs().to("meta"))
 
 
 def test_all_of_these_are_errors_of_values():

@@ -125,6 +125,9 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
             f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
         )
+    names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
+    if _any(names, [glob]):
+        raise SpaceError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
     role = Role.PRODUCER if space.at == "output" else Role.READER
     for fixed in graph.fixed:
         if matches(_module_of(fixed.tensor), [glob]) and graph.wiring.roles.get((fixed.tensor, fixed.axis)) is role:
@@ -132,9 +135,6 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
                 f"{where} matches no channel that can go: axis {fixed.axis} of {fixed.tensor!r} is fixed, {fixed.why}. "
                 f"keepk.inspect(model, example) lists what can shrink."
             )
-    names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
-    if _any(names, [glob]):
-        raise SpaceError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
     raise SpaceError(
         f"{where} matches modules, but none with channels at its {space.at}. "
         f"Nearest modules that have some: {nearest(glob, list(dict.fromkeys(names)))}."

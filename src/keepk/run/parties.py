@@ -70,9 +70,19 @@ def channel_side(
     modules = [name for name, _ in inner.named_modules(remove_duplicate=False)]
     surgery = Surgery(inner, graph, optimizers, followers)
     side = ChannelSide(graph, inner, find_channels(graph, modules, spaces), surgery)
+    _refuse_without_values(side)
     with torch.no_grad():
         side.try_metrics()
     return side
+
+
+def _refuse_without_values(side: ChannelSide) -> None:
+    for name, tensor in side.touched.items():
+        if tensor.is_meta:
+            raise SpaceError(
+                f"parameter {name!r} is on the meta device and has no values, so its channels cannot be ranked. "
+                f"Load the weights first; keepk.trace and keepk.inspect need none."
+            )
 
 
 def refuse_unfit_followers(followers: Sequence[Follower], weights: WeightSide, channels: ChannelSide | None) -> None:
