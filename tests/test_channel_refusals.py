@@ -428,3 +428,19 @@ def test_the_name_that_the_graph_gives_a_layer_selects_it():
     for glob in (space.name, attention):
         pruner = keepk.Pruner(model, keepk.channels(glob, prune=0.5, name="heads"), example=example)
         assert pruner.certificate["heads"]["total"] == space.units
+
+
+@pytest.mark.parametrize(
+    ("metric", "call"),
+    [
+        (keepk.metrics.random, "keepk.metrics.random(seed=0)"),
+        (keepk.metrics.norm, 'keepk.metrics.norm("l2")'),
+        (keepk.metrics.blend, "keepk.metrics.blend(alpha=0.5)"),
+        (keepk.metrics.blend(0.5, weights=keepk.metrics.random), "keepk.metrics.random(seed=0)"),
+        (dict, "dict(...)"),
+    ],
+)
+def test_what_makes_metrics_is_no_metric(metric, call):
+    for space in (keepk.channels("0", keep=2, metric=metric), keepk.weights("0.weight", keep=2, metric=metric)):
+        words = f"^space '{space.name}': metric=.* makes metrics, and is none: .* Call it: {re.escape(call)}.$"
+        refused(SpaceError, words, small(), space, example=inputs())

@@ -15,6 +15,7 @@ from keepk.plan.names import matches, nearest
 from keepk.plan.portions import Portion, nearest_totals
 from keepk.plan.spaces import ChannelSpace
 from keepk.rank.choices import Choice
+from keepk.rank.factories import refuse_uncalled
 from keepk.rank.metrics import magnitude
 
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
@@ -48,6 +49,7 @@ def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[Channel
     found = dict[str, ChannelMembers]()
     taken = dict[int, str]()
     for space in spaces:
+        refuse_uncalled(space.metric, space.name)
         _refuse_metric_of_weights(space)
         layers = _select(graph, modules, space)
         for layer in layers:

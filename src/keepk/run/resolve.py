@@ -13,6 +13,7 @@ from keepk.plan.names import matches, nearest
 from keepk.plan.spaces import WeightSpace
 from keepk.rank.asking import called
 from keepk.rank.channel_metrics import ranks_channels_alone
+from keepk.rank.factories import refuse_uncalled
 
 RANKABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -38,6 +39,7 @@ def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, M
     found = dict[str, Members]()
     taken = dict[nn.Parameter, str]()
     for space in spaces:
+        refuse_uncalled(space.metric, space.name)
         _refuse_metric_of_channels(space)
         parameters = _select(space, named)
         for name, parameter in parameters.items():
