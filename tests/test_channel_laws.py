@@ -4,6 +4,7 @@ import copy
 import re
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 
 import keepk
 from keepk.errors import RankError, ShrinkError, SpaceError, StateError
+from keepk.graph.units import Units as GraphUnits
+from keepk.run.channel_links import find_links
 from masked import call, leaves, relative_error, without_dropout, zero_slices
 from networks import EXPECTED, NETWORKS
 from pictures import picture
@@ -344,6 +347,114 @@ def test_rounded_readings_are_met_or_refused_before_the_run(round_to):
 
 def prefer_first(layer):
     return -torch.from_numpy(layer.units).double()
+
+
+# Channels that read others of their space
+
+
+class Branches(nn.Module):
+    """A convolution beside a BatchNorm of the same input: an output channel is a reading of that input channel."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.norm, self.identity = nn.Conv2d(width, width, 1), nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return (self.norm(self.conv(x)) + self.identity(x)).relu()
+
+
+def branches(depth=3, width=5):
+    torch.manual_seed(0)
+    blocks = [Branches(width) for _ in range(depth)]
+    net = nn.Sequential(nn.Conv2d(3, width, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 2))
+    with torch.no_grad():
+        for module in net.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.weight.uniform_(0.5, 2)
+    return net.double(), torch.randn(4, 3, 5, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("metric", [None, keepk.metrics.l2, keepk.metrics.random(seed=1), no_opinion])
+def test_channels_that_read_each_other_are_one_run_in_all_modes(metric):
+    runs = three_runs(branches, metric=metric)
+    assert len(runs[0].members().links.pairs) == 10  # the last of the four is a reading, and not counted
+    check_in_lockstep(runs)
+
+
+@given(data=st.data(), seed=seeds, levels=st.integers(1, 4), floor=st.integers(1, 3))
+@settings(deadline=None, max_examples=15)
+def test_a_source_stays_as_long_as_one_of_its_readings(data, seed, levels, floor):
+    """By the sort that knows a channel's score as the highest of all that it takes along."""
+    metric = table_metric(seed, levels)
+    keep = data.draw(st.sampled_from([3 * floor, 15]) | st.integers(3 * floor, 15))
+    run = Run(branches(), all_channels(keep=keep, metric=metric, layer_floor=floor))
+    below = dict(run.members().links.pairs.tolist())
+    assert {len(layer.units) for layer in run.members().layers} == {5}
+    for count in run.pruner.plan["all"]:
+        living = run.living(run.members().units).tolist()
+        run.pruner.step()
+        left = run.living(run.members().units).tolist()
+        assert len(left) == count
+        assert all(source in left for source, reading in below.items() if reading in left)
+        assert min(len(run.living(layer.units)) for layer in run.members().layers) >= floor
+        check_exact(run)
+        if floor == 1 and count > 10:  # then no channel stays for its floor alone
+            worst = {it: max(float(metric(Units([unit]))) for unit in chain_of(it, below, living)) for it in living}
+            assert min(worst[it] for it in left) >= max((worst[it] for it in living if it not in left), default=-1)
+
+
+def chain_of(unit, below, living):
+    found = [unit]
+    while below.get(found[-1]) in living:
+        found.append(below[found[-1]])
+    return found
+
+
+class ReadByNormsAlone(nn.Module):
+    """Both BatchNorms read the first layer, nobody else does, and are read by one more each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 1)
+        self.norms, self.again = (nn.ModuleList(nn.BatchNorm2d(6) for _ in range(2)) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(6, 4, 1) for _ in range(4))
+
+    def forward(self, x):
+        y = self.first(x)
+        ways = [it for norm, more in zip(self.norms, self.again, strict=True) for it in self.way(norm(y).relu(), more)]
+        return sum(conv(way).mean((2, 3)) for conv, way in zip(self.convs, ways, strict=True))
+
+    def way(self, y, more):
+        return y, more(y).relu()
+
+
+def test_links_that_cannot_be_counted_are_refused():
+    words = r"space '\*': channels of '0' are read by '1.conv', whose channels go with them and are in the space too; "
+    words += (
+        r'only certain numbers of them may stay, .* Exclude one of the two, or count readings instead: at="input".$'
+    )
+    with pytest.raises(SpaceError, match=words):
+        keepk.Pruner(branches()[0], keepk.channels("*", keep=8, round_to=2), example=branches()[1])
+    words = r"channels of 'first' are read by 'norms.0', .*; nobody else does, so they would go with their last reading"
+    with pytest.raises(SpaceError, match=words):
+        keepk.Pruner(ReadByNormsAlone(), keepk.channels("*", prune=0.5), example=torch.randn(2, 3, 4, 4))
+
+
+class TwoWay:
+    """As much of a graph as links are found in: two layers of two channels, of which each reads the other."""
+
+    units = GraphUnits(np.arange(4), np.array([0, 0, 1, 1]), *[np.zeros(4, bool)] * 4)
+    solution = SimpleNamespace(used=np.arange(4))
+    spaces = tuple(SimpleNamespace(name=name, units=np.array(units)) for name, units in (("a", [0, 1]), ("b", [2, 3])))
+
+    def links(self):
+        return np.array([[0, 2], [3, 1]])
+
+
+def test_layers_that_read_each_other_in_turn_are_refused():
+    words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be kept."
+    with pytest.raises(SpaceError, match=words):
+        find_links(TwoWay(), keepk.channels("*", keep=2), TwoWay.spaces)
 
 
 # Spaces beside spaces

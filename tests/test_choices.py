@@ -59,7 +59,7 @@ def plans(draw, portions):
 def drawn_values(data, units, size):
     """Ranks by scores with many ties, and the scores."""
     scores = np.array([data.draw(st.sampled_from(SCORES)) for _ in units])
-    return rank_values(units, scores, np.zeros(size, bool), size), dict(zip(units.tolist(), scores, strict=True))
+    return rank_values(units, scores, np.zeros(size, bool)), dict(zip(units.tolist(), scores, strict=True))
 
 
 def members(made):
@@ -138,7 +138,7 @@ def test_values_are_places_in_the_order(data, size):
     scores = np.array([data.draw(st.sampled_from(SCORES)) for _ in units])
     forced = np.zeros(size + 2, bool)
     forced[[unit for unit in units if data.draw(st.booleans())]] = True
-    values = rank_values(units, scores, forced, size + 2)
+    values = rank_values(units, scores, forced)
     by_score = dict(zip(units.tolist(), scores, strict=True))
     expected = sorted(by_score, key=lambda unit: (not forced[unit], -by_score[unit], unit))
     assert sorted(by_score, key=lambda unit: -values[unit]) == expected

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from keepk.graph.edits import Indices
 from keepk.plan.portions import Portion, Split, chain, has_even_steps, split
+from keepk.rank.links import Links
 
 Flags = NDArray[np.bool_]
 
@@ -32,14 +33,21 @@ class Decision:
     chain: tuple[Split, ...]
 
 
-def rank_values(units: Indices, scores: NDArray[np.float64], forced: Flags, size: int) -> NDArray[np.float64]:
+def rank_values(
+    units: Indices, scores: NDArray[np.float64], forced: Flags, links: Links | None = None
+) -> NDArray[np.float64]:
     """By unit, its worth: its place in the order of scores, the lower number first among equals.
 
     Places instead of scores make the best sum of k places the k best scores, and infinite scores harmless. Units that
-    must stay are worth more than all others together.
+    must stay are worth more than all others together, and a source more than its readings.
     """
-    order = np.lexsort((-units, scores))
-    values = np.full(size, -1.0)
+    heights = np.zeros(len(units), np.int64)
+    if links is not None:
+        by_unit = np.full(len(forced), -np.inf)
+        by_unit[units] = scores
+        scores, heights = links.raised(by_unit)[units], links.heights[units]
+    order = np.lexsort((-units, heights, scores))
+    values = np.full(len(forced), -1.0)
     values[units[order]] = np.arange(1.0, len(units) + 1)
     values[forced] += float(len(units) + 1) ** 2
     return values

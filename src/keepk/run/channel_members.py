@@ -16,8 +16,11 @@ from keepk.plan.portions import Portion, nearest_totals
 from keepk.plan.spaces import ChannelSpace
 from keepk.rank.choices import Choice
 from keepk.rank.factories import refuse_uncalled
+from keepk.rank.links import Links
 from keepk.rank.metrics import magnitude
+from keepk.run.channel_links import find_links, refuse_bound_links
 
+NONE = np.zeros(0, np.int64)
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
 
@@ -33,6 +36,7 @@ class ChannelMembers:
         keep: K.
         choices: What is chosen from as one.
         sources: Units of which at least one of each set must stay, so that every source is read by somebody.
+        links: Which of the units are read by others of them.
     """
 
     space: ChannelSpace
@@ -42,6 +46,7 @@ class ChannelMembers:
     keep: int
     choices: tuple[Choice, ...]
     sources: tuple[Indices, ...]
+    links: Links
 
 
 def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[ChannelSpace]) -> dict[str, ChannelMembers]:
@@ -148,13 +153,15 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[GraphSpace, ...]) 
     total = len(units)
     keep = space.count_kept(total)
     sources = tuple(_sources(graph, units)) if space.at == "input" else ()
-    choices = tuple(_choices(graph, space, layers, units, sources))
+    links = find_links(graph, space, layers)
+    choices = tuple(_choices(graph, space, layers, units, sources, links))
     portions = [choice.portion for choice in choices]
     least = sum(portion.counts[0] for portion in portions)
     if keep < least:
         needs = [f"layer_floor={space.layer_floor} in {len(layers)} layers"]
         needs += [f"round_to={space.round_to}"] if space.round_to else []
         needs += [f"a reader for each of {len(sources)} sources"] if sources else []
+        needs += ["the sources of what they read"] if len(links.pairs) else []
         raise SpaceError(
             f"space {space.name!r}: keep={keep}, but {' with '.join(needs)} needs {least} channels. "
             f"Choose keep >= {least}{' or a lower floor' if space.layer_floor > 1 else ''}."
@@ -165,7 +172,7 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[GraphSpace, ...]) 
             f"space {space.name!r}: keep={keep} of {total} channels cannot be met: {_why(graph, space, units)}. "
             f"Nearest that can: {' and '.join(map(str, possible))}."
         )
-    return ChannelMembers(space, layers, units, total, keep, choices, sources)
+    return ChannelMembers(space, layers, units, total, keep, choices, sources, links)
 
 
 def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:
@@ -179,7 +186,12 @@ def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:
 
 
 def _choices(
-    graph: Graph, space: ChannelSpace, layers: Sequence[GraphSpace], units: Indices, sources: Sequence[Indices]
+    graph: Graph,
+    space: ChannelSpace,
+    layers: Sequence[GraphSpace],
+    units: Indices,
+    sources: Sequence[Indices],
+    links: Links,
 ) -> Iterable[Choice]:
     """What is chosen from as one; each has room for the floors of its layers and a reading of each of its sources."""
     mine = np.zeros(len(graph.units), bool)
@@ -195,10 +207,12 @@ def _choices(
     free = [(layer, members) for layer, members in free if len(members)]
     steps = [_step(graph, layer, space.round_to) for layer, _ in free]
     loose = [it for it, step in zip(free, steps, strict=True) if step == 1]
+    refuse_bound_links(graph, space, links, np.concatenate([NONE, *(members for _, members in loose)]))
     if loose:
         # Layers whose counts nothing binds are one portion: any of their channels may go in any order.
         members = np.concatenate([members for _, members in loose])
-        least = sum(min(space.layer_floor, len(own)) for _, own in loose) + _count_read(graph, sources, members)
+        needed = links.needed([own for _, own in loose], space.layer_floor)
+        least = sum(needed) + _count_read(graph, sources, members)
         yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))))
     for (_, members), step in zip(free, steps, strict=True):
         if step > 1:
@@ -281,7 +295,7 @@ def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMember
     for name, members in found.items():
         home |= dict.fromkeys(members.units.tolist(), name)
     for source, reading in graph.links().tolist():
-        if source in home and reading in home:
+        if source in home and reading in home and home[source] != home[reading]:
             raise SpaceError(
                 f"spaces {home[source]!r} and {home[reading]!r}: channels of one are read by the other, and go with "
                 f"them. Count either outputs or inputs."

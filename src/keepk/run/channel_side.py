@@ -176,24 +176,25 @@ class ChannelSide:
         layers = self.layers(members.space.name)
         scores = channel_scores(members.space.metric or default_metric(layers), layers)
         units = np.concatenate([layer.units for layer in layers])
-        size = len(self.graph.units)
-        values = rank_values(units, scores, np.zeros(size, bool), size)
+        values = rank_values(units, scores, np.zeros(len(self.dead), bool), members.links)
         forced = self._forced(members, values)
         if forced.any():
-            values = rank_values(units, scores, forced, size)
+            values = rank_values(units, scores, forced, members.links)
         decision = keep_best(members.choices, ~self.dead, values, rest, known)
         assert not forced[decision.removed].any()  # every choice has room for what must stay
         return decision
 
     def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
-        """The best of every layer, up to its floor, and the best reading of every source."""
-        forced = np.zeros(len(values), bool)
-        needs = [(layer.units, members.space.layer_floor) for layer in members.layers]
+        """The best of every layer, up to its floor, with all that they read, and the best reading of every source."""
+        forced, heights = np.zeros(len(values), bool), members.links.heights
+        layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))  # readings before sources
+        needs = [(layer.units, members.space.layer_floor) for layer in layers]
         needs += [(readings, 1) for readings in members.sources]
         for units, least in needs:
             living = units[~self.dead[units]]
             if not forced[living].sum() >= least:
                 forced[living[np.argsort(-values[living], kind="stable")[:least]]] = True
+                forced = members.links.raised(forced)
         return forced
 
 

@@ -1,0 +1,62 @@
+"""Channels of one space that read others of it, found in the graph; what could not be counted exactly is refused."""
+
+from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from keepk.errors import SpaceError
+from keepk.graph.edits import Indices
+from keepk.graph.graph import Graph
+from keepk.graph.units import GraphSpace
+from keepk.plan.spaces import ChannelSpace
+from keepk.rank.links import Links
+
+
+def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[GraphSpace]) -> Links:
+    """The links between channels of a space, if a number of them can be kept exactly."""
+    mine = np.zeros(len(graph.units), bool)
+    for layer in layers:
+        mine[layer.units] = True
+    pairs = graph.links()
+    pairs = np.unique(pairs[mine[pairs].all(axis=1)], axis=0)
+    used = np.isin(graph.units.classes, graph.solution.used)
+    if len(alone := pairs[~used[pairs[:, 0]]]):
+        raise _uncountable(graph, space, alone[0], "nobody else does, so they would go with their last reading")
+    return Links(pairs, _heights(graph, space, pairs))
+
+
+def refuse_bound_links(graph: Graph, space: ChannelSpace, links: Links, free: Indices) -> None:
+    """Refuse links of channels whose numbers are bound: those that may go are then not those that can."""
+    bound = ~np.isin(links.pairs, free).all(axis=1)
+    if bound.any():
+        why = "only certain numbers of them may stay, by round_to or because they are bound"
+        raise _uncountable(graph, space, links.pairs[bound][0], why)
+
+
+def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """By unit, the length of the longest chain of layers that read its layer."""
+    homes = graph.units.space[pairs]
+    readers: dict[int, set[int]] = {}
+    for source, reading in np.unique(homes, axis=0).tolist():
+        readers.setdefault(source, set()).add(reading)
+    try:
+        order = [*TopologicalSorter(readers).static_order()]  # readers first
+    except CycleError as error:
+        circle = np.isin(homes, error.args[1]).all(axis=1)
+        raise _uncountable(graph, space, pairs[circle][0], "that one is read by them in turn") from None
+    heights = dict[int, int]()
+    for layer in order:
+        heights[layer] = max((heights[reader] + 1 for reader in readers.get(layer, ())), default=0)
+    by_layer = np.array([heights.get(number, 0) for number in range(len(graph.spaces))])
+    return by_layer[graph.units.space]
+
+
+def _uncountable(graph: Graph, space: ChannelSpace, pair: Indices, why: str) -> SpaceError:
+    source, reading = (graph.spaces[int(graph.units.space[unit])].name for unit in pair)
+    return SpaceError(
+        f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels go with them and are in "
+        f"the space too; {why}, and the count could not be kept. Exclude one of the two, or count readings instead: "
+        f'at="input".'
+    )
