@@ -14,13 +14,14 @@ from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
 from keepk.graph.graph import Graph
 from keepk.graph.units import GraphSpace
+from keepk.graph.weight_norm import lengths_of, weight_grad_of, weight_of
 
 At = Literal["output", "input"]
 
 
 @dataclass(frozen=True)
 class Slices:
-    """One parameter's part of every channel of a layer.
+    """One parameter's part of every channel of a layer; of weight norm, under its direction's name, the weight itself.
 
     Attributes:
         name: The parameter's name.
@@ -30,17 +31,20 @@ class Slices:
     name: str
     module: type[nn.Module]
     _parameter: nn.Parameter = field(repr=False)
+    _length: nn.Parameter | None = field(repr=False)  # if the parameter is a direction of weight norm
     _places: "_Places" = field(repr=False)
 
     @property
     def tensor(self) -> Tensor:
         """The weights, channels first: entry i is all that channel i has in this parameter."""
-        return self._places.take(self._parameter.detach())
+        weights = self._parameter.detach()
+        return self._places.take(weights if self._length is None else weight_of(weights, self._length.detach()))
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient in the same shape, if there is one."""
-        return None if self._parameter.grad is None else self._places.take(self._parameter.grad)
+        grad = self._parameter.grad if self._length is None else weight_grad_of(self._parameter, self._length)
+        return None if grad is None else self._places.take(grad.detach())
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -112,7 +116,7 @@ def layers_of(
 
     Units of a space that have different numbers of slices (an uneven head) are a layer of their own.
     """
-    found = list[Layer]()
+    found, lengths = list[Layer](), lengths_of(model)
     for space in spaces:
         units = space.units[alive[space.units]]
         axes = [(tensor, axis, role) for tensor, axis, role in space.axes if tensor in graph.wiring.parameters]
@@ -124,7 +128,9 @@ def layers_of(
             for (tensor, axis, role), owner in zip(axes, owned, strict=True):
                 places = _places(owner, axis, members, len(units))
                 module = type(model.get_submodule(tensor.rpartition(".")[0]))
-                by_role.setdefault(role or Role.CARRIER, []).append(Slices(tensor, module, parameters[tensor], places))
+                own = parameters[tensor]
+                slices = Slices(tensor, module, own, lengths.get(own), places)
+                by_role.setdefault(role or Role.CARRIER, []).append(slices)
             sides = (tuple(by_role.get(role, ())) for role in (Role.PRODUCER, Role.CARRIER, Role.READER))
             found.append(Layer(space.name, units[members], at, *sides))
     return found

@@ -8,10 +8,10 @@ from torch import nn
 
 from keepk.cut.followers import Follower, parameters_of, refuse_missing, tensors_of
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
-from keepk.cut.weight_norm import lengths_of
 from keepk.errors import PlanError, SpaceError
 from keepk.graph.given import no_model
 from keepk.graph.trace import trace
+from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import unwrap
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace

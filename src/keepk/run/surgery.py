@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from keepk.cut.shrink import Prepared, prepare
 from keepk.cut.tensors import doomed, left_of
 from keepk.cut.undo import Undo
-from keepk.cut.weight_norm import lengths_of
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices
 from keepk.graph.graph import Graph
+from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import named_parameters
 from keepk.rank.choices import Flags
 

@@ -1,0 +1,76 @@
+"""Weight norm, w = g v / |v|: which parameters are directions v, which lengths g they have, and the weight itself.
+
+A direction must not become zero, for 0 / 0; a channel is silenced by its length alone. A direction's own norm says
+nothing about the weight, so whoever ranks looks at w.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
+
+
+def lengths_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """By direction, its length.
+
+    >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+    >>> [(tuple(v.shape), tuple(g.shape)) for v, g in lengths_of(layer).items()]
+    [((2, 3), (2, 1))]
+    """
+    return {direction: length for module in model.modules() for direction, length in _pairs(module)}
+
+
+def weight_of(direction: Tensor, length: Tensor) -> Tensor:
+    """The weight g v / |v|, in float32 at least; zero where the direction is.
+
+    >>> weight_of(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[10.0], [1.0]]))
+    tensor([[6., 8.],
+            [0., 0.]])
+    """
+    unit, _ = _unit(direction, length)
+    return length * unit
+
+
+def weight_grad_of(direction: Tensor, length: Tensor) -> Tensor | None:
+    r"""The gradient of the weight, out of the gradients of both; None if one of them has none.
+
+    .. math:: dL/dw = (dL/dg)\; v / |v| + (|v| / g)\; dL/dv
+
+    Where g is zero only the first term can be known; w is zero there.
+    """
+    if direction.grad is None or length.grad is None:
+        return None
+    unit, norm = _unit(direction.detach(), length)
+    along = torch.where(length == 0, 0, norm / length)
+    return length.grad * unit + along * direction.grad
+
+
+def _unit(direction: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """The direction v / |v|, and |v| over the dims that have one length."""
+    wide = direction if direction.dtype == torch.float64 else direction.float()
+    dims = [dim for dim in range(wide.ndim) if length.ndim == 0 or length.shape[dim] == 1]
+    norm = torch.linalg.vector_norm(wide, dim=dims, keepdim=True)
+    return wide / norm.where(norm > 0, 1), norm
+
+
+def _pairs(module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):  # of torch.nn.utils.weight_norm, the older way
+            yield getattr(module, f"{hook.name}_v"), getattr(module, f"{hook.name}_g")
+    for found in module.children():
+        if isinstance(found, nn.ModuleDict):  # that is where torch keeps parametrizations
+            yield from (_pair(it) for it in found.values() if isinstance(it, ParametrizationList) and _is_norm(it))
+
+
+def _is_norm(found: ParametrizationList) -> bool:
+    return isinstance(found[0], _WeightNorm)
+
+
+def _pair(found: ParametrizationList) -> tuple[nn.Parameter, nn.Parameter]:
+    direction, length = found.original1, found.original0
+    assert isinstance(direction, nn.Parameter)
+    assert isinstance(length, nn.Parameter)
+    return direction, length
