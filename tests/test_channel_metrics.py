@@ -10,6 +10,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepk
 from keepk import metrics
@@ -17,7 +18,7 @@ from keepk.cut.record import record_of
 from keepk.errors import RankError
 from keepk.graph.facts import Role
 from keepk.rank.channel_metrics import channel_scores, default_metric
-from keepk.rank.layers import layers_of
+from keepk.rank.layers import Slices, layers_of
 from networks import NETWORKS
 from random_networks import random_networks
 from shrinking import backward
@@ -332,6 +333,67 @@ def test_what_a_metric_raises_is_told_with_its_name_and_the_layer(wrapped):
         pruner.step()
     assert isinstance(caught.value.__cause__, TypeError)
     assert (pruner.epoch, pruner.kept) == (0, {"*": 11})
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would wait for a device: numbers that are read by the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation is torch.ops.aten._local_scalar_dense.default
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("metric", [metrics.blend(0.5), metrics.blend(0.5, over="layer"), metrics.product, metrics.l2])
+def test_a_space_is_brought_to_the_host_at_once(metric, monkeypatch):
+    net, moved = narrow(), []
+    found = layers(net, keepk.trace(net, example()), "output")
+    to_host = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda it: moved.append(len(it)) or to_host(it))
+    with Waits() as waits:
+        channel_scores(metric, found)
+    assert (moved, waits.count) == ([11], 0)
+
+
+BY_BOTH_SIDES = metrics.blend(0.5, scale=metrics.l2, weights=metrics.outgoing)
+
+
+@pytest.mark.parametrize("metric", [metrics.product, metrics.l1_l2, BY_BOTH_SIDES])
+@pytest.mark.parametrize("name", ["residual", "shared_module", "conv_bn_flatten"])
+def test_parts_of_a_channel_may_be_on_several_devices(name, metric):
+    """The first part is on a device of its own, which has no values; the others are moved to it."""
+    model, inputs = NETWORKS[name]()
+    graph = keepk.trace(model, inputs)
+    model.first.to("meta")
+    layer = layers(model, graph, "output")[0]
+    devices = {it.tensor.device.type for it in layer.slices}
+    assert devices == {"cpu", "meta"}
+    assert metric(layer).shape == (len(layer),)
+
+
+def test_gathering_is_done_once_for_both_norms(monkeypatch):
+    net, taken = narrow(), []
+    found = layers(net, keepk.trace(net, example()), "output")
+    tensor = Slices.tensor.fget
+    monkeypatch.setattr(Slices, "tensor", property(lambda it: taken.append(it.name) or tensor(it)))
+    metrics.l1_l2(found[0])
+    assert taken == ["0.weight"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_term_of_the_blend_that_cannot_be_ranked_is_named(bad):
+    net = narrow()
+    found = layers(net, keepk.trace(net, example()), "output")
+    with torch.no_grad():
+        net[3].weight[2, 0] = bad
+    words = "metric l1_l2: 1 of the 5 channels of '3' have NaN" if math.isnan(bad) else "layer '3': the weights of 1 of"
+    with pytest.raises(RankError, match=words):
+        channel_scores(metrics.blend(0.5), found)
+    with pytest.raises(RankError, match="metric Blend: 6 of the 6 channels of '0' have NaN as their score"):
+        channel_scores(metrics.blend(0.5, weights=lambda layer: torch.full((len(layer),), math.inf)), found)
 
 
 def formula(layers_found, alpha, over):

@@ -54,9 +54,10 @@ class Norm:
                 f"metric {self.kind}: layer {layer.name!r} has no {side}'s weights. "
                 f"Choose another side, metrics.norm({self.kind!r}, of=...), or another metric."
             )
+        weights = _weights(slices)
         if self.kind == "l1_l2":
-            return (_norm(slices, 1) + _norm(slices, 2)) / 2
-        return _norm(slices, 1 if self.kind == "l1" else 2)
+            return (_norm(weights, 1) + _norm(weights, 2)) / 2
+        return _norm(weights, 1 if self.kind == "l1" else 2)
 
 
 def norm(kind: Literal["l1", "l2", "l1_l2"], *, of: Literal["producer", "reader"] | None = None) -> Norm:
@@ -82,8 +83,8 @@ def bn_scale(layer: Layer) -> Tensor:
             f"metric bn_scale: layer {layer.name!r} has no BatchNorm with a scale. "
             f"Leave the layer out, or rank by product or l2."
         )
-    sizes = [_wide(it.tensor).abs() for it in scales]
-    return torch.stack([size if size.ndim == 1 else size.flatten(1).mean(1) for size in sizes]).mean(0)
+    sizes = [size.abs() for size in _weights(scales)]
+    return torch.stack(_together([size if size.ndim == 1 else size.flatten(1).mean(1) for size in sizes])).mean(0)
 
 
 def product(layer: Layer) -> Tensor:
@@ -91,7 +92,7 @@ def product(layer: Layer) -> Tensor:
 
     A side without weights (a channel that pooling alone reads) counts as 1.
     """
-    sides = [_norm(side, 2) for side in (layer.producer, layer.reader) if side]
+    sides = _together([_norm(_weights(side), 2) for side in (layer.producer, layer.reader) if side])
     if not sides:
         raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Give a metric of your own.")
     return sides[0] * sides[1] if len(sides) == 2 else sides[0]
@@ -114,17 +115,22 @@ class Blend:
         return self.scores([layer])[0]
 
     def scores(self, layers: Sequence[Layer]) -> list[Tensor]:
-        """The scores of all layers of a space."""
-        total = [torch.zeros(len(layer), dtype=torch.float64) for layer in layers]
-        for weight, metric in ((weight, metric) for weight, metric in self.terms if weight):
-            # In float64, so that no two scores of float32 become equal by the division.
-            found = [torch.from_numpy(_checked(metric, _asked(metric, layer), layer)) for layer in layers]
-            largest = [float(it.max()) for it in found]
-            if self.over == "space":
-                largest = [max(largest)] * len(layers)
-            shares = [it / top if top > 0 else it for it, top in zip(found, largest, strict=True)]
-            total = [so_far + weight * it for so_far, it in zip(total, shares, strict=True)]
+        """The scores of all layers of a space, each on the device of its layer."""
+        terms = [(weight, self._shares(metric, layers)) for weight, metric in self.terms if weight]
+        total, *others = [[weight * it for it in shares] for weight, shares in terms]
+        for term in others:
+            total = [so_far + it.to(so_far.device) for so_far, it in zip(total, term, strict=True)]
         return total
+
+    def _shares(self, metric: ChannelMetric, layers: Sequence[Layer]) -> list[Tensor]:
+        """One metric as shares of its largest value; nothing waits for a device here."""
+        # In float64, so that no two scores of float32 become equal by the division.
+        found = [_double(_shaped(metric, _asked(metric, layer), layer)) for layer in layers]
+        largest = [it.max() for it in found]
+        if self.over == "space":
+            largest = [torch.stack(_together(largest)).max()] * len(layers)
+        tops = [top.to(it.device) for it, top in zip(found, largest, strict=True)]
+        return [it / torch.where(top > 0, top, 1) for it, top in zip(found, tops, strict=True)]
 
 
 def blend(
@@ -184,7 +190,11 @@ def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArr
                 f"metric {called(metric)}: changed parameter {it.name!r} or its gradient in place. "
                 f"Return scores, change nothing."
             )
-    return np.concatenate([_checked(metric, scores, layer) for scores, layer in zip(found, layers, strict=True)])
+    shaped = [_double(_shaped(metric, scores, layer)) for scores, layer in zip(found, layers, strict=True)]
+    plain: NDArray[np.float64] = torch.cat(_together(shaped)).cpu().numpy()  # the one wait for a device
+    if not np.isfinite(plain).all():
+        _refuse_not_finite(metric, layers, np.split(plain, np.cumsum([len(layer) for layer in layers])[:-1]))
+    return plain
 
 
 def scales_of(layer: Layer) -> list[Slices]:
@@ -197,37 +207,55 @@ def _asked(metric: Callable[..., Any], layer: Layer) -> Any:
         return metric(layer)
 
 
-def _norm(slices: Sequence[Slices], order: int) -> Tensor:
-    """The norm of everything that a channel has in these parameters."""
+def _weights(slices: Sequence[Slices]) -> list[Tensor]:
+    """Channels first, in a dtype in which sums of squares neither overflow nor lose their low bits."""
+    found = (it.tensor for it in slices)
+    return [weights if weights.dtype == torch.float64 else weights.float() for weights in found]
+
+
+def _norm(weights: Sequence[Tensor], order: int) -> Tensor:
+    """The norm of everything that a channel has in these weights."""
     parts = []
-    for it in slices:
-        weights = _wide(it.tensor)
-        others = tuple(range(1, weights.ndim))
-        parts.append(torch.linalg.vector_norm(weights, order, dim=others) if others else weights.abs())
-    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), order, dim=0)
+    for it in weights:
+        others = tuple(range(1, it.ndim))
+        parts.append(torch.linalg.vector_norm(it, order, dim=others) if others else it.abs())
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(_together(parts)), order, dim=0)
 
 
-def _wide(weights: Tensor) -> Tensor:
-    """In a dtype in which sums of squares neither overflow nor lose their low bits."""
-    return weights if weights.dtype == torch.float64 else weights.float()
+def _together(parts: Sequence[Tensor]) -> list[Tensor]:
+    """On the first one's device: what computes a channel may be on another one than what reads it."""
+    return [part.to(parts[0].device) for part in parts]
 
 
-def _checked(metric: Callable[..., Any], scores: Any, layer: Layer) -> NDArray[np.float64]:
+def _double(scores: Tensor) -> Tensor:
+    scores = scores.detach()
+    return (scores.cpu() if scores.device.type == "mps" else scores).double()  # which has no float64
+
+
+def _shaped(metric: Callable[..., Any], scores: Any, layer: Layer) -> Tensor:
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != (len(layer),):
         got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise RankError(
             f"metric {called(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
             f"Return a float tensor with one score for each channel."
         )
-    plain: NDArray[np.float64] = scores.detach().cpu().double().numpy()
-    if np.isnan(plain).any():
-        raise RankError(
-            f"metric {called(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of {layer.name!r} "
-            f"have NaN as their score. Find out where training diverged; nothing was pruned."
-        )
-    if reads_weights_alone(metric) and np.isinf(plain).any():  # of a user's own metric it protects a channel
-        raise RankError(
-            f"layer {layer.name!r}: the weights of {int(np.isinf(plain).sum())} of its {len(layer)} channels are "
-            f"infinite, so they cannot be ranked. Find out where training diverged; nothing was pruned."
-        )
-    return plain
+    return scores
+
+
+def _refuse_not_finite(
+    metric: Callable[..., Any], layers: Sequence[Layer], scores: Sequence[NDArray[np.float64]]
+) -> None:
+    for weight, term in metric.terms if isinstance(metric, Blend) else ():
+        if weight:
+            channel_scores(term, layers)  # names the term, where it alone says what is wrong
+    for layer, plain in zip(layers, scores, strict=True):
+        if np.isnan(plain).any():
+            raise RankError(
+                f"metric {called(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of {layer.name!r} "
+                f"have NaN as their score. Find out where training diverged; nothing was pruned."
+            )
+        if reads_weights_alone(metric) and np.isinf(plain).any():  # of a user's own metric it protects a channel
+            raise RankError(
+                f"layer {layer.name!r}: the weights of {int(np.isinf(plain).sum())} of its {len(layer)} channels are "
+                f"infinite, so they cannot be ranked. Find out where training diverged; nothing was pruned."
+            )
