@@ -297,7 +297,10 @@ def resize_weight(shape):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (replace_layer, "parameter '2.weight': the model's is another than when the Pruner was made. Change the model"),
+        (
+            replace_layer,
+            "parameter '2.weight': the model's is another object than when the Pruner was made. Change the",
+        ),
         (
             take_layer_out,
             r"parameter '2.weight': is not there any more, but the Pruner left it with shape .* then make the Pruner",

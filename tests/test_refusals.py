@@ -120,6 +120,15 @@ def test_two_parameters_over_one_memory():
         keepk.Pruner(net, [keepk.weights("*", keep=1)])
 
 
+def test_a_parameter_with_gaps_over_one_memory():
+    net, flat = small(), torch.ones(12)
+    net.gaps, net.last = nn.Parameter(flat[::4]), nn.Parameter(flat[8:9])
+    with pytest.raises(SpaceError, match="parameters 'gaps' and 'last' share memory but are two objects"):
+        keepk.Pruner(net, [keepk.weights("*", keep=1)])
+    net.last = nn.Parameter(flat[9:])
+    keepk.Pruner(net, [keepk.weights("*", keep=1)])
+
+
 def test_models_and_optimizers_of_the_wrong_kind():
     space = keepk.weights("*", keep=3)
     with pytest.raises(SpaceError, match="got dict as the model"):

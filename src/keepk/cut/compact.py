@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from keepk.cut.certificate import certified_alive
 from keepk.cut.constants import fold, reader_paths, readings
-from keepk.cut.dead import Flags, dead_units, removable, would_matter
+from keepk.cut.dead import dead_units, removable, would_matter
 from keepk.cut.dead_flow import Flow, NotFollowed
 from keepk.cut.followers import Follower, tensors_of
 from keepk.cut.shrink import prepare
@@ -20,6 +20,7 @@ from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits
 from keepk.graph.given import no_model
 from keepk.graph.graph import Graph
+from keepk.graph.maps import Flags
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.trace import trace
 from keepk.graph.wrappers import unwrap

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.dead import Flags, column_units
+from keepk.cut.dead import column_units
 from keepk.cut.dead_flow import Flow, Input
 from keepk.graph.graph import Graph
+from keepk.graph.maps import Flags
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

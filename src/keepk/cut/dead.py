@@ -7,7 +7,6 @@ changes nothing.
 from collections.abc import Iterator, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keepk.cut.dead_flow import Flow
@@ -16,9 +15,8 @@ from keepk.graph.atoms import Axis
 from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
 from keepk.graph.graph import Graph
+from keepk.graph.maps import Flags
 from keepk.graph.shares import fitting
-
-Flags = NDArray[np.bool_]
 
 
 def dead_units(graph: Graph, model: nn.Module, flow: Flow) -> Flags:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from keepk.cut.optimizer_state import state_per_weight
 from keepk.cut.zero import WORDS, alive_words, takes_words, zero_dead
 
+Masks = dict[str, Tensor]  # by parameter
 WIDENED = 1 << 22  # weights; their widened masks take 16 MB in float32
 
 

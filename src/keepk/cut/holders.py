@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from keepk.cut.followers import Follower, refuse_missing, told
+from keepk.cut.memory import sharing_memory
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits
@@ -88,24 +89,12 @@ def _ddp_over(parameters: set[int], leaving: nn.Module | None) -> bool:
 
 
 def _refuse_shared_memory(tensors: Mapping[str, Tensor], touched: set[str]) -> None:
-    """Two tensor objects over the same numbers would come apart; neighbours in one piece of memory may."""
-    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta)
-    reached, holder = (-1, 0), ""  # -1 is the CPU
-    for place, start, end, name in spans:
-        if (place, start) < reached and touched & {name, holder}:
+    for one, other in sharing_memory(tensors):
+        if touched & {one, other}:
             raise ShrinkError(
-                f"tensors {holder!r} and {name!r} share memory but are two objects, so a cut would take them apart. "
+                f"tensors {one!r} and {other!r} share memory but are two objects, so a cut would take them apart. "
                 f"Tie them as one Parameter, or make one a copy."
             )
-        if (place, end) > reached:
-            reached, holder = (place, end), name
-
-
-def _span(tensor: Tensor) -> tuple[int, int, int]:
-    """The device, the first and the last address of a tensor."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return tensor.get_device(), start, start + (last + 1) * tensor.element_size()
 
 
 def _refuse_strange_tensors(tensors: Mapping[str, Tensor], cuts: Sequence[Cut], who: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from keepk.errors import PlanError
 from keepk.plan.names import as_globs, matches, nearest
@@ -40,6 +41,9 @@ class Phase:
         object.__setattr__(self, "epochs", count(epochs, "Phase: epochs", PlanError, least=1))
         object.__setattr__(self, "prune", pruned)
         object.__setattr__(self, "freeze", frozen)
+
+
+Plan: TypeAlias = Mapping[str, tuple[int, ...]]  # by space, how many units are left after epochs 1, 2, ...
 
 
 @dataclass(frozen=True)

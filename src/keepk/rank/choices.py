@@ -7,10 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepk.graph.edits import Indices
+from keepk.graph.maps import Flags
 from keepk.plan.portions import Portion, Split, chain, has_even_steps, split
 from keepk.rank.links import Links
-
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)

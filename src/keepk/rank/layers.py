@@ -13,8 +13,10 @@ from keepk.errors import ShrinkError
 from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
 from keepk.graph.graph import Graph
+from keepk.graph.maps import Flags
 from keepk.graph.units import GraphSpace
 from keepk.graph.weight_norm import lengths_of, weight_grad_of, weight_of
+from keepk.rank.changed import changed_model
 
 At = Literal["output", "input"]
 
@@ -109,7 +111,7 @@ def layers_of(
     parameters: Mapping[str, nn.Parameter],
     model: nn.Module,
     spaces: Iterable[GraphSpace],
-    alive: NDArray[np.bool_],
+    alive: Flags,
     at: At,
 ) -> list[Layer]:
     """The layers of some of the graph's spaces, as the model is now.
@@ -142,10 +144,7 @@ def _refuse_changed(graph: Graph, tensor: str, model: nn.Module) -> None:
     except AttributeError:
         got = "is not there any more"
     if got != f"has shape {graph.shape(tensor)}":
-        raise ShrinkError(
-            f"parameter {tensor!r}: {got}, but the Pruner left it with shape {graph.shape(tensor)}. "
-            f"Change the model first (load, move, wrap, replace layers), then make the Pruner."
-        )
+        raise changed_model(ShrinkError, tensor, f"{got}, but the Pruner left it with shape {graph.shape(tensor)}")
 
 
 def _owned(graph: Graph, tensor: str, axis: int, units: Indices) -> NDArray[np.int64]:

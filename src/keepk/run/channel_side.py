@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from keepk.errors import RankError, StateError
 from keepk.graph.edits import Cut, Indices
 from keepk.graph.graph import Graph
+from keepk.graph.maps import Flags
 from keepk.graph.tracer import named_tensors
+from keepk.plan.phases import Plan
 from keepk.plan.portions import Split, chain, has_even_steps, snapped
 from keepk.rank.channel_metrics import channel_scores, default_metric, reads_weights_alone
-from keepk.rank.choices import Decision, Flags, keep_best, rank_values
+from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, layers_of
 from keepk.run.channel_members import ChannelMembers
 from keepk.run.surgery import Surgery
-
-Plan = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

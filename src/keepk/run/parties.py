@@ -13,7 +13,7 @@ from keepk.graph.given import no_model
 from keepk.graph.trace import trace
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import unwrap
-from keepk.plan.phases import Phase
+from keepk.plan.phases import Phase, Plan
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.run.channel_members import find_channels
 from keepk.run.channel_side import ChannelSide
@@ -94,9 +94,7 @@ def refuse_unfit_followers(followers: Sequence[Follower], weights: WeightSide, c
             refuse_missing(follower, tensors, of_dict if isinstance(follower, dict) else needed, place)
 
 
-def refuse_weights_that_end_before_channels(
-    plan: Mapping[str, tuple[int, ...]], weights: WeightSide, channels: ChannelSide | None
-) -> None:
+def refuse_weights_that_end_before_channels(plan: Plan, weights: WeightSide, channels: ChannelSide | None) -> None:
     """Refuse a plan in which weights are at K while channels with such weights still go: there would be fewer."""
     for name, it in (channels.members if channels else {}).items():
         last = plan[name].index(it.keep) if it.keep < it.total else -1

@@ -1,12 +1,12 @@
 """From names to parameters: the spaces of a plan found in a real model."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from keepk.cut.memory import sharing_memory
 from keepk.errors import RankError, SpaceError
 from keepk.graph.wrappers import named_parameters
 from keepk.plan.names import matches, nearest
@@ -135,13 +135,8 @@ def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -
 
 
 def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
-    """Two Parameter objects over the same memory would be counted twice."""
-    spans = sorted(
-        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), n) for n, p in parameters.items() if p.numel()
-    )
-    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end:
-            raise SpaceError(
-                f"parameters {name!r} and {other!r} share memory but are two objects, so their weights would count "
-                f"twice. Tie them as one Parameter, or exclude one."
-            )
+    for one, other in sharing_memory(parameters):
+        raise SpaceError(
+            f"parameters {one!r} and {other!r} share memory but are two objects, so their weights would count twice. "
+            f"Tie them as one Parameter, or exclude one."
+        )

@@ -9,19 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.followers import Follower, refuse_strange_followers, zero_followers
-from keepk.cut.hold import Held, held
+from keepk.cut.hold import Held, Masks, held
 from keepk.cut.optimizer_state import refuse_foreign_state, restart_flat_history
 from keepk.cut.record import cuts_since, record_of
 from keepk.cut.tensors import left_of
 from keepk.cut.undo import Undo
 from keepk.errors import ShrinkError, StateError
 from keepk.graph.edits import Cut
+from keepk.graph.maps import Flags
 from keepk.graph.wrappers import named_parameters
-from keepk.rank.choices import Flags
+from keepk.plan.phases import Plan
 from keepk.rank.pieces import one_thread
 from keepk.run.channel_side import ChannelEvent, ChannelSide
-from keepk.run.state import Plan, Saved, read_masks
-from keepk.run.surgery import Masks, Operation, Surgery, by_plain_name, nothing
+from keepk.run.state import Saved, read_masks
+from keepk.run.surgery import Operation, Surgery, by_plain_name, nothing
 from keepk.run.weight_side import WeightSide
 
 Shrink = Literal["each", "end", "never"]

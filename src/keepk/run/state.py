@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from keepk.errors import StateError
+from keepk.plan.phases import Plan
 from keepk.run.channel_side import ChannelSide
 from keepk.run.resolve import Members
 from keepk.run.weight_side import WeightSide
 
 VERSION = 1
-Plan = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from keepk.cut.hold import Masks
 from keepk.cut.shrink import Prepared, prepare
 from keepk.cut.tensors import doomed, left_of
 from keepk.cut.undo import Undo
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices
 from keepk.graph.graph import Graph
+from keepk.graph.maps import Flags
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import named_parameters
-from keepk.rank.choices import Flags
-
-Masks = dict[str, Tensor]
+from keepk.rank.changed import changed_model, refuse_other_parameters
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Surgery:
 
     def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
         """What removes these units, and those that are masked so far."""
-        self._refuse_changed_model()
+        refuse_other_parameters(self._model, self._parameters, ShrinkError)
         masked = np.flatnonzero(dead & self._graph.alive)
         units = np.union1d(masked, np.fromiter(going, np.int64))
         if not physical:
@@ -123,13 +123,10 @@ class Surgery:
     def _refuse_other_shapes(self, cuts: Mapping[str, Cut]) -> None:
         for name, cut in cuts.items():
             if tuple(self._parameters[name].shape) != cut.before:
-                raise _changed(name)
-
-    def _refuse_changed_model(self) -> None:
-        now = named_parameters(self._model)
-        for name, parameter in self._parameters.items():
-            if now.get(name) is not parameter:
-                raise _changed(name)
+                got = tuple(self._parameters[name].shape)
+                raise changed_model(
+                    ShrinkError, name, f"has shape {got}, but the Pruner left it with shape {cut.before}"
+                )
 
 
 def by_plain_name(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
@@ -141,10 +138,3 @@ def by_plain_name(model: nn.Module, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
 
 def nothing() -> None:
     """Nothing was changed, so there is nothing to take back."""
-
-
-def _changed(name: str) -> ShrinkError:
-    return ShrinkError(
-        f"parameter {name!r}: the model's is another than when the Pruner was made. "
-        f"Change the model first (load, move, wrap, replace layers), then make the Pruner."
-    )

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepk.cut.hold import Masks
 from keepk.errors import RankError, SpaceError
-from keepk.graph.wrappers import named_parameters
+from keepk.rank.changed import refuse_other_parameters
 from keepk.rank.metrics import magnitude, score
 from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
 from keepk.run.resolve import Members, refuse_not_finite
-
-Masks = dict[str, Tensor]
 
 
 class WeightSide:
@@ -50,8 +49,8 @@ class WeightSide:
 
         `due` says how many are left of each space; where channels that go leave fewer, those few stay.
         """
-        self._refuse_changed_model()
         own = self.parameters
+        refuse_other_parameters(self._model, own, SpaceError)
         before = {name: self._with(name, mask) for name, mask in doomed.items() if name in own}
         left = self.counts({**self.dead, **before}) if before else self.kept
         for name, members in self.members.items():
@@ -102,12 +101,3 @@ class WeightSide:
                 dead = dead.to(scores.device)  # the model may have moved
             found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
         return found
-
-    def _refuse_changed_model(self) -> None:
-        now = named_parameters(self._model)
-        for name, parameter in self.parameters.items():
-            if now.get(name) is not parameter:
-                raise SpaceError(
-                    f"parameter {name!r}: the model's is another object than when the Pruner was made. "
-                    f"Change the model first (load, move, wrap, replace layers), then make the Pruner."
-                )
