@@ -26,6 +26,15 @@ class Standing(NamedTuple):
     equal: list[int]
 
 
+class Search(NamedTuple):
+    """The closed interval that has the answer, and how many entries of each tensor are above and inside."""
+
+    low: float
+    high: float
+    above: list[int]
+    inside: list[int]
+
+
 class Swept(NamedTuple):
     """What one tensor has above and inside a closed interval; ``picks`` is None if it was too much to gather."""
 
@@ -36,31 +45,50 @@ class Swept(NamedTuple):
 
 def kth_largest(tensors: Sequence[Ranked], alive: Sequence[int], k: int, sizes: Sizes) -> Standing:
     """The k-th largest alive score, 1 <= k <= sum(alive)."""
-    low, high = -math.inf, math.inf
-    above, inside = [0] * len(tensors), list(alive)  # above `high`, and from `low` to `high`
+    search = Search(-math.inf, math.inf, [0] * len(tensors), list(alive))
     dice = random.Random(0)
     while True:
-        wanted, among = k - sum(above), sum(inside)
-        bottom, top = low, high
-        if among > min(sizes.sample, sizes.room):
-            stride = among // sizes.sample | 1  # odd: no resonance with widths, which are often even
-            sample = _sample(tensors, low, high, stride, dice, sizes)
-            bottom, top = _bracket(sample, wanted / among, low, high)
+        bottom, top = _next_bracket(tensors, search, k, dice, sizes)
         swept = _sweep_all(tensors, bottom, top, sizes)
-        over = [part.above for part in swept]
-        down_to = [part.above + part.inside for part in swept]
-        if sum(over) >= k:
-            low, inside = math.nextafter(top, math.inf), _minus(over, above)
-        elif sum(down_to) < k:
-            high = math.nextafter(bottom, -math.inf)
-            above, inside = down_to, _minus(_plus(above, inside), down_to)
-        elif bottom == top:
-            return Standing(top, over, _minus(down_to, over))
-        else:
-            picks = [part.picks for part in swept if part.picks is not None]
-            if len(picks) == len(tensors):
-                return _exact(picks, over, k - sum(over))
-            low, high, above, inside = bottom, top, over, _minus(down_to, over)
+        found = _standing(swept, bottom, top, k)
+        if found is not None:
+            return found
+        search = _narrowed(search, swept, bottom, top, k)
+
+
+def _next_bracket(
+    tensors: Sequence[Ranked], search: Search, k: int, dice: random.Random, sizes: Sizes
+) -> tuple[float, float]:
+    """A bracket by a sample; all that is left, if that is little."""
+    among = sum(search.inside)
+    if among <= min(sizes.sample, sizes.room):
+        return search.low, search.high
+    stride = among // sizes.sample | 1  # odd: no resonance with widths, which are often even
+    sample = _sample(tensors, search.low, search.high, stride, dice, sizes)
+    return _bracket(sample, (k - sum(search.above)) / among, search.low, search.high)
+
+
+def _standing(swept: Sequence[Swept], bottom: float, top: float, k: int) -> Standing | None:
+    """The answer, if it lies in the bracket, and this is one value or was gathered."""
+    over, inside = [part.above for part in swept], [part.inside for part in swept]
+    if not sum(over) < k <= sum(over) + sum(inside):
+        return None
+    if bottom == top:
+        return Standing(top, over, inside)
+    picks = [part.picks for part in swept if part.picks is not None]
+    return _exact(picks, over, k - sum(over)) if len(picks) == len(swept) else None
+
+
+def _narrowed(search: Search, swept: Sequence[Swept], bottom: float, top: float, k: int) -> Search:
+    """What a bracket leaves to search: what is above it, what is below, or itself."""
+    over, inside = [part.above for part in swept], [part.inside for part in swept]
+    down_to = _plus(over, inside)
+    if sum(over) >= k:
+        return Search(math.nextafter(top, math.inf), search.high, search.above, _minus(over, search.above))
+    if sum(down_to) < k:
+        rest = _minus(_plus(search.above, search.inside), down_to)
+        return Search(search.low, math.nextafter(bottom, -math.inf), down_to, rest)
+    return Search(bottom, top, over, inside)
 
 
 def _sample(
