@@ -463,6 +463,12 @@ def refuses(words, model, graph, units, error=ShrinkError, **more):
         (torch.tensor([1.0]), r"units has 1.0 \(float\)"),
         ([[0, 1]], r"units has \[0, 1\] \(list\)"),
         ([3, 4, 3], "unit 3 is named more than once"),
+        (np.array([4, 5, 4], np.uint8), "unit 4 is named more than once"),
+        (torch.tensor([5, 5]), "unit 5 is named more than once"),
+        ([0, 10**30], f"unit {10**30} does not exist; the graph has 21 units"),
+        ([-(10**30)], f"unit {-(10**30)} does not exist"),
+        (np.array([2**64 - 1], np.uint64), f"unit {2**64 - 1} does not exist"),
+        (np.array([[0, 1]]), r"units has \[0, 1\] \(list\)"),
         (range(12), r"nothing would be left of axis 0 of 'first.weight' \(12 now\). Leave at least one unit"),
     ],
 )
@@ -491,6 +497,35 @@ def test_units_come_in_any_container(units):
     model, _, graph, _ = traced()
     assert keepk.shrink(model, graph, units).units.tolist() == [2, 5]
     assert model.first.weight.shape == (10, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("late.weight", nn.Linear(12, 12)),
+        ("late.running_mean", nn.BatchNorm1d(12, affine=False)),
+        ("late.0.weight", nn.Sequential(nn.PReLU(12))),
+    ],
+)
+def test_what_came_into_the_model_after_the_trace_is_refused(name, part):
+    model, _, graph, units = traced()
+    model.late = part
+    words = rf"the graph does not know {name!r} of \w+, of shape \(12,.*\), which came into the model after the trace"
+    refuses(rf"{words}. Change the model first, then trace it", model, graph, units)
+
+
+def test_a_layer_in_the_place_of_one_without_weights_is_refused():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    graph = keepk.trace(model, torch.zeros(2, 4))
+    model[1] = nn.Linear(8, 8)
+    refuses(r"the graph does not know '1.weight' of Sequential, of shape \(8, 8\)", model, graph, [0])
+
+
+def test_a_counter_may_come_into_the_model():
+    """A number of no dims has no channels."""
+    model, _, graph, units = traced()
+    model.register_buffer("seen", torch.tensor(0))
+    keepk.shrink(model, graph, units)
 
 
 def test_a_unit_that_is_gone_is_refused():
@@ -568,7 +603,7 @@ def test_a_model_with_the_tensors_but_not_the_modules_is_refused():
 
 
 def share_memory(model):
-    model.other = nn.Parameter(model.first.weight.detach()[3:5])
+    model.second.bias = nn.Parameter(model.first.weight.detach().flatten()[3 : 3 + len(model.second.bias)])
 
 
 def make_sparse_gradient(model):
@@ -588,7 +623,7 @@ def compute(model):
         (compute, "tensor 'first.weight' is the result of a computation. Detach it before shrinking"),
         (
             share_memory,
-            "tensors 'first.weight' and 'other' share memory but are two objects.*Tie them as one Parameter",
+            "tensors 'first.weight' and 'second.bias' share memory but are two objects.*Tie them as one Parameter",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -101,7 +102,7 @@ def prepare(
 def _prepared(
     model: nn.Module,
     graph: Graph,
-    units: list[int],
+    units: np.ndarray,
     optimizers: list[torch.optim.Optimizer],
     followers: list[Follower],
     wrapper: nn.Module | None,
@@ -135,20 +136,26 @@ def _refuse_strange(model: object, graph: object) -> None:
         )
 
 
-def _numbers(units: Iterable[Any]) -> list[int]:
-    """The units as ints, each once; a mask or a share is not a number of a unit."""
+def _numbers(units: Iterable[Any]) -> np.ndarray:
+    """The units as numbers, each once; a mask or a share is not a number of a unit."""
     _refuse_share(units)
-    given = [unit.tolist() if hasattr(unit, "tolist") else unit for unit in units]
-    for unit in given:
-        if not isinstance(unit, int) or isinstance(unit, bool):
-            raise ShrinkError(
-                f"shrink: units has {unit!r} ({type(unit).__name__}). Give the units' numbers as ints; of a mask over "
-                f"all units, numpy.flatnonzero(mask)."
-            )
-    if len(set(given)) < len(given):
-        twice = next(unit for unit in given if given.count(unit) > 1)
-        raise ShrinkError(f"shrink: unit {twice} is named more than once. Name each unit once.")
-    return given
+    given = units.numpy(force=True) if isinstance(units, Tensor) else units
+    if not (isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"):
+        given = np.array([_number(unit) for unit in given], object)  # of any size: the graph says what there is
+    numbers, counts = np.unique(given, return_counts=True)
+    if (counts > 1).any():
+        raise ShrinkError(f"shrink: unit {numbers[counts > 1][0]} is named more than once. Name each unit once.")
+    return numbers
+
+
+def _number(unit: Any) -> int:
+    plain = unit.tolist() if hasattr(unit, "tolist") else unit
+    if not isinstance(plain, int) or isinstance(plain, bool):
+        raise ShrinkError(
+            f"shrink: units has {plain!r} ({type(plain).__name__}). Give the units' numbers as ints; of a mask over "
+            f"all units, numpy.flatnonzero(mask)."
+        )
+    return plain
 
 
 def _refuse_share(units: object) -> None:
@@ -185,6 +192,11 @@ def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tens
                 f"shrink: the graph does not fit the model {type(model).__name__}: {name!r} should have shape "
                 f"{expected} and {got}. Trace this very model; one that was cut elsewhere needs a trace of its own."
             )
+    for name in (name for name, tensor in named.items() if tensor.dim() and name not in graph.wiring.shapes):
+        raise ShrinkError(
+            f"shrink: the graph does not know {name!r} of {type(model).__name__}, of shape {tuple(named[name].shape)}, "
+            f"which came into the model after the trace. Change the model first, then trace it."
+        )
 
 
 def _cut_states(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], cuts: Iterable[Cut]) -> list[Change]:

@@ -212,12 +212,13 @@ class Graph:
         return Left(self.wiring, self._left.alive & alive_atoms(self.solution.classes, self.units.classes[units]))
 
     def _checked(self, units: Iterable[int]) -> Indices:
-        asked = np.unique(np.fromiter((int(unit) for unit in units), np.int64))
-        if len(asked) and (asked[0] < 0 or asked[-1] >= len(self.units)):
+        given = units if isinstance(units, np.ndarray) else np.array([int(unit) for unit in units], object)
+        if len(given) and not 0 <= given.min() <= given.max() < len(self.units):
             raise ShrinkError(
-                f"shrink: unit {asked[-1] if asked[0] >= 0 else asked[0]} does not exist; the graph has "
+                f"shrink: unit {given.max() if given.min() >= 0 else given.min()} does not exist; the graph has "
                 f"{len(self.units)} units, 0 to {len(self.units) - 1}. Take them from graph.spaces."
             )
+        asked = np.unique(given.astype(np.int64))
         gone = asked[~self.alive[asked]]
         if len(gone):
             raise ShrinkError(
