@@ -9,6 +9,7 @@ because shapes differ; where it would not, the gradient would have the old shape
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,13 @@ def refuse_old_losses(tensor: Tensor, name: str) -> Callable[[], None]:
 def index_tensor(indices: np.ndarray, like: Tensor) -> Tensor:
     """Indices beside a tensor, in memory of their own."""
     return torch.tensor(indices, device=like.device)
+
+
+def silencing(cut: Cut, length: Tensor | None) -> Cut:
+    """What of a cut makes its channels zero: of weight norm, g v / |v|, the length g and not the direction."""
+    if length is None or length.ndim != len(cut.before):
+        return cut
+    return replace(cut, kept={axis: kept for axis, kept in cut.kept.items() if length.shape[axis] == 1})
 
 
 def doomed(cut: Cut, device: torch.device) -> Tensor:

@@ -1,7 +1,6 @@
 """`verify`: hold a cut copy of a model against a masked one, by numbers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from keepk.cut.tensors import doomed
-from keepk.cut.weight_norm import lengths_of
+from keepk.cut.tensors import doomed, silencing
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut, Edits, Indices
+from keepk.graph.edits import Edits, Indices
 from keepk.graph.graph import Graph
 from keepk.graph.shell import Example, Workshop
+from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import unwrap
 
 TOLERANCE = 1e-8  # in float64; what is wrong is off by much more
@@ -96,14 +95,8 @@ def _silence(model: nn.Module, edits: Edits) -> None:
     parameters, lengths = dict(model.named_parameters()), lengths_of(model)
     for cut in (cut for cut in edits.cuts if cut.tensor in parameters):
         parameter = parameters[cut.tensor]
-        silenced = doomed(_silencing(cut, lengths.get(parameter)), parameter.device)
+        silenced = doomed(silencing(cut, lengths.get(parameter)), parameter.device)
         parameter.masked_fill_(silenced, 0.0)
-
-
-def _silencing(cut: Cut, length: nn.Parameter | None) -> Cut:
-    if length is None or length.ndim != len(cut.before):
-        return cut
-    return replace(cut, kept={axis: kept for axis, kept in cut.kept.items() if length.shape[axis] == 1})
 
 
 def _largest_difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:

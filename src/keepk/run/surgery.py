@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from keepk.cut.hold import Masks
 from keepk.cut.shrink import Prepared, prepare
-from keepk.cut.tensors import doomed, left_of
+from keepk.cut.tensors import doomed, left_of, silencing
 from keepk.cut.undo import Undo
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices
@@ -106,19 +106,13 @@ class Surgery:
         wanted = self._parameters if names is None else set(names)
         cuts = {name: cut for name, cut in operation.cuts.items() if name in wanted}
         if operation.prepared is None:
-            cuts = {name: self._silencing(name, cut) for name, cut in cuts.items()}
+            lengths = {name: self._lengths.get(self._parameters[name]) for name in cuts}
+            cuts = {name: silencing(cut, lengths[name]) for name, cut in cuts.items()}
         found = {name: doomed(cut, self._parameters[name].device) for name, cut in cuts.items()}
         return {name: mask for name, mask in found.items() if mask.any()}
 
     def _by_name(self, edits: Edits) -> dict[str, Cut]:
         return by_plain_name(self._model, {cut.tensor: cut for cut in edits.cuts})
-
-    def _silencing(self, name: str, cut: Cut) -> Cut:
-        """What of a cut makes its channels zero: of weight norm the length, not the direction."""
-        length = self._lengths.get(self._parameters[name])
-        if length is None or length.ndim != len(cut.before):
-            return cut
-        return replace(cut, kept={axis: kept for axis, kept in cut.kept.items() if length.shape[axis] == 1})
 
     def _refuse_other_shapes(self, cuts: Mapping[str, Cut]) -> None:
         for name, cut in cuts.items():
