@@ -226,7 +226,10 @@ def test_a_channel_and_its_readings_are_not_counted_in_one_run():
     model, example = NETWORKS["dense_block"]()
     outputs = keepk.channels("convs.0", keep=2, name="outputs")
     readings = keepk.channels("norms.1", keep=6, name="readings", at="input")
-    words = "spaces 'outputs' and 'readings': channels of one are read by the other, and go with them. Count either"
+    words = (
+        "spaces 'outputs' and 'readings': channels of 'convs.0' are read by 'norms.1', whose channels go with them. "
+    )
+    words += "Count either outputs or inputs"
     for spaces in ([outputs, readings], [readings, outputs]):
         refused(SpaceError, words, model, spaces, example=example)
 

@@ -296,7 +296,8 @@ def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMember
         home |= dict.fromkeys(members.units.tolist(), name)
     for source, reading in graph.links().tolist():
         if source in home and reading in home and home[source] != home[reading]:
+            layer, reader = (graph.spaces[int(graph.units.space[unit])].name for unit in (source, reading))
             raise SpaceError(
-                f"spaces {home[source]!r} and {home[reading]!r}: channels of one are read by the other, and go with "
-                f"them. Count either outputs or inputs."
+                f"spaces {home[source]!r} and {home[reading]!r}: channels of {layer!r} are read by {reader!r}, whose "
+                f"channels go with them. Count either outputs or inputs; outputs of both layers in one space."
             )
