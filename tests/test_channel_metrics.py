@@ -18,7 +18,7 @@ from keepk.cut.record import record_of
 from keepk.errors import RankError
 from keepk.graph.facts import Role
 from keepk.rank.channel_metrics import channel_scores, default_metric
-from keepk.rank.layers import Slices, layers_of
+from keepk.rank.layers import Parameters, Slices, layers_of
 from networks import NETWORKS
 from random_networks import random_networks
 from shrinking import backward
@@ -142,8 +142,7 @@ NAMED = {
 
 def layers(model, graph, at, alive=None):
     spaces = [space for space in graph.spaces if space.kind in KINDS[at]]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return layers_of(graph, parameters, model, spaces, graph.alive if alive is None else alive, at)
+    return layers_of(graph, Parameters.of(model), spaces, graph.alive if alive is None else alive, at)
 
 
 def compare(loops, at, tolerance, alive=None):

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from itertools import count, repeat
 
 import numpy as np
@@ -250,6 +251,10 @@ class Graph:
 
     def links(self) -> NDArray[np.int64]:
         """(source, reader) pairs of units."""
+        return self._links
+
+    @cached_property
+    def _links(self) -> NDArray[np.int64]:
         pairs = [
             np.stack(
                 [self._unit_of[self.solution.classes[r.sources]], self._unit_of[self.solution.classes[r.readers]]], 1

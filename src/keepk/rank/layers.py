@@ -106,19 +106,30 @@ class _Places:
         return taken if self.index.shape[1] == 1 else taken.reshape(*self.index.shape, *taken.shape[1:])
 
 
-def layers_of(
-    graph: Graph,
-    parameters: Mapping[str, nn.Parameter],
-    model: nn.Module,
-    spaces: Iterable[GraphSpace],
-    alive: Flags,
-    at: At,
-) -> list[Layer]:
+@dataclass(frozen=True)
+class Parameters:
+    """A model's parameters by name, and the lengths of those that are directions of weight norm: found once."""
+
+    model: nn.Module
+    by_name: Mapping[str, nn.Parameter]
+    lengths: Mapping[nn.Parameter, nn.Parameter]
+
+    @staticmethod
+    def of(model: nn.Module) -> "Parameters":
+        """Those of a model, which keeps its parameter objects for good."""
+        return Parameters(model, dict(model.named_parameters(remove_duplicate=False)), lengths_of(model))
+
+    def length(self, name: str) -> nn.Parameter | None:
+        """The length that belongs to a parameter, if it is a direction."""
+        return self.lengths.get(self.by_name[name])
+
+
+def layers_of(graph: Graph, own: Parameters, spaces: Iterable[GraphSpace], alive: Flags, at: At) -> list[Layer]:
     """The layers of some of the graph's spaces, as the model is now.
 
     Units of a space that have different numbers of slices (an uneven head) are a layer of their own.
     """
-    found, lengths = list[Layer](), lengths_of(model)
+    found, model = list[Layer](), own.model
     for space in spaces:
         units = space.units[alive[space.units]]
         axes = [(tensor, axis, role) for tensor, axis, role in space.axes if tensor in graph.wiring.parameters]
@@ -130,8 +141,7 @@ def layers_of(
             for (tensor, axis, role), owner in zip(axes, owned, strict=True):
                 places = _places(owner, axis, members, len(units))
                 module = type(model.get_submodule(tensor.rpartition(".")[0]))
-                own = parameters[tensor]
-                slices = Slices(tensor, module, own, lengths.get(own), places)
+                slices = Slices(tensor, module, own.by_name[tensor], own.length(tensor), places)
                 by_role.setdefault(role or Role.CARRIER, []).append(slices)
             sides = (tuple(by_role.get(role, ())) for role in (Role.PRODUCER, Role.CARRIER, Role.READER))
             found.append(Layer(space.name, units[members], at, *sides))

@@ -21,8 +21,8 @@ def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[GraphSpace]) 
         mine[layer.units] = True
     pairs = graph.links()
     pairs = np.unique(pairs[mine[pairs].all(axis=1)], axis=0)
-    used = np.isin(graph.units.classes, graph.solution.used)
-    if len(alone := pairs[~used[pairs[:, 0]]]):
+    used = np.isin(graph.units.classes[pairs[:, 0]], graph.solution.used)
+    if len(alone := pairs[~used]):
         raise _uncountable(graph, space, alone[0], "nobody else does, so they would go with their last reading")
     return Links(pairs, _heights(graph, space, pairs))
 

@@ -16,7 +16,7 @@ from keepk.plan.phases import Plan
 from keepk.plan.portions import Split, chain, has_even_steps, snapped
 from keepk.rank.channel_metrics import channel_scores, default_metric, reads_weights_alone
 from keepk.rank.choices import Decision, keep_best, rank_values
-from keepk.rank.layers import Layer, layers_of
+from keepk.rank.layers import Layer, Parameters, layers_of
 from keepk.run.channel_members import ChannelMembers
 from keepk.run.surgery import Surgery
 
@@ -34,7 +34,7 @@ class ChannelSide:
 
     def __init__(self, graph: Graph, model: nn.Module, members: Mapping[str, ChannelMembers], surgery: Surgery) -> None:
         self.graph, self.members, self.surgery = graph, members, surgery
-        self._model, self._parameters = model, dict(model.named_parameters(remove_duplicate=False))
+        self._model, self._parameters = model, Parameters.of(model)
         self.dead: Flags = np.zeros(len(graph.units), bool)
         self._plan: Plan = {}
         self._chains = dict[str, tuple[Split, ...]]()
@@ -73,7 +73,7 @@ class ChannelSide:
     def layers(self, name: str) -> list[Layer]:
         """The channels of a space that are left, layer by layer, as a metric sees them."""
         members = self.members[name]
-        return layers_of(self.graph, self._parameters, self._model, members.layers, ~self.dead, members.space.at)
+        return layers_of(self.graph, self._parameters, members.layers, ~self.dead, members.space.at)
 
     def decide(self, epoch: int) -> ChannelEvent:
         """Which units go at the end of an epoch. Reads only."""
