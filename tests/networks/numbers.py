@@ -116,3 +116,17 @@ class AGroupForEachChannel(nn.Module):
 
     def forward(self, x):
         return self.head(self.norm(self.first(x)))
+
+
+@network("norm_of_two_halves", "exact", "layer.weight", 0)
+class NormOfTwoHalves(nn.Module):
+    """One layer makes both halves; a group goes where it is of a half that goes or of channels that go."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Conv2d(3, 8, 1), nn.Linear(4, 6)
+        self.norm, self.head = nn.GroupNorm(4, 12), nn.Conv2d(12, 3, 1)
+
+    def forward(self, x):
+        halves = self.layer(self.first(x).unflatten(1, (2, 4)).movedim(2, -1)).movedim(-1, 2)
+        return self.head(self.norm(halves.flatten(1, 2)))

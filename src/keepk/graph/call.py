@@ -43,7 +43,7 @@ class Call(Algebra):
         inputs: The tensors among its arguments, in order.
         outputs: The tensors that it returned.
         taken: The atoms of single channels that it takes by their numbers.
-        counts: Numbers among its arguments that are sizes, each with the map of what it counts.
+        counts: Numbers among its arguments that are sizes, each with the maps of what it counts.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Call(Algebra):
         self.inputs = list(tensors_in(list(arguments)))
         self.outputs = list(tensors_in(result))
         self.taken: list[int] = []
-        self.counts: list[tuple[int, Map]] = []
+        self.counts: list[tuple[int, tuple[Map, ...]]] = []
 
     def __getitem__(self, argument: str) -> Any:
         """An argument by the name that the operation's schema gives it."""
@@ -138,9 +138,9 @@ class Call(Algebra):
         self.taken += channel.ravel().tolist()
         self.pin(channel, "one channel is taken by its number")
 
-    def count(self, number: int, rows: Map) -> None:
-        """An argument says how many of these there are: it must follow them."""
-        self.counts.append((number, rows.ravel()))
+    def count(self, number: int, rows: Sequence[Map]) -> None:
+        """An argument says how many of these there are, each with an atom in every map: it must follow them."""
+        self.counts.append((number, tuple(row.ravel() for row in rows)))
 
     def pointwise(self) -> None:
         """Element by element, with broadcasting."""

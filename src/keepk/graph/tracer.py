@@ -178,7 +178,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         """Write the operation down."""
         outputs = tuple((tuple(tensor.shape), label_of(tensor).maps) for tensor in call.outputs)
         inputs = list(zip(call.input_shapes(), (label_of(tensor).maps for tensor in call.inputs), strict=True))
-        inputs += [((number,), (rows,)) for number, rows in call.counts]
+        inputs += [((number,), rows) for number, rows in call.counts]
         self.steps.append(
             Step(call.name, outputs, tuple(inputs), tuple(call.taken), numbers_of(call), self.module, call.place)
         )

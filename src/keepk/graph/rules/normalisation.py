@@ -71,19 +71,21 @@ def group_normalised(call: Call) -> None:
     pictures, rank, groups = call.inputs[0], call.outputs[0].ndim, call["group"]
     channels = pictures.shape[1]
     maps = [_over_channels(call, m) for m in call.maps(pictures)]
+    rows = list[Map]()
     for index_map in maps:
         if support(index_map) == (1,):
             matrix = index_map.reshape(groups, channels // groups)
             call.lossy(matrix, (1,), "is normalised over")
             if groups > 1 and channels > groups:
-                rows = call.atoms.new(groups).reshape(groups, 1)
-                call.facts.add_line(rows, matrix, Line.COLLAPSE)
+                rows.append(call.atoms.new(groups).reshape(groups, 1))
+                call.facts.add_line(rows[-1], matrix, Line.COLLAPSE)
                 call.even(matrix, "is normalised by groups")
-                call.count(groups, rows)
-            elif groups > 1:
-                call.count(groups, index_map)
+            else:
+                rows.append(index_map)
         else:
             call.lossy(index_map, support(index_map), "is normalised over")
+    if groups > 1 and rows:
+        call.count(groups, rows)
     carriers = [tensor for tensor in (call.get("weight"), call.get("bias")) if tensor is not None]
     for tensor in carriers:
         call.carried_by(tensor)
