@@ -15,7 +15,7 @@ from keepk.cut.compact import compact
 from keepk.cut.record import record_of
 from keepk.errors import ShrinkError, TraceError
 from keepk.paper.models import LeNet5, LeNet300
-from masked import relative_error
+from masked import call, relative_error
 from networks import NETWORKS
 
 TOLERANCE = 1e-10
@@ -45,6 +45,29 @@ def test_the_function_stays_and_nothing_is_left_to_do(network):
     again = compact(model, example)
     assert again.units == again.rounds == 0
     assert again.edits == ()
+
+
+@torch.no_grad()
+def silence_rows(model, seed):
+    """Zero half of the rows of every weight, the first among them, with their biases: much has no input then."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if "weight" in own and own["weight"].dim() > 1:
+            rows = torch.rand(len(own["weight"]), generator=generator) < 0.5
+            rows[0] = True
+            for parameter in (it for it in own.values() if len(it) == len(rows)):
+                parameter[rows] = 0
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_wiring_computes_anything_else_afterwards(name):
+    model, example = NETWORKS[name]()
+    silence_rows(model.eval(), seed=1)
+    with torch.no_grad():
+        before = call(model, example)
+        compact(model, example)
+        assert relative_error(before, call(model, example)) < TOLERANCE
 
 
 @settings(max_examples=40)

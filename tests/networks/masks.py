@@ -133,5 +133,5 @@ class NormalisedRows(OneHidden):
 
     def forward(self, x):
         weight = self.head.weight
-        lengths = weight.pow(2).sum(1, keepdim=True).sqrt().expand_as(weight)
+        lengths = weight.pow(2).sum(1, keepdim=True).sqrt().clamp(min=1e-6).expand_as(weight)
         return nn.functional.linear(self.first(x), weight / lengths)
