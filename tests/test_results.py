@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -131,5 +132,8 @@ def test_a_line_that_a_kill_cut_anywhere_is_refused_or_whole(path):
 
 def test_versions_name_what_made_the_result():
     versions = results.versions()
+    commit = versions.pop("commit", None)
     assert set(versions) == {"keepk", "torch", "python"}
     assert all(version[0].isdigit() for version in versions.values())
+    if commit is not None:  # a checkout with git
+        assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", commit)

@@ -127,6 +127,7 @@ def test_the_last_tenth_of_the_training_file_is_for_validation(tmp_path, place):
     (tmp_path / place / "train_32x32.mat").write_bytes(mat_file(pictures, digits))
     (tmp_path / place / "test_32x32.mat").write_bytes(mat_file(test_pictures, test_digits, packed=True))
     data = svhn(tmp_path, download=False)
+    assert not data.mirror  # a mirrored digit is another sign
     parts = ((data.train, pictures[:23], digits[:23]), (data.validation, pictures[23:], digits[23:]))
     for part, images, labels in (*parts, (data.test, test_pictures, test_digits)):
         np.testing.assert_array_equal(part.images.numpy(), images, strict=True)

@@ -5,6 +5,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from base64 import b64decode
 from dataclasses import replace
 from functools import partial
 from math import cos, pi
@@ -25,7 +26,7 @@ from keepk.paper import cifar_recipes, experiments, results
 from keepk.paper.data import MNIST_FILES, Mnist, Split
 from keepk.paper.models import LeNet5, LeNet300
 from keepk.paper.recipes import Recipe, Stage, saliency
-from keepk.paper.training import Run, error_percent
+from keepk.paper.training import Run, error_percent, packed_flags, wrong_pictures
 from keepk.rank.metrics import magnitude
 
 SEED = 3
@@ -348,6 +349,9 @@ def test_the_error_is_a_plain_count(number, batch, seed):
     split = pictures(number, seed)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.9), nn.Linear(784, 10)).train()
     assert error_percent(model, split, batch=batch) == pytest.approx(wrong_percent(model, split))
+    wrong = wrong_pictures(model, split, batch=batch)
+    unpacked = np.unpackbits(np.frombuffer(b64decode(packed_flags(wrong)), np.uint8), count=number)
+    assert unpacked.tolist() == wrong.int().tolist()
 
 
 # What follows goes through the published files, with made-up pictures in them.

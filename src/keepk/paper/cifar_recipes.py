@@ -1,4 +1,4 @@
-"""The CIFAR-10 experiments: VGG-16 and DenseNet-40, channels taken out while they train (Table 3).
+"""The experiments on colour pictures: VGG-16 and DenseNet-40, channels taken out while they train (Tables 3 to 5).
 
 The usual recipes are small enough for two cores. ``full-*`` is the paper's text at full width: 250 epochs of SGD at .1
 for the dense network, a fifth of it after each quarter; then 250 at .005, half of it after each quarter, without weight
@@ -118,7 +118,16 @@ DENSENET = (
     _full(DENSENET_FULL, "full-70", 2_808, 20),
 )
 
+
+def _one_run_dense(width: float, epochs: int) -> Recipe:
+    """The dense control of a run that trains and prunes under one learning-rate curve."""
+    stage = Stage(epochs, lr=0.1, warmup=1, decay=5e-4)
+    return small_vgg(name="one-run-dense", options={"width": width}, stages=[stage])
+
+
 EXPERIMENTS = {
-    "vgg16-cifar10": {recipe.name: recipe for recipe in VGG},
+    "vgg16-cifar10": {recipe.name: recipe for recipe in (*VGG, _one_run_dense(0.25, 40))},
+    "vgg16-half-cifar10": {"one-run-dense": _one_run_dense(0.5, 40)},
+    "vgg16-svhn": {"one-run-dense": _one_run_dense(1.0, 20)},
     "densenet40-cifar10": {recipe.name: recipe for recipe in DENSENET},
 }

@@ -16,6 +16,7 @@ from keepk.paper.cifar import cifar10
 from keepk.paper.data import Mnist, mnist
 from keepk.paper.pictures import Pictures
 from keepk.paper.recipes import Recipe
+from keepk.paper.svhn import svhn
 from keepk.paper.training import Progress, Run
 from keepk.plan.names import nearest
 from keepk.plan.numbers import count
@@ -27,6 +28,7 @@ EXPERIMENTS: dict[str, dict[str, Recipe]] = {**lenet.EXPERIMENTS, **cifar_recipe
 DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
     **dict.fromkeys(lenet.EXPERIMENTS, mnist),
     **dict.fromkeys(cifar_recipes.EXPERIMENTS, cifar10),
+    "vgg16-svhn": svhn,
 }
 PARITY = "parity"
 SHARED_OPTIONS: dict[str, Any] = {"recipe": None, "results": Path("results"), "threads": 1}

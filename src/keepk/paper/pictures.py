@@ -28,6 +28,7 @@ class Pictures:
         classes: How many there are; labels are 0 .. classes - 1.
         mean: Of the training part's bytes, by channel [3].
         std: Their standard deviations.
+        mirror: Whether training pictures are mirrored at random; not for digits, which change their meaning.
     """
 
     train: Split
@@ -36,6 +37,7 @@ class Pictures:
     classes: int
     mean: Tensor
     std: Tensor
+    mirror: bool = True
 
     def normalised(self, images: Tensor) -> Tensor:
         """Each byte x as (x - m) / s of its channel, float32, where the pictures are."""
@@ -43,8 +45,8 @@ class Pictures:
         return torch.sub(images, mean).div_(std)
 
     def training_batch(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """What a network gets of these training pictures: random windows of them, some mirrored."""
-        return self.seen(crop_and_flip(self.train.images[rows], generator))
+        """The network's input for these training pictures: random windows of them, mirrored at random."""
+        return self.seen(crop_and_flip(self.train.images[rows], generator, flip=self.mirror))
 
     def seen(self, images: Tensor) -> Tensor:
         """What a network gets of pictures."""

@@ -5,7 +5,7 @@ plan go from the fresh network to the last point; each stage that ends at a numb
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from math import cos, pi
 from typing import Any, Literal, TypeAlias
@@ -41,6 +41,8 @@ class Stage:
         epochs: How long it is.
         lr: The learning rate at its start.
         flat: For how many epochs the learning rate stays there, before it falls to zero as a cosine; None: always.
+        warmup: For how many epochs the learning rate first rises from zero to `lr`, in a straight line. They count as
+            part of `flat`, or of the cosine where `flat` is shorter.
         decay: Weight decay.
         momentum: 0 is plain SGD; otherwise with `nesterov` or without.
         dropout: The rates of the model's dropout layers.
@@ -61,13 +63,18 @@ class Stage:
     freeze: tuple[str, ...] = ()
     report: bool = True
     metric: Metric = field(default=magnitude, repr=False)
+    warmup: int = 0
 
     def learning_rate(self, progress: float) -> float:
         """The rate after `progress` epochs of this stage.
 
         >>> [round(Stage(4, lr=1.0, flat=2).learning_rate(epoch), 2) for epoch in range(5)]
         [1.0, 1.0, 1.0, 0.5, 0.0]
+        >>> [round(Stage(4, lr=1.0, warmup=2, flat=2).learning_rate(epoch), 2) for epoch in range(5)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
         """
+        if progress < self.warmup:
+            return self.lr * progress / self.warmup
         if self.flat is None or progress <= self.flat:
             return self.lr
         return self.lr * 0.5 * (1 + cos(pi * (progress - self.flat) / (self.epochs - self.flat)))
@@ -104,9 +111,13 @@ class Recipe:
     pictures: int | None = None
 
     def fingerprint(self) -> str:
-        """What a checkpoint of another recipe would differ in: every number of this one, hashed."""
+        """A hash of every number of this recipe, which a checkpoint of another recipe does not share.
+
+        Fields that have their default value are left out, so that a field added to `Stage` later does not
+        invalidate the checkpoints of the recipes that do not use it.
+        """
         metrics = [stage.metric.__name__ for stage in self.stages]
-        said = (self.network.__name__, dict(self.spaces), self.batch, metrics, list(self.stages))
+        said = (self.network.__name__, dict(self.spaces), self.batch, metrics, list(map(_not_default, self.stages)))
         metric = getattr(self.metric, "__name__", self.metric)  # not the address of a function
         more = (dict(self.options), self.units, metric, self.start, self.smoothing, self.pictures)
         usual: tuple[Any, ...] = ({}, "weights", None, None, 0.0, None)
@@ -147,3 +158,9 @@ class Recipe:
                 counts += plan(schedule, left, keep, epochs=stage.epochs)
                 left = keep
         return weights(glob, keep=left, name=name, schedule=counts, metric=metric)
+
+
+def _not_default(stage: Stage) -> dict[str, Any]:
+    """The fields of a stage that do not have their default value, except the metric, which is hashed by its name."""
+    values = {item.name: (getattr(stage, item.name), item.default) for item in fields(stage) if item.name != "metric"}
+    return {name: value for name, (value, default) in values.items() if value != default}

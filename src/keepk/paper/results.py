@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,24 @@ REQUIRED = (
 
 
 def versions() -> dict[str, str]:
-    """What a result was made with."""
-    return {"keepk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    """The versions that a result was made with, and the commit where keepk runs from a checkout."""
+    found = {"keepk": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return found | ({"commit": commit} if (commit := _commit()) else {})
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with "+changes" if files of the package differ from it; None without git or a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    git = ["git", "-C", str(package)]
+    try:
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
+        if tracked.returncode:
+            return None  # installed below the checkout of another project
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + "+changes" * bool(changed)
 
 
 def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

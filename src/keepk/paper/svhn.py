@@ -1,6 +1,7 @@
 """SVHN, cropped digits: the published training file in two parts, and the test file."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def svhn(folder: str | Path | None = None, *, download: bool = True) -> Pictures
     train, test = (read_digits(where, content) for where, content in contents.items())
     validates = torch.zeros_like(train.labels, dtype=torch.bool)
     validates[len(train) - len(train) // 10 :] = True
-    return in_parts(SVHN.title, train, validates, test, CLASSES)
+    return replace(in_parts(SVHN.title, train, validates, test, CLASSES), mirror=False)
 
 
 def read_digits(where: str, content: bytes) -> Split:

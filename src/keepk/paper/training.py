@@ -1,12 +1,14 @@
 """Training a recipe: whole data sets as tensors, batches as rows of indices, every epoch resumable."""
 
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -181,17 +183,19 @@ class Run:
 
     def _point(self) -> dict[str, Any]:
         certified = self.pruner.certificate.values()
+        wrong = wrong_pictures(self.model, self.data.test, self.data.seen)
         return {
             "asked": sum(counts[self.pruner.epoch - 1] for counts in self.pruner.plan.values()),
             "kept": sum(space["kept"] for space in certified),
             "total": sum(space["total"] for space in certified),
-            "test_error": error_percent(self.model, self.data.test, self.data.seen),
+            "test_error": 100 * int(wrong.sum()) / len(wrong),
             "val_error": error_percent(self.model, self.data.validation, self.data.seen),
             "spaces": self.pruner.kept,
             **(self._weights_left() if self.recipe.units == "weights" else self._costs()),
             "epochs": self.progress.epoch,
             "seconds": round(self.progress.seconds, 1),
             "cpu_seconds": round(self.progress.cpu_seconds, 1),
+            "test_wrong": packed_flags(wrong),  # two runs are compared picture by picture
         }
 
     def _weights_left(self) -> dict[str, Any]:
@@ -224,11 +228,26 @@ def error_percent(
     model: nn.Module, split: Split, seen: Callable[[Tensor], Tensor] = Tensor.detach, *, batch: int = 2_000
 ) -> float:
     """The share of a split that the model gets wrong, in percent; it gets what `seen` makes of the pictures."""
+    return 100 * int(wrong_pictures(model, split, seen, batch=batch).sum()) / len(split.labels)
+
+
+def wrong_pictures(
+    model: nn.Module, split: Split, seen: Callable[[Tensor], Tensor] = Tensor.detach, *, batch: int = 2_000
+) -> Tensor:
+    """Which pictures of a split the model, in eval mode, gets wrong: bool [N]."""
     model.eval()
     with torch.no_grad():
         pairs = zip(torch.split(split.images, batch), torch.split(split.labels, batch), strict=True)
-        wrong = sum(int((model(seen(images)).argmax(1) != labels).sum()) for images, labels in pairs)
-    return 100 * wrong / len(split.labels)
+        return torch.cat([model(seen(images)).argmax(1) != labels for images, labels in pairs])
+
+
+def packed_flags(flags: Tensor) -> str:
+    """Booleans as base64, eight in a byte, the first in the highest bit; `numpy.unpackbits` undoes it.
+
+    >>> packed_flags(torch.tensor([True, False, False, False, False, False, False, True]))
+    'gQ=='
+    """
+    return b64encode(np.packbits(flags.cpu().numpy()).tobytes()).decode()
 
 
 def _totals(model: nn.Module, recipe: Recipe) -> dict[str, int]:
