@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 import keepk
-from keepk.cli.commands import PlainErrors, app
+from keepk.cli.commands import Experiment, PlainErrors, app
 from keepk.paper import experiments, parity, tables
 
 FIGURE_1 = "plan --total 10000 --p0 0.8 --prune 0.9 --n1 10 --nu 0.02"
@@ -242,3 +242,7 @@ def test_main_is_the_command():
     arguments = [sys.executable, "-c", program, *LENET_300_100.split(), "--json"]
     printed = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
     assert json.loads(printed)["plan"] == [39_991, 26_661, 17_329]
+
+
+def test_every_experiment_can_be_named_on_the_command_line():
+    assert {one.value for one in Experiment} == {*experiments.EXPERIMENTS, experiments.PARITY}

@@ -43,6 +43,8 @@ class Experiment(str, Enum):
     LENET_300_100 = "lenet-300-100"
     LENET_5 = "lenet-5"
     VGG16_CIFAR10 = "vgg16-cifar10"
+    VGG16_HALF_CIFAR10 = "vgg16-half-cifar10"
+    VGG16_SVHN = "vgg16-svhn"
     DENSENET40_CIFAR10 = "densenet40-cifar10"
     PARITY = "parity"
 
@@ -183,7 +185,7 @@ def run(
         Experiment,
         typer.Argument(
             metavar="EXPERIMENT",
-            help="What to repeat: lenet-300-100, lenet-5, vgg16-cifar10, densenet40-cifar10 or parity.",
+            help=f"What to repeat: {', '.join(one.value for one in Experiment)}.",
             show_default=False,
         ),
     ],
