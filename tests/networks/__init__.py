@@ -1,6 +1,6 @@
 """One small network for each wiring pattern that channel removal meets, and the verdict expected on it."""
 
-from networks import attention, convolutions, joins, masks, moves, numbers, recurrent, refused, weights
+from networks import attention, convolutions, joins, masks, moves, numbers, recurrent, refused, two_axes, weights
 from networks.registry import EXPECTED, NETWORKS, Expected, spread
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "recurrent",
     "refused",
     "spread",
+    "two_axes",
     "weights",
 ]

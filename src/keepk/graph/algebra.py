@@ -9,6 +9,7 @@ space, then a reduction over the contracted dim.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,11 +20,39 @@ from keepk.graph.maps import Map, compress, core, fibres, levels, support
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as a merge sees it: its maps and shape, aligned with the others' dims."""
+    """A tensor as a merge sees it: its maps and shape, aligned with the others' dims.
+
+    Attributes:
+        maps: Its index maps.
+        shape: Its shape.
+        zeros: For each map, whether the elements of a removed channel are 0; see `Label`.
+        neutral: All elements are one constant, so that it matches anything.
+        null: All elements are 0.
+    """
 
     maps: Sequence[Map]
     shape: tuple[int, ...]
+    zeros: Sequence[bool]
     neutral: bool = False
+    null: bool = False
+
+    def zero_along(self, index_map: Map) -> bool:
+        """Whether the elements of a channel removed from a merged map are 0 in this operand.
+
+        Only a map over the very same dims counts. One over fewer dims is shared by cells that may go one by one, and
+        does not become 0 with one of them.
+        """
+        same = [(m, zero) for m, zero in zip(self.maps, self.zeros, strict=True) if support(m) == support(index_map)]
+        if len(same) > 1:  # two axes folded into one
+            same = [(m, zero) for m, zero in same if _pattern(m) == _pattern(index_map)]
+        return self.null or (len(same) == 1 and same[0][1])
+
+
+class Tracked(NamedTuple):
+    """A map of a result, and whether the elements of a removed channel are 0 there."""
+
+    map: Map
+    zero: bool
 
 
 @dataclass(frozen=True)
@@ -60,12 +89,29 @@ class Algebra:
         }
         return _merged([[m for m in operand.maps if id(m) not in dropped] for operand in operands])
 
-    def contract(self, operands: tuple[Operand, Operand], dim: int, why: str) -> list[Map]:
+    def contract(self, operands: tuple[Operand, Operand], dim: int, why: str) -> list[Tracked]:
         """The maps after a sum of products over `dim`, which keeps its place with size 1."""
         left, right = ({support(m) for m in operand.maps if m.shape[dim] > 1} for operand in operands)
         merged = self.merge(operands, why, Line.HEADS, dim)
         # Heads: both factors have rows of their own. A weight that all rows share leaves the cells apart.
-        return self.nest(self.reduce(merged, (dim,), Line.HEADS if left == right else Line.LOOSE), Line.HEADS)
+        return self.sum_of_products(operands, merged, dim, (Line.HEADS if left == right else Line.LOOSE, Line.HEADS))
+
+    def sum_of_products(
+        self, operands: Sequence[Operand], merged: Iterable[Map], dim: int, kinds: tuple[Line, Line]
+    ) -> list[Tracked]:
+        """The maps after the products of `operands` are summed over `dim`.
+
+        A channel that is summed over must vanish from the sum: one of its factors is 0 once it is removed. Otherwise
+        removing it changes the rest. `kinds` are the lines of the sum, and of maps inside finer ones.
+        """
+        left = list[Tracked]()
+        for index_map in merged:
+            zero = any(operand.zero_along(index_map) for operand in operands)
+            if not zero:
+                self.lossy(index_map, (dim,), "sums over channels that do not vanish")
+            left += [Tracked(rows, zero) for rows in self.reduce([index_map], (dim,), kinds[0])]
+        kept = {id(m) for m in self.nest([rows for rows, _ in left], kinds[1])}
+        return [tracked for tracked in left if id(tracked.map) in kept]
 
     def reduce(self, maps: Iterable[Map], dims: Sequence[int], kind: Line = Line.LOOSE) -> list[Map]:
         """The maps after `dims` are summed away; they keep their places with size 1."""

@@ -1,6 +1,6 @@
 """One operation of the forward pass: what it was given, what it returned, and the verbs that a rule is made of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -102,9 +102,14 @@ class Call(Algebra):
 
     def operand(self, tensor: Tensor, rank: int) -> Operand:
         """The tensor as broadcasting sees it among others of the given rank; what was expanded is as it was before."""
-        label = label_of(tensor)
         shape = (1,) * (rank - tensor.ndim) + shape_before_expansion(tensor)
-        return Operand([aligned(m, rank) for m in label.maps], shape, label.neutral or tensor.numel() == 1)
+        return self.shaped_operand(tensor, lambda m: aligned(m, rank), shape)
+
+    def shaped_operand(self, tensor: Tensor, transform: Callable[[Map], Map], shape: tuple[int, ...]) -> Operand:
+        """The tensor with every map transformed, as an operand of that shape."""
+        label = label_of(tensor)
+        neutral = label.neutral or tensor.numel() == 1
+        return Operand([transform(m) for m in label.maps], shape, label.zeros, neutral, label.null)
 
     def input_shapes(self) -> list[tuple[int, ...]]:
         """What it was given; element by element, what was expanded is as it was before."""
@@ -112,18 +117,38 @@ class Call(Algebra):
             return [shape_before_expansion(tensor) for tensor in self.inputs]
         return [tuple(tensor.shape) for tensor in self.inputs]
 
-    def leave(self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | None = None) -> None:
-        """Label an output (the first one, if none is named).
+    def zero_in(self, tensors: Sequence[Tensor], maps: Iterable[Map]) -> list[bool]:
+        """For each merged map, whether the elements of a removed channel are 0 in all of these tensors."""
+        rank = self.outputs[0].ndim
+        operands = [self.operand(tensor, rank) for tensor in tensors]
+        return [all(operand.zero_along(m) for operand in operands) for m in maps]
 
-        What is said of values follows from the inputs: it is zero where a channel is removed if the first input is,
-        neutral if all inputs are.
+    def leave(
+        self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | Tensor | Sequence[bool] | None = None
+    ) -> None:
+        """Label an output.
+
+        Args:
+            maps: The maps of the output. The output is neutral if all inputs are.
+            to: The output; the first one if none is given.
+            zero: Whether the elements of a removed channel are 0 in the output, once they are 0 in the weights: for
+                all maps, for each one, or as in an input whose atoms the maps have. By default an element is 0 where
+                it is 0 in every input, which is right for sums, products and data movement.
         """
         labels = [label_of(tensor) for tensor in self.inputs]
+        given = list(maps)
+        if zero is None:
+            flags = [bool(labels) and all(label.zero_along(m) for label in labels) for m in given]
+        elif isinstance(zero, Tensor):
+            flags = [label_of(zero).zero_along(m) for m in given]
+        else:
+            flags = [zero] * len(given) if isinstance(zero, bool) else list(zero)
+        kept = _distinct(given)
         label = Label(
-            maps=self._distinct(maps),
+            maps=tuple(given[place] for place in kept),
             neutral=bool(labels) and all(label.neutral for label in labels),
             own=bool(labels) and all(label.own for label in labels),
-            zero=bool(labels and labels[0].zero) if zero is None else zero,
+            zeros=tuple(flags[place] for place in kept),
         )
         set_label(self.outputs[0] if to is None else to, label)
 
@@ -147,17 +172,20 @@ class Call(Algebra):
         if not self.outputs:
             return
         rank = self.outputs[0].ndim
-        inputs = [tensor for tensor in self.inputs if tensor.ndim <= rank]
-        if all(label_of(tensor).own for tensor in inputs):
-            inputs.sort(key=_is_weight, reverse=True)  # of a weight and its mask or scale, the weight's atoms go on
-        maps: Iterable[Map]
-        if len(inputs) == 1:
-            maps = [aligned(m, rank) for m in self.maps(inputs[0])]
-        else:
-            maps = self.merge([self.operand(tensor, rank) for tensor in inputs], "meets")
-        zero = stays_zero(self.operation, self._arguments)
+        everything = [self.operand(tensor, rank) for tensor in self.inputs]
+        inputs = [place for place, tensor in enumerate(self.inputs) if tensor.ndim <= rank]
+        if all(label_of(self.inputs[place]).own for place in inputs):
+            # Of a weight and its mask or scale, the weight's atoms go on.
+            inputs.sort(key=lambda place: _is_weight(self.inputs[place]), reverse=True)
+        operands = [everything[place] for place in inputs]
+        maps = list(operands[0].maps) if len(operands) == 1 else self.merge(operands, "meets")
+        zeros = [self.maps_to_zero([operand.zero_along(m) for operand in everything]) for m in maps]
         for output in self.outputs:
-            self.leave(maps, to=output, zero=zero)
+            self.leave(maps, to=output, zero=zeros)
+
+    def maps_to_zero(self, zero: Sequence[bool]) -> bool:
+        """Whether the operation gives 0 where the inputs flagged in `zero` are 0, found by running it on numbers."""
+        return stays_zero(self.operation, self._arguments, zero)
 
     def read_by(self, reader: str, maps: Iterable[Map], dims: Iterable[int]) -> None:
         """Write down that somebody reads the channels along `dims`."""
@@ -215,18 +243,19 @@ class Call(Algebra):
                 axis = self.atoms.axis(int(index_map.max()))
                 self.facts.roles.setdefault((axis.tensor, axis.dim), role)
 
-    def _distinct(self, maps: Iterable[Map]) -> tuple[Map, ...]:
-        """The maps that say something, each once."""
-        found = list[Map]()
-        for index_map in maps:
-            if support(index_map) and not any(index_map is other for other in found):
-                found.append(index_map)
-        return tuple(found)
+
+def _distinct(maps: Sequence[Map]) -> list[int]:
+    """The places of the maps that say something, each once."""
+    found = dict[int, int]()
+    for place, index_map in enumerate(maps):
+        if support(index_map):
+            found.setdefault(id(index_map), place)
+    return list(found.values())
 
 
 def _is_weight(tensor: Tensor) -> tuple[bool, int]:
     """How much a tensor is the weight among those that a weight is made of: a parameter, the largest."""
-    return label_of(tensor).zero, tensor.numel()
+    return any(label_of(tensor).zeros), tensor.numel()
 
 
 def shape_before_expansion(tensor: Tensor) -> tuple[int, ...]:

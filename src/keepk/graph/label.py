@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,19 +14,41 @@ _ATTRIBUTE = "_keepk_label"  # lives on tensors of the traced copy only
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The maps of a tensor and three things about its values.
+    """The maps of a tensor and facts about its values.
 
     Attributes:
         maps: Index maps; a dim larger than 1 that no map covers is untracked.
         neutral: All elements are one constant, so that it matches anything.
         own: It is made of the model's own parameters and buffers alone.
-        zero: When all slices of a removed channel are zero in the weights, its elements are exactly 0 here.
+        zeros: For each map, whether the elements of a removed channel are exactly 0 once all slices of that channel
+            are zero in the weights. In ``relu(a)[:, :, None] * sigmoid(b)[:, None, :]`` this is true of the map over
+            a's channels and false of the map over b's, since sigmoid(0) is not 0.
+        null: Every element is 0, whatever is removed.
     """
 
     maps: tuple[Map, ...] = ()
     neutral: bool = False
     own: bool = False
-    zero: bool = False
+    zeros: tuple[bool, ...] = ()
+    null: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.zeros) != len(self.maps):
+            raise ValueError(f"a label with {len(self.maps)} maps and {len(self.zeros)} flags")
+
+    def zero_along(self, index_map: Map) -> bool:
+        """Whether the elements of a channel removed from this map are 0; the map has atoms of this label's maps.
+
+        An atom may be in two maps of one tensor (an outer product of a layer with itself); both must be zero then.
+        """
+        if self.null or not any(self.zeros):
+            return self.null
+        atoms = index_map[index_map > 0]
+        known = [(m.ravel(), zero) for m, zero in zip(self.maps, self.zeros, strict=True)]
+        return bool(
+            np.isin(atoms, np.concatenate([ids for ids, zero in known if zero])).all()
+            and not any(np.isin(atoms, ids).any() for ids, zero in known if not zero)
+        )
 
 
 UNLABELLED = Label()

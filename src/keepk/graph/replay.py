@@ -178,7 +178,9 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         for index_map in (m for m in map(compress, left) if support(m)):
             if not any(self._same(index_map, other) for other in found):
                 raise Mismatch(blamed, f"{call.name} puts the channels in another order", others=True)
-        set_label(output, replace(label_of(output), maps=tuple(left)))
+        label = label_of(output)
+        # No facts are collected here: the flags only tell weights from buffers.
+        set_label(output, replace(label, maps=tuple(left), zeros=(any(label.zeros),) * len(left)))
 
     def _same(self, wanted: Map, found: Map) -> bool:
         """Whether the ids are those predicted; what is down to one channel carries none (0), and could not be moved."""

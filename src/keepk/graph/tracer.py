@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +33,7 @@ VALUES = ("number", "float", "Tensor")  # ``x / 3`` is the division by a tensor,
 VALUE_INTS = ("diagonal", "shifts", "k", "divisor_override")
 RANGES = ("aten::arange", "aten::range")
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
+NO_ATOMS = np.zeros(0, np.int32)
 Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
 
 
@@ -64,6 +65,21 @@ class Step:
         return (*self.outputs, *self.inputs)
 
 
+@dataclass(frozen=True)
+class Written:
+    """A tensor that was written in place, directly or through a view.
+
+    Attributes:
+        base: The tensor; held here so that its id is not used again.
+        nonzero: The atoms along which it is not zero.
+        constant: All of it is one constant.
+    """
+
+    base: Tensor
+    nonzero: Map
+    constant: bool
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Follows index maps through a forward pass and writes down facts and steps.
 
@@ -80,6 +96,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.tensors: dict[str, tuple[Map, ...]] = {}
         self.touched: set[str] = set()
         self._names: dict[int, str] = {}
+        self._written: dict[int, Written] = {}
         self._stack = [""]
         self._modules = dict(model.named_modules())
 
@@ -109,7 +126,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
             self._names[id(tensor)] = name
-            set_label(tensor, Label(found, own=True, zero=parameter))
+            set_label(tensor, Label(found, own=True, zeros=(parameter,) * len(found)))
 
     def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
         groups = self.groups.get(name, 1)
@@ -150,11 +167,40 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         arguments = (args, kwargs or {})
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
         call = Call(self, func, arguments, result)
+        self._refresh_views(call.inputs)
         self.touched.update(self._names[id(tensor)] for tensor in call.inputs if id(tensor) in self._names)
         if call.name.removeprefix("aten::") in MAKES_ATOMS or any(map(is_labelled, call.inputs)):
             self._apply_rule(call)
+            if func._schema.is_mutable:
+                self._note_written(call.outputs)
         self.record(call)
         return result
+
+    def _note_written(self, outputs: Sequence[Tensor]) -> None:
+        """Memory was written through a tensor: its base and all of its views are no longer zero where it is not."""
+        for tensor in outputs:
+            base = tensor._base if tensor._base is not None else tensor
+            label = label_of(tensor)
+            atoms = [m.ravel() for m, zero in zip(label.maps, label.zeros, strict=True) if not zero]
+            if tensor is base:  # all of it was written
+                constant = label.neutral
+            else:
+                constant = False
+                atoms += [self._written[id(base)].nonzero] if id(base) in self._written else []
+            self._written[id(base)] = Written(base, np.unique(np.concatenate([*atoms, NO_ATOMS])), constant)
+            self._refresh_views([base])
+
+    def _refresh_views(self, tensors: Sequence[Tensor]) -> None:
+        """Correct the flags of tensors whose memory was written through another view since they were labelled."""
+        for tensor in tensors if self._written else ():
+            base = tensor._base if tensor._base is not None else tensor
+            found, label = self._written.get(id(base)), label_of(tensor)
+            if found is None or found.constant or not (any(label.zeros) or label.neutral):
+                continue
+            kept = (
+                zero and not np.isin(m, found.nonzero).any() for m, zero in zip(label.maps, label.zeros, strict=True)
+            )
+            set_label(tensor, replace(label, zeros=tuple(kept), neutral=False, null=False))
 
     def _apply_rule(self, call: Call) -> None:
         rule = rule_for(call)

@@ -1,35 +1,52 @@
 """Which operations keep a removed channel at zero: found by running them on a few numbers."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
-
-from keepk.graph.label import label_of
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 FLOATS = (-1.3, 0.7, 2.1, -0.4)
 OTHERS = (0, 1, 3, 1)
+NOT_NEEDED = ("device", "generator", "memory_format")
 
 
-def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]]) -> bool:
-    """Whether the result is 0 wherever the tensors that are 0 on removed channels are 0, whatever the others are.
+def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], zero: Sequence[bool]) -> bool:
+    """Whether the result is 0 wherever the tensors flagged in `zero` are 0, whatever the other tensors are.
 
-    >>> zero, other = torch.zeros(3), torch.zeros(3)
-    >>> from keepk.graph.label import Label, set_label
-    >>> set_label(zero, Label(zero=True))
-    >>> stays_zero(torch.ops.aten.mul.Tensor, ((zero, other), {}))
+    Args:
+        operation: The overload of an ATen operation.
+        arguments: Its positional and its named arguments.
+        zero: For each tensor among the arguments, in order, whether it is 0 there.
+
+    >>> one, other = torch.zeros(3), torch.zeros(3)
+    >>> stays_zero(torch.ops.aten.mul.Tensor, ((one, other), {}), (True, False))
     True
-    >>> stays_zero(torch.ops.aten.add.Tensor, ((zero, other), {}))
+    >>> stays_zero(torch.ops.aten.add.Tensor, ((one, other), {}), (True, False))
     False
-    >>> stays_zero(torch.ops.aten.cos.default, ((zero,), {}))
+    >>> stays_zero(torch.ops.aten.cos.default, ((one,), {}), (True,))
     False
     """
-    if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
+    if not any(zero) or torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
         return False
-    positional, by_name = tree_map(_stand_in, arguments)
-    by_name = {key: value for key, value in by_name.items() if key not in ("device", "generator", "memory_format")}
+    positional, by_name = arguments
+    named = {key: value for key, value in by_name.items() if key not in NOT_NEEDED}
+    leaves, tree = tree_flatten((list(positional), named))
+    flags = iter(zero)
+    values = tuple((value.dtype, next(flags)) if isinstance(value, Tensor) else value for value in leaves)
+    tensors = tuple(isinstance(value, Tensor) for value in leaves)
+    try:
+        return _run_on_samples(operation, tree, values, tensors)
+    except TypeError:  # an argument that cannot be hashed
+        return bool(_run_on_samples.__wrapped__(operation, tree, values, tensors))
+
+
+@lru_cache(maxsize=4096)  # a network repeats its layers, and a trace its forward passes
+def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors: tuple[bool, ...]) -> bool:
+    leaves = [_sample(*value) if is_tensor else value for value, is_tensor in zip(values, tensors, strict=True)]
+    positional, by_name = tree_unflatten(leaves, tree)
     try:
         result = operation(*positional, **by_name)
     except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
@@ -38,11 +55,8 @@ def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]]) 
     return isinstance(first, Tensor) and not bool(first.count_nonzero())
 
 
-def _stand_in(value: Any) -> Any:
-    """A few numbers in the place of a tensor: zeros if it is 0 on removed channels, else a mixture."""
-    if not isinstance(value, Tensor):
-        return value
-    if label_of(value).zero:
-        return torch.zeros(len(FLOATS), dtype=value.dtype, device="cpu")
-    numbers = FLOATS if value.is_floating_point() or value.is_complex() else OTHERS
-    return torch.tensor(numbers, device="cpu").to(value.dtype)
+def _sample(dtype: torch.dtype, zero: bool) -> Tensor:
+    """A few numbers to take the place of a tensor: zeros, or a mixture."""
+    if zero:
+        return torch.zeros(len(FLOATS), dtype=dtype, device="cpu")
+    return torch.tensor(FLOATS if dtype.is_floating_point or dtype.is_complex else OTHERS, device="cpu").to(dtype)

@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from keepk.graph.algebra import Operand
+from keepk.graph.algebra import Operand, Tracked
 from keepk.graph.call import Call
 from keepk.graph.facts import Line
 from keepk.graph.label import label_of
@@ -22,24 +22,29 @@ def convolved(call: Call) -> None:
     channels, passing = _channels(call, pictures)
     kernel = _kernel(call, weight, groups)
     sizes = (groups, output.shape[1] // groups, pictures.shape[1] // groups)
-    maps = _grouped(call, channels, kernel, sizes, transposed=transposed)
+    tracked = _grouped(call, channels, kernel, sizes, transposed=transposed)
+    maps, zeros = [m for m, _ in tracked], [zero for _, zero in tracked]
     if bias is not None:
         shape = (1, output.shape[1])
-        maps = call.merge([Operand(maps, shape), Operand([m[None, :] for m in call.maps(bias)], shape)], "has a bias")
+        operands = [Operand(maps, shape, zeros), call.shaped_operand(bias, lambda m: m[None, :], shape)]
+        maps = call.merge(operands, "has a bias")
+        zeros = [all(operand.zero_along(m) for operand in operands) for m in maps]
     call.weight_of(weight, read=0 if transposed else 1, produced=1 if transposed else 0)
     if sizes[2] > 1 or groups == 1:
         call.read_by(call.module or "model", call.maps(pictures), (1,))
-    zero = label_of(weight).zero and (bias is None or label_of(bias).zero)
-    call.leave([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zero)
+    zeros += [bias is None and label_of(pictures).zero_along(m) for m in passing]
+    call.leave([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zeros)
 
 
-def _channels(call: Call, pictures: Tensor) -> tuple[list[Map], list[Map]]:
+def _channels(call: Call, pictures: Tensor) -> tuple[list[Tracked], list[Map]]:
     """The maps over the channels as rows, and those over the batch, which pass."""
-    rows, passing = [], []
-    for index_map in call.maps(pictures):
+    rows, passing = list[Tracked](), list[Map]()
+    label = label_of(pictures)
+    for index_map, zero in zip(label.maps, label.zeros, strict=True):
         dims = support(index_map)
         if 1 in dims:
-            rows.append(call.union_over(index_map, [dim for dim in dims if dim != 1]).reshape(1, -1))
+            row = call.union_over(index_map, [dim for dim in dims if dim != 1]).reshape(1, -1)
+            rows.append(Tracked(row, zero))
         elif dims == (0,):
             passing.append(index_map)
         else:
@@ -47,10 +52,11 @@ def _channels(call: Call, pictures: Tensor) -> tuple[list[Map], list[Map]]:
     return rows, passing
 
 
-def _kernel(call: Call, weight: Tensor, groups: int) -> list[Map]:
+def _kernel(call: Call, weight: Tensor, groups: int) -> list[Tracked]:
     """The weight's maps over its first two dims."""
-    kept = []
-    for index_map in call.maps(weight):
+    kept = list[Tracked]()
+    label = label_of(weight)
+    for index_map, zero in zip(label.maps, label.zeros, strict=True):
         inner = [dim for dim in support(index_map) if dim > 1]
         if inner and len(inner) == len(support(index_map)):
             call.pin(index_map, "an axis of the kernel")
@@ -60,34 +66,37 @@ def _kernel(call: Call, weight: Tensor, groups: int) -> list[Map]:
             call.needs_groups(flat, groups, weight.shape[0])
             call.pin(flat, "the in-channels of a grouped convolution are shared")
             continue
-        kept.append(flat)
+        kept.append(Tracked(flat, zero))
     return kept
 
 
 def _grouped(
-    call: Call, channels: list[Map], kernel: list[Map], sizes: tuple[int, int, int], *, transposed: bool
-) -> list[Map]:
+    call: Call, channels: list[Tracked], kernel: list[Tracked], sizes: tuple[int, int, int], *, transposed: bool
+) -> list[Tracked]:
     """The maps over the output's channels, as one row; the joint index space is (group, out, in)."""
     groups, outs, ins = sizes
-    left = [np.broadcast_to(m, (1, groups * ins)).reshape(groups, 1, ins) for m in channels]
-    right = [_by_group(m, sizes, transposed=transposed) for m in kernel]
+    left = [np.broadcast_to(m, (1, groups * ins)).reshape(groups, 1, ins) for m, _ in channels]
+    right = [_by_group(m, sizes, transposed=transposed) for m, _ in kernel]
     if groups > 1 and ins > 1:
         for index_map in (*left, *(m for m in right if m.shape[0] > 1 and m.shape[2] > 1)):
             call.even(index_map, "goes into a grouped convolution")
-    operands = (Operand(left, (groups, 1, ins)), Operand(right, (groups, outs, ins)))
+    operands = (
+        Operand(left, (groups, 1, ins), [zero for _, zero in channels]),
+        Operand(right, (groups, outs, ins), [zero for _, zero in kernel]),
+    )
     if groups == 1:
-        maps = call.contract(operands, 2, "is convolved")
+        tracked = call.contract(operands, 2, "is convolved")
     else:
         kind = Line.COLLAPSE if ins == 1 or outs == 1 else Line.LOOSE
         merged = call.merge(operands, "is convolved by groups", kind, 2 if kind is Line.COLLAPSE else None)
-        maps = call.nest(call.reduce(merged, (2,), kind), kind)
-    rows = []
-    for index_map in maps:
+        tracked = call.sum_of_products(operands, merged, 2, (kind, kind))
+    rows = list[Tracked]()
+    for index_map, zero in tracked:
         spread = np.broadcast_to(index_map, (groups, outs, 1))
         if groups > 1 and outs > 1 and len(support(index_map)) > 1:
             call.even(spread[:, :, 0], "comes out of a grouped convolution")
-        rows.append(spread.reshape(1, groups * outs))
-    return [row for row in rows if row.size > 1]
+        rows.append(Tracked(spread.reshape(1, groups * outs), zero))
+    return [row for row in rows if row.map.size > 1]
 
 
 def _by_group(index_map: Map, sizes: tuple[int, int, int], *, transposed: bool) -> Map:

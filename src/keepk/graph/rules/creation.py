@@ -1,9 +1,7 @@
 """Tensors made in forward: constants fit anything, so they carry atoms of their own for each dim."""
 
-from dataclasses import replace
-
 from keepk.graph.call import Call
-from keepk.graph.label import label_of, set_label
+from keepk.graph.label import Label, set_label
 from keepk.graph.maps import along
 from keepk.graph.table import rule
 
@@ -21,15 +19,14 @@ def constant(call: Call) -> None:
         for dim, size in enumerate(output.shape)
         if size > 1 and output.numel() < LARGEST
     ]
-    call.leave(maps)
-    zero = call.name.removeprefix("aten::") in ZERO
-    set_label(output, replace(label_of(output), neutral=True, zero=zero, own=False))
+    null = call.name.removeprefix("aten::") in ZERO
+    set_label(output, Label(tuple(maps), neutral=True, zeros=(null,) * len(maps), null=null))
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 def like(call: Call) -> None:
     """Shaped like the input."""
-    call.leave(call.maps(call.inputs[0]))
+    maps = call.maps(call.inputs[0])
     constant_fill = not call.name.startswith("aten::rand")
-    zero = call.name.removeprefix("aten::") in ZERO
-    set_label(call.outputs[0], replace(label_of(call.outputs[0]), neutral=constant_fill, zero=zero, own=False))
+    null = call.name.removeprefix("aten::") in ZERO
+    set_label(call.outputs[0], Label(maps, neutral=constant_fill, zeros=(null,) * len(maps), null=null))

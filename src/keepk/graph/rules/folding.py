@@ -93,7 +93,7 @@ def padded(call: Call) -> None:
     for index_map in call.maps(source):
         own = [pair if size > 1 else (0, 0) for pair, size in zip(widths, index_map.shape, strict=True)]
         moved.append(_padded(index_map, own))
-    call.leave(moved, zero=None if call.get("value", 0) == 0 else False)
+    call.leave(moved, zero=source if call.get("value", 0) == 0 else False)
 
 
 def _padded(index_map: Map, widths: list[tuple[int, int]]) -> Map:

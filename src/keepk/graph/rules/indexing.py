@@ -21,7 +21,7 @@ def picked(call: Call) -> None:
     source = call.inputs[0]
     kept = [m for m in call.maps(source) if m.shape[call["dim"]] == 1]
     _pin_rest(call, call.maps(source), kept)
-    call.leave(kept)
+    call.leave(kept, zero=source)
 
 
 @rule("gather", "take_along_dim")
@@ -29,7 +29,7 @@ def gathered(call: Call) -> None:
     """Elements along one dim; across it the index, which has the tensor's rank, says how far one goes."""
     source, index = call.inputs
     maps = _across(call, call["dim"], (source, index), "is gathered", in_part="is gathered in part")
-    call.leave(maps, zero=label_of(source).zero)
+    call.leave(maps, zero=call.zero_in([source], maps))
 
 
 @rule("index", "_unsafe_index")
@@ -48,7 +48,7 @@ def indexed(call: Call) -> None:
     fresh = 1 if mask else width
     order = [*others[:first], *[None] * fresh, *others[first:]]
     if len(order) == output.ndim:
-        call.leave([m.reshape([1 if dim is None else m.shape[dim] for dim in order]) for m in kept])
+        call.leave([m.reshape([1 if dim is None else m.shape[dim] for dim in order]) for m in kept], zero=source)
     else:
         for index_map in kept:
             call.pin(index_map, "is indexed by tensors")
@@ -86,7 +86,7 @@ def rows_added(call: Call) -> None:
     """Rows are put along one dim; across it source and target must agree."""
     target, source = call["self"], call["source"]
     maps = _across(call, call["dim"], (target, source), "is added by index")
-    call.leave(maps, zero=label_of(target).zero and label_of(source).zero)
+    call.leave(maps, zero=call.zero_in([target, source], maps))
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
@@ -97,7 +97,7 @@ def scattered(call: Call) -> None:
         call.pin_inputs("is scattered by index")
         return
     maps = _across(call, call["dim"], (target, source, index), "is scattered", in_part="is scattered in part")
-    call.leave(maps, zero=label_of(target).zero and label_of(source).zero)
+    call.leave(maps, zero=call.zero_in([target, source], maps))
 
 
 def _across(call: Call, dim: int, tensors: Sequence[Tensor], why: str, in_part: str = "") -> list[Map]:
@@ -115,7 +115,7 @@ def _across(call: Call, dim: int, tensors: Sequence[Tensor], why: str, in_part: 
             if any(tensor.shape[place] != index.shape[place] for place in support(index_map)):
                 call.pin(index_map, in_part)
         shape = tuple(1 if place == dim % rank else size for place, size in enumerate(known.shape))
-        operands.append(Operand(kept, shape, known.neutral))
+        operands.append(Operand(kept, shape, [False] * len(kept), known.neutral))  # `zero_in` asks the tensors
     return call.merge(operands, why)
 
 
@@ -131,7 +131,7 @@ def embedded(call: Call) -> None:
     table, output = call["weight"], call.outputs[0]
     kept = [m for m in call.maps(table) if m.shape[0] == 1]
     _pin_rest(call, call.maps(table), kept, "rows of an embedding are picked by index")
-    call.leave([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=label_of(table).zero)
+    call.leave([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=table)
     call.produced_by(table, 1)
 
 
@@ -155,10 +155,19 @@ def _merge_tails(call: Call, pair: tuple[Tensor, Tensor], tail: int, why: str, b
         head = tensor.ndim - tail
         kept = [m for m in call.maps(tensor) if all(dim >= head for dim in support(m))]
         _pin_rest(call, call.maps(tensor), kept, why)
-        maps = [m.reshape(m.shape[head:]) for m in kept]
-        operands.append(Operand(maps, tuple(tensor.shape[head:]), label_of(tensor).neutral or tensor.numel() == 1))
-    zero = all(label_of(tensor).zero for tensor in pair)
-    call.leave([back(m) for m in call.merge(operands, why)], zero=zero)
+        label = label_of(tensor)
+        operands.append(
+            Operand(
+                [m.reshape(m.shape[head:]) for m in kept],
+                tuple(tensor.shape[head:]),
+                [label.zero_along(m) for m in kept],
+                label.neutral or tensor.numel() == 1,
+                label.null,
+            )
+        )
+    merged = call.merge(operands, why)
+    zeros = [all(operand.zero_along(m) for operand in operands) for m in merged]
+    call.leave([back(m) for m in merged], zero=zeros)
 
 
 def _pin_rest(call: Call, maps: Sequence[Map], kept: list[Map], why: str = "is picked by index along the axis") -> None:

@@ -203,9 +203,14 @@ def concatenated(call: Call) -> None:
     along_dim = [[m for m in call.maps(part) if m.shape[dim] > 1] for part in parts]
     across = [[m for m in call.maps(part) if m.shape[dim] == 1] for part in parts]
     merged = _agreeing(call, parts, across, dim)
+    zeros = call.zero_in(parts, merged)
     if any(along_dim):
         merged.append(_joined(call, parts, along_dim, dim))
-    call.leave(merged, zero=all(label_of(part).zero for part in parts))
+        # A part without a map along the dim has no channels there that could be removed.
+        zeros.append(
+            all(label_of(part).zero_along(m) for part, maps in zip(parts, along_dim, strict=True) for m in maps)
+        )
+    call.leave(merged, zero=zeros)
 
 
 @rule("stack")
@@ -230,14 +235,24 @@ def stacked(call: Call) -> None:
             if support(joint)[0] != dim:
                 call.grid(joint, "is stacked")
         stacked_maps.append(joint)
-    call.leave(stacked_maps, zero=all(label_of(part).zero for part in parts))
+    # A map over the parts has the atoms of all of them; one that all share has the same ones in each.
+    zeros = [all(_zero_where_tracked(part, joint) for part in parts) for joint in stacked_maps]
+    call.leave(stacked_maps, zero=zeros)
+
+
+def _zero_where_tracked(part: Tensor, joint: Map) -> bool:
+    """Whether those of a tensor's maps that have atoms of a joint map are zero along them."""
+    label = label_of(part)
+    return label.null or all(
+        zero for m, zero in zip(label.maps, label.zeros, strict=True) if np.isin(m[m > 0], joint).any()
+    )
 
 
 def _agreeing(call: Call, parts: list[Tensor], across: list[list[Map]], dim: int) -> list[Map]:
     operands = []
     for part, maps in zip(parts, across, strict=True):
         shape = tuple(1 if place == dim else size for place, size in enumerate(part.shape))
-        operands.append(Operand(maps, shape, label_of(part).neutral))
+        operands.append(Operand(maps, shape, [False] * len(maps), label_of(part).neutral))  # `zero_in` asks the parts
     return call.merge(operands, "is concatenated") if len(operands) > 1 else list(operands[0].maps)
 
 

@@ -20,17 +20,20 @@ def batch_normalised(call: Call) -> None:
     maps = [_over_channels(call, m) for m in call.maps(pictures)]
     for tensor in carriers:
         call.carried_by(tensor)
-    zero = len([tensor for tensor in carriers if label_of(tensor).zero]) >= 2
+    # With scale and shift at 0 a removed channel is 0, whatever the statistics are.
+    scaled = len([tensor for tensor in carriers if all(label_of(tensor).zeros) and call.maps(tensor)]) >= 2
     if call.reads(maps, carriers):
-        call.leave(_read(call, maps, carriers, output.ndim), zero=zero)
+        left = _read(call, maps, carriers, output.ndim)
+        call.leave(left, zero=[scaled and 1 in support(m) for m in left])
         return
     shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(pictures.shape))
-    operands = [Operand(maps, tuple(pictures.shape), label_of(pictures).neutral)]
-    operands += [Operand([along(m, 1, output.ndim) for m in call.maps(t)], shape) for t in carriers]
+    operands = [Operand(maps, tuple(pictures.shape), [False] * len(maps), label_of(pictures).neutral)]
+    operands += [call.shaped_operand(t, lambda m: along(m, 1, output.ndim), shape) for t in carriers]
     for index_map in maps:
         if 1 not in support(index_map):
             call.lossy(index_map, support(index_map), "is normalised over")
-    call.leave(call.merge(operands, "is normalised"), zero=zero)
+    merged = call.merge(operands, "is normalised")
+    call.leave(merged, zero=[scaled and support(m) == (1,) for m in merged])
 
 
 def _over_channels(call: Call, index_map: Map) -> Map:
@@ -59,7 +62,7 @@ def layer_normalised(call: Call) -> None:
     for tensor in carriers:
         call.carried_by(tensor)
     merged = call.merge([call.operand(tensor, rank) for tensor in call.inputs], "is normalised")
-    call.leave(merged, zero=bool(carriers) and all(label_of(tensor).zero for tensor in carriers))
+    call.leave(merged, zero=call.zero_in(carriers, merged) if carriers else False)
     for output in call.outputs[1:]:
         kept = [m for m in call.maps(source) if not set(support(m)) & set(over)]
         call.leave([m for m in kept if m.ndim == output.ndim], to=output, zero=False)
@@ -89,10 +92,11 @@ def group_normalised(call: Call) -> None:
     carriers = [tensor for tensor in (call.get("weight"), call.get("bias")) if tensor is not None]
     for tensor in carriers:
         call.carried_by(tensor)
-    operands = [Operand(maps, tuple(pictures.shape), label_of(pictures).neutral)]
     shape = tuple(channels if dim == 1 else 1 for dim in range(rank))
-    operands += [Operand([along(m, 1, rank) for m in call.maps(t)], shape) for t in carriers]
-    call.leave(call.merge(operands, "is normalised"), zero=bool(carriers) and all(label_of(t).zero for t in carriers))
+    scaling = [call.shaped_operand(tensor, lambda m: along(m, 1, rank), shape) for tensor in carriers]
+    source = Operand(maps, tuple(pictures.shape), [False] * len(maps), label_of(pictures).neutral)
+    merged = call.merge([source, *scaling], "is normalised")
+    call.leave(merged, zero=[bool(scaling) and all(it.zero_along(m) for it in scaling) for m in merged])
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "_softmax_backward_data")

@@ -3,38 +3,52 @@
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from keepk.graph.call import Call
-from keepk.graph.label import label_of, set_label
+from keepk.graph.label import Label, label_of, set_label
 from keepk.graph.maps import support
 from keepk.graph.table import rule
 
 
-@rule("where", "masked_fill", "_prelu_kernel", "lerp", "addcmul", "addcdiv", "rrelu_with_noise", "celu", "fill", "zero",
-      "bernoulli", "normal", "uniform", "exponential", "polar", "complex", "log_sigmoid_forward", "clamp", "hardswish",
-      "real", "imag", "floor_divide", "log_sigmoid", "prelu", "poisson", "geometric", "cauchy", "log_normal", "random",
+@rule("where", "masked_fill", "_prelu_kernel", "lerp", "addcmul", "addcdiv", "rrelu_with_noise", "celu", "bernoulli",
+      "normal", "uniform", "exponential", "polar", "complex", "log_sigmoid_forward", "clamp", "hardswish", "real",
+      "imag", "floor_divide", "log_sigmoid", "prelu", "poisson", "geometric", "cauchy", "log_normal", "random",
       "fake_quantize_per_tensor_affine_cachemask")  # fmt: skip
 def elementwise(call: Call) -> None:
     """As any pointwise operation."""
     call.pointwise()
 
 
+@rule("zero", "fill")
+def overwritten(call: Call) -> None:
+    """One constant everywhere, as in a tensor that was created with it."""
+    value = call.get("value", 0)
+    if isinstance(value, Tensor):
+        call.pointwise()
+        return
+    maps = call.maps(call.inputs[0])
+    set_label(call.outputs[0], Label(maps, neutral=True, zeros=(value == 0,) * len(maps), null=value == 0))
+
+
 @rule("copy")
 def copy_into(call: Call) -> None:
     """Writing into a tensor, perhaps a slice of another: the target's own atoms tie the whole together."""
     target, source = call["self"], call["src"]
-    call.merge([call.operand(target, target.ndim), call.operand(source, target.ndim)], "is written over")
+    values = call.operand(source, target.ndim)
+    call.merge([call.operand(target, target.ndim), values], "is written over")
     written = label_of(source)
-    base = target._base if target._base is not None else target
-    if target._base is not None and not label_of(target).maps:
+    if target._base is None and not label_of(target).maps:
+        label = replace(written, neutral=False)
+        set_label(call.outputs[0], label)
+        set_label(target, replace(label, own=False))
+        return
+    if not label_of(target).maps:
         for index_map in written.maps:
             call.pin(index_map, "is written into a slice that has no channels")
-    maps = label_of(target).maps or (written.maps if target._base is None else ())
-    set_label(call.outputs[0], replace(written, maps=maps, neutral=False))
-    for tensor in {id(base): base, id(target): target}.values():
-        known = label_of(tensor)
-        held = known.maps or (maps if tensor is target else ())
-        set_label(tensor, replace(known, maps=held, neutral=False, own=False, zero=known.zero and written.zero))
+    zeros = tuple(values.zero_along(m) for m in label_of(target).maps)
+    set_label(target, Label(label_of(target).maps, zeros=zeros))
+    set_label(call.outputs[0], Label(label_of(target).maps, own=written.own, zeros=zeros))
 
 
 @rule("detach", "alias", "_to_copy", "clone", "lift_fresh", "lift_fresh_copy", "contiguous", "_conj", "_neg_view",
@@ -47,9 +61,11 @@ def passed_on(call: Call) -> None:
 
 @rule("native_dropout", "dropout", "alpha_dropout", "feature_dropout")
 def dropped_out(call: Call) -> None:
-    """The same places; the mask as well."""
+    """The same places; the mask as well, but it is not zero there."""
+    source = call.inputs[0]
     for output in call.outputs:
-        call.leave(call.maps(call.inputs[0]), to=output)
+        keeps_zero = output is call.outputs[0] and call.name != "aten::alpha_dropout"
+        call.leave(call.maps(source), to=output, zero=source if keeps_zero else False)
 
 
 @rule("tril", "triu")

@@ -1,7 +1,6 @@
 """Pooling and resampling of pictures: channel by channel, over the dims behind them."""
 
 from keepk.graph.call import Call
-from keepk.graph.label import label_of
 from keepk.graph.maps import support
 from keepk.graph.table import rule
 
@@ -34,6 +33,5 @@ def pooled(call: Call) -> None:
     for other in call.inputs[1:]:
         for index_map in call.maps(other):
             call.pin(index_map, "says where to sample")
-    zero = label_of(source).zero
     for output in call.outputs:
-        call.leave(kept, to=output, zero=zero)
+        call.leave(kept, to=output, zero=source)

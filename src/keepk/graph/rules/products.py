@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from keepk.graph.algebra import Operand
+from keepk.graph.algebra import Operand, Tracked
 from keepk.graph.call import Call
 from keepk.graph.label import label_of
 from keepk.graph.maps import Map, aligned
@@ -14,24 +14,24 @@ def product(call: Call) -> None:
     """(batch, n, k) times (batch, k, m)."""
     left, right = _factors(call)
     sizes = _sizes(left, right)
-    maps = call.contract(
+    tracked = call.contract(
         (
-            Operand([_as_left(m, left.ndim) for m in call.maps(left)], (sizes[0], sizes[1], 1, sizes[2])),
-            Operand([_as_right(m, right.ndim) for m in call.maps(right)], (sizes[3], 1, sizes[4], sizes[2])),
+            call.shaped_operand(left, lambda m: _as_left(m, left.ndim), (sizes[0], sizes[1], 1, sizes[2])),
+            call.shaped_operand(right, lambda m: _as_right(m, right.ndim), (sizes[3], 1, sizes[4], sizes[2])),
         ),
         3,
         "is multiplied",
     )
     _note_roles(call, left, right)
-    _refuse_sum_of_nonzero(call, left, right)
     output = call.outputs[0]
-    shaped = [m.reshape(m.shape[:3])[_kept_dims(left, right)] for m in maps]
+    shaped = [m.reshape(m.shape[:3])[_kept_dims(left, right)] for m, _ in tracked]
+    zeros = [zero for _, zero in tracked]
     if "input" not in call.arguments and not call.name.startswith("aten::add") and call.name != "aten::baddbmm":
-        call.leave(shaped, zero=_product_zero(left, right))
+        call.leave(shaped, zero=zeros)
         return
-    added = call["self"]
-    merged = call.merge([Operand(shaped, tuple(output.shape)), call.operand(added, output.ndim)], "is added")
-    call.leave(merged, zero=_product_zero(left, right) and label_of(added).zero)
+    operands = [Operand(shaped, tuple(output.shape), zeros), call.operand(call["self"], output.ndim)]
+    merged = call.merge(operands, "is added")
+    call.leave(merged, zero=[all(operand.zero_along(m) for operand in operands) for m in merged])
 
 
 @rule("addbmm")
@@ -85,19 +85,6 @@ def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
         call.read_by("a product", call.maps(right), (max(right.ndim - 2, 0),))
 
 
-def _refuse_sum_of_nonzero(call: Call, left: Tensor, right: Tensor) -> None:
-    """A removed channel must vanish from the sum: one of the two factors is then zero."""
-    if not (label_of(left).zero or label_of(right).zero):
-        for index_map in call.maps(left):
-            call.lossy(index_map, (left.ndim - 1,), "sums over channels that do not vanish")
-
-
-def _product_zero(left: Tensor, right: Tensor) -> bool:
-    """A removed row or column is zero if its own factor is."""
-    labels = [label_of(tensor) for tensor in (left, right)]
-    return all(label.zero for label in labels if label.maps)
-
-
 @rule("_grouped_mm")
 def experts(call: Call) -> None:
     """Rows of tokens times one matrix for each expert: the experts stay."""
@@ -105,20 +92,21 @@ def experts(call: Call) -> None:
     if tokens.ndim != 2 or weights.ndim != 3:
         call.pin_inputs("grouped products of this shape have no rule")
         return
-    shared = []
-    for index_map in call.maps(weights):
+    label = label_of(weights)
+    shared = list[Tracked]()
+    for index_map, zero in zip(label.maps, label.zeros, strict=True):
         if index_map.shape[0] > 1:
             call.pin(index_map, "experts are picked by index")
         else:
-            shared.append(index_map.transpose(0, 2, 1))
-    maps = call.contract(
+            shared.append(Tracked(index_map.transpose(0, 2, 1), zero))
+    tracked = call.contract(
         (
-            Operand([m[:, None, :] for m in call.maps(tokens)], (tokens.shape[0], 1, tokens.shape[1])),
-            Operand(shared, (1, weights.shape[2], weights.shape[1])),
+            call.shaped_operand(tokens, lambda m: m[:, None, :], (tokens.shape[0], 1, tokens.shape[1])),
+            Operand([m for m, _ in shared], (1, weights.shape[2], weights.shape[1]), [zero for _, zero in shared]),
         ),
         2,
         "is multiplied",
     )
     call.weight_of(weights, read=1, produced=2)
     call.read_by(call.module or "model", call.maps(tokens), (1,))
-    call.leave([m[:, :, 0] for m in maps], zero=_product_zero(tokens, weights))
+    call.leave([m[:, :, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])

@@ -1,5 +1,6 @@
 """Reductions over dims."""
 
+from keepk.graph.algebra import Tracked
 from keepk.graph.call import Call
 from keepk.graph.label import label_of
 from keepk.graph.maps import Map
@@ -16,15 +17,16 @@ def reduced(call: Call) -> None:
     """A channel that is summed over must vanish from the sum; from a mean or a maximum it never does."""
     source = call.inputs[0]
     dims = call.dims("dim", source.ndim)
-    exact = _zeros_do_not_count(call) and label_of(source).zero
-    for index_map in call.maps(source):
+    label = label_of(source)
+    left = list[Tracked]()
+    for index_map, zero in zip(label.maps, label.zeros, strict=True):
         call.align(index_map, dims, "is reduced")
-        if not exact:
+        if not (zero and _zeros_do_not_count(call)):
             call.lossy(index_map, dims, f"{call.name.removeprefix('aten::')} over the axis")
-    call.read_by("a reduction", call.maps(source), dims)
-    maps = call.reduce(call.maps(source), dims)
+        left += [Tracked(rows, zero and _is_zero_of_zeros(call)) for rows in call.reduce([index_map], dims)]
+    call.read_by("a reduction", label.maps, dims)
     for output in call.outputs:
-        call.leave([_shaped(m, dims, output.ndim) for m in maps], to=output, zero=_zero(call))
+        call.leave([_shaped(m, dims, output.ndim) for m, _ in left], to=output, zero=[zero for _, zero in left])
 
 
 @rule("max", "min")
@@ -47,5 +49,6 @@ def _shaped(index_map: Map, dims: list[int], rank: int) -> Map:
     return index_map.reshape([size for dim, size in enumerate(index_map.shape) if dim not in dims])
 
 
-def _zero(call: Call) -> bool:
-    return label_of(call.inputs[0]).zero and call.name not in ("aten::logsumexp", "aten::all", "aten::prod")
+def _is_zero_of_zeros(call: Call) -> bool:
+    """Whether the result is 0 where all that is reduced is 0; positions are not values."""
+    return call.name not in ("aten::logsumexp", "aten::all", "aten::prod", "aten::argmax", "aten::argmin")
