@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from networks.registry import network, vectors
+from networks.registry import Pictured, network, vectors
 
 
 def hidden(name, verdict):
@@ -130,3 +130,86 @@ class NormOfTwoHalves(nn.Module):
     def forward(self, x):
         halves = self.layer(self.first(x).unflatten(1, (2, 4)).movedim(2, -1)).movedim(-1, 2)
         return self.head(self.norm(halves.flatten(1, 2)))
+
+
+class WidthInArguments(Pictured):
+    """An argument that changes no shape is computed from a number of channels."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+
+
+@network("kernel_from_width", "lossy", "first.weight", 0)
+class KernelFromWidth(WidthInArguments):
+    def pattern(self, h):
+        kernel = h.shape[1] // 8 * 2 + 1
+        return F.avg_pool2d(h, kernel, 1, kernel // 2)
+
+
+@network("max_pool_from_width", "lossy", "first.weight", 0)
+class MaxPoolFromWidth(WidthInArguments):
+    def pattern(self, h):
+        kernel = h.shape[1] // 8 * 2 + 1
+        return F.max_pool2d(h, kernel, 1, kernel // 2)
+
+
+@network("dilation_from_width", "lossy", "first.weight", 0)
+class DilationFromWidth(WidthInArguments):
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Conv2d(16, 16, 3)
+
+    def pattern(self, h):
+        reach = max(h.shape[1] // 8, 1)
+        return F.conv2d(h, self.second.weight, self.second.bias, padding=reach, dilation=reach)
+
+
+@network("padding_from_width", "lossy", "first.weight", 0)
+class PaddingFromWidth(WidthInArguments):
+    def pattern(self, h):
+        left = h.shape[1] // 4
+        return F.pad(h, (left, 6 - left))[..., :10]
+
+
+@network("kernel_from_another_width", "lossy", "first.weight", 0)
+class KernelFromAnotherWidth(WidthInArguments):
+    """The channels that say how large the kernel is do not go through the pool."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Conv2d(16, 12, 1)
+        self.head = nn.Linear(12, 5)
+
+    def pattern(self, h):
+        kernel = h.shape[1] // 8 * 2 + 1
+        return F.avg_pool2d(self.second(h), kernel, 1, kernel // 2)
+
+
+@network("mode_from_width", "lossy", "first.weight", 0)
+class ModeFromWidth(WidthInArguments):
+    def pattern(self, h):
+        return F.gelu(h, approximate="tanh" if h.shape[1] > 10 else "none")
+
+
+@network("dim_from_width", "inexact", "first.weight", 0)
+class DimFromWidth(WidthInArguments):
+    def pattern(self, h):
+        return h.softmax(2 if h.shape[1] > 10 else 3)
+
+
+@network("depthwise_groups_from_width", "exact", "first.weight", 0)
+class GroupsFromWidth(WidthInArguments):
+    """The number of groups of a depthwise convolution is a size."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Conv2d(16, 16, 3, groups=16, padding=1)
+
+    def pattern(self, h):
+        return F.conv2d(h, self.second.weight, self.second.bias, padding=1, groups=h.shape[1])
+
+
+@network("constant_kernel", "exact", "first.weight", 0)
+class ConstantKernel(WidthInArguments):
+    def pattern(self, h):
+        return F.avg_pool2d(F.pad(h, (1, 2, 2, 1)), 3, 1, 1)[..., 1:9, 1:11]

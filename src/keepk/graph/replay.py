@@ -16,7 +16,7 @@ from keepk.graph.edits import Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.label import label_of, set_label
 from keepk.graph.maps import Flags, Map, compress, predict, restrict_all, support
-from keepk.graph.tracer import Step, Tracer, numbers_of
+from keepk.graph.tracer import Numbers, Step, Tracer, numbers_of
 from keepk.graph.union import Classes
 
 # Whether a reshape copies depends on sizes, so these come and go between two runs.
@@ -84,7 +84,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if number == len(steps) or steps[number].name != CREATED:
             raise Mismatch(self.position, f"a tensor is made of {numbers}, which was not so before")
         self._position = number + 1
-        self._compare_numbers(steps[number], numbers, number)
+        self._compare_numbers(steps[number], (("data", numbers),), number)
 
     def record(self, call: Call) -> None:
         """Hold the operation against the first trace and give its outputs the ids that they had there."""
@@ -144,9 +144,13 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             number += 1
         return number
 
-    def _compare_numbers(self, step: Step, numbers: tuple[float, ...], blamed: int) -> None:
+    def _compare_numbers(self, step: Step, numbers: Numbers, blamed: int) -> None:
+        """Arguments that are no sizes must be as before: a kernel, a padding or a factor that follows a width."""
         if self._same_numbers and step.numbers != numbers:
-            raise Mismatch(blamed, f"a number {step.numbers} became {numbers}", number=True)
+            pairs = zip(step.numbers, numbers, strict=False)
+            changed = next(((name, old, new) for (name, old), (_, new) in pairs if old != new), ("count", "", ""))
+            why = f"{changed[0]} of {step.name} was {changed[1]} and became {changed[2]}"
+            raise Mismatch(blamed, why[:200], number=True)
 
     def _compare_taken(self, step: Step, call: Call, blamed: int) -> None:
         """A channel that was taken by its number must be the same one, unless it is the only one left."""

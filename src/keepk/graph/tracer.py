@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
-from keepk.graph.call import Call, base_name, is_pointwise
-from keepk.graph.created import CREATED, FEW, WatchedNumbers, numbers_in
+from keepk.graph.call import Call, base_name
+from keepk.graph.created import CREATED, FEW, WatchedNumbers
 from keepk.graph.facts import Facts
 from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
 from keepk.graph.maps import Map, along
@@ -29,11 +28,32 @@ FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{o
 MAKES_ATOMS = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
                "new_empty_strided", "scalar_tensor", "expand", "repeat")  # fmt: skip
 
-VALUES = ("number", "float", "Tensor")  # ``x / 3`` is the division by a tensor, given as 3
-VALUE_INTS = ("diagonal", "shifts", "k", "divisor_override")
-RANGES = ("aten::arange", "aten::range")
+# Arguments that are sizes: where they follow a width, so do the shapes and channels of the outputs, and those are
+# compared one by one. Every other argument must be the same on a cut copy.
+SIZES = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "zeros", "ones", "full", "empty",
+                     "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided", "new_empty_strided", "rand",
+                     "randn", "randint", "normal", "as_strided"),
+                    ("size", "stride", "storage_offset")),
+    **dict.fromkeys(("slice", "narrow"), ("start", "end", "length")),
+    "select": ("index",),
+    "split": ("split_size",),
+    **dict.fromkeys(("split_with_sizes", "unsafe_split_with_sizes", "split_with_sizes_copy"), ("split_sizes",)),
+    **dict.fromkeys(("unsafe_split", "split_copy"), ("split_size",)),
+    "repeat": ("repeats",),
+    "repeat_interleave": ("output_size",),
+    **dict.fromkeys(("arange", "range"), ("end",)),
+    "randperm": ("n",),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "rms_norm"), ("normalized_shape",)),
+    "native_group_norm": ("N", "C", "HxW", "group"),  # the rule declares how many groups there are
+    # The shapes of weight and input say how many groups there are.
+    **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution"), ("groups",)),
+}  # fmt: skip
+NOT_VALUES = ("dtype", "layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "implicit")
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
+TENSORS = object()
 NO_ATOMS = np.zeros(0, np.int32)
+Numbers: TypeAlias = tuple[tuple[str, Any], ...]
 Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
 
 
@@ -46,7 +66,7 @@ class Step:
         outputs: Shape and maps of each output.
         inputs: Shape and maps of each input, and of each count among its arguments.
         taken: The atoms of single channels that it took by their numbers.
-        numbers: Its arguments that are plain numbers and say nothing about shapes.
+        numbers: By name, its arguments that are neither tensors nor sizes.
         module: In whose forward it ran.
         place: File and line in the user's program.
     """
@@ -55,7 +75,7 @@ class Step:
     outputs: tuple[Shaped, ...]
     inputs: tuple[Shaped, ...]
     taken: tuple[int, ...]
-    numbers: tuple[float, ...]
+    numbers: Numbers
     module: str
     place: str
 
@@ -218,7 +238,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
         """Write down that a tensor was made of these."""
-        self.steps.append(Step(CREATED, (), (), (), numbers, self.module, self.place()))
+        self.steps.append(Step(CREATED, (), (), (), (("data", numbers),), self.module, self.place()))
 
     def record(self, call: Call) -> None:
         """Write the operation down."""
@@ -249,25 +269,32 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         yield name, buffer, False
 
 
-def numbers_of(call: Call) -> tuple[float, ...]:
-    """The plain numbers among an operation's arguments that are values and not sizes or dims."""
+def numbers_of(call: Call) -> Numbers:
+    """The arguments of an operation that are neither tensors nor sizes: a kernel, a padding, a dim, a factor."""
+    found = [(name, _plain(call.arguments[name])) for name in _value_arguments(call.operation)]
     if call.name in TAKES_AT:
-        return _taken_at(call)
-    if call.name == "aten::lift_fresh":
-        return _made_of(call.inputs[0])
-    return tuple(chain.from_iterable(numbers_in(call.arguments[name]) for name in _value_arguments(call.operation)))
+        found.append(("position", _taken_at(call)))
+    elif call.name == "aten::lift_fresh":
+        found.append(("data", _made_of(call.inputs[0])))
+    return tuple((name, value) for name, value in found if value is not TENSORS)
 
 
 @functools.cache
 def _value_arguments(operation: Any) -> tuple[str, ...]:
-    """The arguments that are values; most ints are sizes, dims and positions, and where a range ends is its size."""
-    values = []
-    for argument in operation._schema.arguments:
-        kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
-        counts = kind in VALUES or argument.name in VALUE_INTS or (kind == "int" and is_pointwise(operation))
-        if counts and not (argument.name == "end" and base_name(operation) in RANGES):
-            values.append(argument.name)
-    return tuple(values)
+    sizes = SIZES.get(base_name(operation).removeprefix("aten::"), ())
+    if base_name(operation).startswith("aten::_assert"):
+        return ()  # messages may name sizes
+    return tuple(a.name for a in operation._schema.arguments if a.name not in (*sizes, *NOT_VALUES))
+
+
+def _plain(value: Any) -> Any:
+    """An argument as a value that can be compared; `TENSORS` if there are tensors in it."""
+    if isinstance(value, Tensor):
+        return TENSORS
+    if isinstance(value, list | tuple):
+        entries = tuple(map(_plain, value))
+        return TENSORS if TENSORS in entries else entries
+    return value
 
 
 def _made_of(tensor: Tensor) -> tuple[float, ...]:
