@@ -393,6 +393,115 @@ class Centered(Operation):
         return x - self.reduce(x, 1, keepdim=True)
 
 
+# Two axes
+
+
+class Pairs(Operation):
+    """All pairs of the channels of two values, reduced over one of the two axes."""
+
+    def __init__(self, width, other, pick):
+        super().__init__(width, other, pick)
+        self.over = pick((1, 2))
+        self.width = width if self.over == 1 else other
+
+    def build(self, _width, pick):
+        functions = (torch.relu, torch.tanh, torch.sigmoid, torch.cos)
+        self.functions = pick(functions), pick(functions)
+        self.pair = pick((torch.mul, torch.mul, torch.sub, torch.add))
+        self.reduce = pick((torch.sum, torch.linalg.vector_norm, torch.mean, torch.amax))
+
+    def forward(self, x, other):
+        one, two = (function(value) for function, value in zip(self.functions, (x, other), strict=True))
+        return self.reduce(self.pair(one[:, None], two[:, :, None]).abs(), dim=self.over)
+
+
+class PairsWithParameter(Operation):
+    """All pairs of channels and the entries of a parameter."""
+
+    def build(self, width, pick):
+        self.table = nn.Parameter(torch.randn(4, pick((1, width)), 1, 1))
+        self.pair, self.function = pick((torch.mul, torch.add)), pick((torch.relu, torch.cos, torch.tanh))
+
+    def forward(self, x, _other):
+        return self.function(self.pair(x[:, None], self.table)).sum(1)
+
+
+# Other paths
+
+
+class InTraining(Operation):
+    """Something that is done in train mode only."""
+
+    def build(self, width, pick):
+        self.drop, self.kind = nn.Dropout2d(0.2), pick(range(9 if width % 3 == 0 else 8))
+        self.inner = nn.Conv2d(width, width, 1)
+
+    def forward(self, x, _other):
+        return (self.trained(x) if self.training else x) if self.kind else self.drop(x)
+
+    def trained(self, x):
+        changes = (
+            lambda: x,
+            lambda: x / x.shape[1],
+            lambda: x.softmax(1),
+            lambda: x.roll(1, 1),
+            lambda: x - x.mean(1, keepdim=True),
+            lambda: torch.relu(self.inner(x)),
+            lambda: x * x.square().sum(1, keepdim=True).sqrt(),
+            lambda: F.layer_norm(x, x.shape[1:]),
+            lambda: x.view(len(x), 3, self.width // 3, *x.shape[2:]).flip(1).flatten(1, 2),
+        )
+        return changes[self.kind]()
+
+
+class OnValues(Operation):
+    """A branch on the sign of the mean of a picture, or of an activation."""
+
+    def build(self, width, pick):
+        self.left, self.right = nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 3, padding=1)
+        self.kind, self.channels = pick(range(4)), width
+
+    def forward(self, x, _other):
+        return self.left(x) if x[:, :1].mean() > 0 else self.other_way(x)
+
+    def other_way(self, x):
+        changes = (
+            lambda: self.right(x),
+            lambda: x.softmax(1),
+            lambda: x.reshape(len(x), self.channels, *x.shape[2:]) * 2,
+            lambda: x.flip(1),
+        )
+        return changes[self.kind]()
+
+
+class OnWidth(Operation):
+    """A branch on a number of channels that the trials of a trace may not reach."""
+
+    def build(self, width, pick):
+        self.border, self.kind = pick(range(1, width)), pick((0, 1, 2))
+
+    def forward(self, x, _other):
+        if x.shape[1] > self.border:
+            return x
+        return (lambda: x * 2, lambda: x.flip(1), lambda: torch.relu(x))[self.kind]()
+
+
+class ArgumentFromWidth(Operation):
+    """A kernel, a dilation or a padding that follows the width and leaves the shape alone."""
+
+    def build(self, width, pick):
+        self.part, self.kind = pick((2, 4, width)), pick((0, 1, 2))
+        self.conv = nn.Conv2d(width, width, 3)
+
+    def forward(self, x, _other):
+        reach = max(x.shape[1] // self.part, 1)
+        if self.kind == 0:
+            return F.avg_pool2d(F.pad(x, (reach,) * 4), 2 * reach + 1, 1)
+        if self.kind == 1:
+            return F.conv2d(x, self.conv.weight, self.conv.bias, padding=reach, dilation=reach)
+        return F.pad(x, (reach, 0))[..., : x.shape[3]]
+
+
 OPERATIONS = (
     Convolution,
     GroupedConvolution,
@@ -427,12 +536,13 @@ OPERATIONS = (
     Repeat,
     Centered,
 )
+TRAPS = (Pairs, PairsWithParameter, InTraining, OnValues, OnWidth, ArgumentFromWidth)
 
 
 class RandomNetwork(nn.Module):
     """What `pick(options)` chooses: the operations, what each of them works on, and their settings."""
 
-    def __init__(self, count, pick):
+    def __init__(self, count, pick, traps=()):
         super().__init__()
         width = some_width(pick)
         self.first = nn.Conv2d(3, width, 3, padding=1)
@@ -443,7 +553,9 @@ class RandomNetwork(nn.Module):
             latest = range(len(widths))[-3:]
             source, other = pick(latest), pick(latest)
             sizes = widths[source], widths[other]
-            kind = pick([operation for operation in OPERATIONS if operation.fits(*sizes)])
+            # Traps and ordinary operations take turns, so that there is something around each trap.
+            kinds = traps if traps and len(widths) % 2 else OPERATIONS
+            kind = pick([operation for operation in kinds if operation.fits(*sizes)])
             self.operations.append(kind(*sizes, pick))
             self.sources.append((source, other))
             widths.append(self.operations[-1].width)
@@ -458,11 +570,11 @@ class RandomNetwork(nn.Module):
         return self.head(torch.cat([values[value] for value in self.left_over], 1).mean((2, 3)))
 
 
-def built(pick, count, size, seed):
+def built(pick, count, size, seed, traps=()):
     """The network in float64 with its example."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = RandomNetwork(count, pick).double()
+        model = RandomNetwork(count, pick, traps).double()
         spread(model)
         return model, torch.randn(3, 3, *size, dtype=torch.float64)
 
@@ -471,6 +583,12 @@ def random_network(seed):
     """The network of a seed, with its example."""
     source = random.Random(seed)
     return built(source.choice, source.randint(4, 10), source.choice(SIZES), seed)
+
+
+def random_trap(seed):
+    """A network of a seed with operations that are easily cut wrong, with its example."""
+    source = random.Random(seed)
+    return built(source.choice, source.randint(3, 7), source.choice(SIZES), seed, TRAPS)
 
 
 @st.composite

@@ -16,11 +16,12 @@ import keepk
 from keepk.errors import ShrinkError
 from masked import call, leaves, masked, relative_error, without_dropout, zero_slices
 from networks import EXPECTED, NETWORKS
-from random_networks import random_network, random_networks
+from random_networks import random_network, random_networks, random_trap
 from strategies import seeds
 
 TOLERANCE = 1e-10
 SLOW_SEEDS = range(1_000) if os.environ.get("KEEPK_SLOW") == "1" else ()
+SLOW_TRAPS = range(1_000, 3_000) if os.environ.get("KEEPK_SLOW") == "1" else ()
 SWAPPED = (nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)  # a subclass of theirs may take their place
 
 # Their removed channels are zero wherever they are read: no gradient reaches a masked slice, and it stays zero.
@@ -92,6 +93,35 @@ def test_shrunk_is_masked_in_random_networks(network, seed):
 @pytest.mark.parametrize("seed", SLOW_SEEDS)
 def test_slow_shrunk_is_masked_in_a_thousand_networks(seed):
     check_shrunk_is_masked(random_network(seed), seed=seed)
+
+
+def check_never_silently_wrong(network, seed=0):
+    """A cut is refused and nothing has changed, or it computes what masks compute, on all paths; whether it was cut.
+
+    Networks with branches on values take other paths for the negative example.
+    """
+    model, example, graph, units = chosen(network, seed=seed)
+    oracle, untouched = masked(model, graph, units), copy.deepcopy(model)
+    inputs = (example, -example, 3 * example)
+    try:
+        keepk.shrink(model, graph, units)
+    except ShrinkError:  # at these widths, forward would do something else
+        assert all(relative_error(output(untouched, x), output(model, x)) == 0 for x in inputs)
+        return False
+    for x in inputs:
+        assert relative_error(output(oracle, x), output(model, x)) < TOLERANCE
+        assert relative_error(training_output(oracle, x), training_output(model, x)) < TOLERANCE
+    return len(units) > 0
+
+
+def test_traps_are_cut_right_or_refused():
+    cut = [check_never_silently_wrong(random_trap(seed), seed) for seed in range(40)]
+    assert sum(cut) >= 20, "most of these networks have something that can be removed"
+
+
+@pytest.mark.parametrize("seed", SLOW_TRAPS)
+def test_slow_traps_are_cut_right_or_refused(seed):
+    check_never_silently_wrong(random_trap(seed), seed)
 
 
 def check_spaces_shrink_alone(network):

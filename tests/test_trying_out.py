@@ -296,7 +296,7 @@ class Auxiliary(nn.Module):
         if not self.training:
             return self.head(body)
         classes = self.classes(self.reshaped(self.hidden(body).relu()))
-        if self.trouble == "values" and classes.sum().item() > 1e9:
+        if self.trouble == "values" and classes.sum() > 1e9:
             raise AssertionError("never so large")
         if self.trouble == "always":
             raise ValueError("no targets")
@@ -328,13 +328,37 @@ def test_a_size_that_only_training_has_written_in_it_stays():
 def test_a_head_for_training_that_fails_keeps_its_size():
     """And so does what goes into it, as far as forward came."""
     model, example = Auxiliary("always"), eights()
-    graph = keepk.trace(model, example)
+    with pytest.raises(keepk.errors.TraceError, match=r"fails in train mode \(ValueError: no targets\).*train_mode="):
+        keepk.trace(model, example)
+    graph = keepk.trace(model, example, train_mode="accept")
     assert not spaces(graph)
+    assert "fails in train mode (ValueError: no targets)" in graph.unknown[0]
     for tensor in ("hidden.weight", "classes.weight", "classes.bias"):
         assert (
             "is used in training at most, where forward fails: ValueError: no targets" in reasons(graph, tensor, 0)[0]
         )
     assert reasons(graph, "body.weight", 0)
+
+
+class NeedsTargets(nn.Module):
+    """A detector: in training it takes targets and returns a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.double()
+
+    def forward(self, x, targets=None):
+        scores = self.head(self.body(x).relu())
+        return (scores - targets).square().mean() if self.training else scores
+
+
+def test_a_training_example_is_used_in_train_mode():
+    with pytest.raises(keepk.errors.TraceError, match="training_example"):
+        keepk.trace(NeedsTargets(), eights())
+    graph = keepk.trace(NeedsTargets(), eights(), training_example=(eights(), torch.zeros(4, 3).double()))
+    assert spaces(graph) == {"body": 16}
+    assert graph.unknown == ()
 
 
 class GroupedAuxiliary(nn.Module):
@@ -365,7 +389,7 @@ def test_a_grouped_convolution_that_only_training_uses():
 
 def test_a_batch_norm_in_a_head_that_fails():
     model, example = GroupedAuxiliary(fails=True), torch.randn(3, 3, 6, 7, dtype=torch.float64)
-    graph = keepk.trace(model, example)
+    graph = keepk.trace(model, example, train_mode="accept")
     assert all("body" in name for name in spaces(graph))
     keepk.shrink(model, graph, graph.choose(0.5, seed=0))
     model.eval()(example)

@@ -1,6 +1,6 @@
 """One small network for each wiring pattern that channel removal meets, and the verdict expected on it."""
 
-from networks import attention, convolutions, joins, masks, moves, numbers, recurrent, refused, two_axes, weights
+from networks import attention, convolutions, joins, masks, moves, numbers, paths, recurrent, refused, two_axes, weights
 from networks.registry import EXPECTED, NETWORKS, Expected, spread
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "masks",
     "moves",
     "numbers",
+    "paths",
     "recurrent",
     "refused",
     "spread",

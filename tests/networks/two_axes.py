@@ -173,7 +173,7 @@ class InPlaceOnSlice(nn.Module):
         self.first, self.head = nn.Linear(7, 8), nn.Linear(1, 3)
 
     def forward(self, x):
-        h = F.relu(self.first(x))
+        h = F.gelu(self.first(x))
         h[:, : h.shape[1] // 2].add_(1.0)
         return self.head(h.sum(1, keepdim=True))
 
@@ -181,7 +181,7 @@ class InPlaceOnSlice(nn.Module):
 @network("view_taken_before_a_write", "lossy", "first.weight", 0, example=vectors)
 class ViewBeforeWrite(InPlaceOnSlice):
     def forward(self, x):
-        h = F.relu(self.first(x))
+        h = F.gelu(self.first(x))
         early = h.view(-1, h.shape[1])
         h.add_(1.0)
         return self.head(early.sum(1, keepdim=True))
@@ -190,10 +190,10 @@ class ViewBeforeWrite(InPlaceOnSlice):
 @network("in_place_that_keeps_zero", "exact", "first.weight", 0, example=vectors)
 class InPlaceThatKeepsZero(InPlaceOnSlice):
     def forward(self, x):
-        h = F.relu(self.first(x))
+        h = F.gelu(self.first(x))
         early = h.view(-1, h.shape[1])
         h.mul_(2.0)
-        h[:, : h.shape[1] // 2].tanh_()
+        h[:, : h.shape[1] // 2].sin_()
         return self.head(early.sum(1, keepdim=True))
 
 

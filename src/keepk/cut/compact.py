@@ -143,11 +143,11 @@ class _Found:
 def _sweep(model: nn.Module, example: Any, *, first: bool) -> _Found:
     """What is dead in a model, found on a copy: fold what then goes, and nothing else."""
     graph, given, inner = trace(model, example), Example.of(example), unwrap(model)
+    if first:
+        _refuse_looking(inner, given)
     nothing = np.zeros(len(graph.units), bool)
     if not len(graph.units):
         return _Found(graph, nothing, nothing, nothing, {})
-    if first:
-        _refuse_looking(inner, given)
     workshop = Workshop(inner, given, None)
     copy = workshop.copy()
     flow = Flow(copy, reader_paths(copy)).run(workshop)

@@ -17,6 +17,7 @@ from keepk.cut.holders import refuse_follower, refuse_holders, refuse_optimizers
 from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
 from keepk.cut.tensors import left_of
 from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
+from keepk.cut.verify import refuse_unfit
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits
 from keepk.graph.graph import Graph
@@ -31,6 +32,7 @@ def shrink(
     *,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     followers: Sequence[Follower] = (),
+    replay: bool = True,
 ) -> Edits:
     """Remove units from a model, in place.
 
@@ -44,6 +46,8 @@ def shrink(
         optimizer: Its state of the cut parameters is cut along. Several may be given.
         followers: Copies of the model, averages of it (`AveragedModel`) or dicts of tensors with its names (of all
             that is trained, at least), which are cut along the same lines.
+        replay: Whether the cut is first replayed at its own sizes on a copy without weights. It is refused if forward
+            would then fail or do something else than the trace has seen.
 
     Examples:
         >>> import keepk
@@ -58,7 +62,7 @@ def shrink(
           (2): Linear(in_features=4, out_features=3, bias=True)
         )
     """
-    prepared = prepare(model, graph, units, optimizer=optimizer, followers=followers)
+    prepared = prepare(model, graph, units, optimizer=optimizer, followers=followers, replay=replay)
     prepared.apply()
     return prepared.edits
 
@@ -91,29 +95,32 @@ def prepare(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     followers: Sequence[Follower] = (),
     wrapper: nn.Module | None = None,
+    replay: bool = True,
 ) -> Prepared:
     """All of a shrink but the last step. `wrapper` is a DDP wrapper that will be gone by then."""
     _refuse_strange(model, graph)
     refuse_no_followers(followers, model, "shrink")
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
-        return _prepared(model, graph, _numbers(units), _listed(optimizer), list(followers), wrapper)
+        inner = unwrap(model)
+        _refuse_other_model(inner, graph, {name: tensor for name, tensor, _ in named_tensors(inner)})
+        edits = graph.edits(_numbers(units))
+        if not len(edits.units):
+            return Prepared(model, edits, (), ())
+        refuse_holders(model, edits, wrapper)
+        if replay:
+            refuse_unfit(inner, graph, edits)
+        return _prepared(model, graph, edits, _listed(optimizer), list(followers))
 
 
 def _prepared(
     model: nn.Module,
     graph: Graph,
-    units: np.ndarray,
+    edits: Edits,
     optimizers: list[torch.optim.Optimizer],
     followers: list[Follower],
-    wrapper: nn.Module | None,
 ) -> Prepared:
     inner = unwrap(model)
     named = {name: tensor for name, tensor, _ in named_tensors(inner)}
-    _refuse_other_model(inner, graph, named)
-    edits = graph.edits(units)
-    if not len(edits.units):
-        return Prepared(model, edits, (), ())
-    refuse_holders(model, edits, wrapper)
     refuse_optimizers(optimizers, named, edits)
     following = [tensors_of(follower) for follower in followers]
     names = _all_names(inner)

@@ -1,4 +1,4 @@
-"""`verify`: hold a cut copy of a model against a masked one, by numbers."""
+"""Checks of a cut on copies of the model: by numbers (`verify`), and at its own sizes (`refuse_unfit`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from keepk.cut.tensors import doomed, silencing
 from keepk.errors import ShrinkError
+from keepk.graph.blame import passing_through
 from keepk.graph.edits import Edits, Indices
+from keepk.graph.facts import Reason
 from keepk.graph.graph import Graph
+from keepk.graph.replay import Mismatch, Replays
 from keepk.graph.shell import Example, Workshop
+from keepk.graph.tracer import named_tensors
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import unwrap
 
 TOLERANCE = 1e-8  # in float64; what is wrong is off by much more
+SHOWN = 6  # layers in a message
 
 
 def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, seed: int = 0) -> float:
@@ -46,7 +51,7 @@ def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, 
     """
     trial = _Trial(Workshop(unwrap(model), _in_float64(Example.of(example)), None), graph)
     units = graph.choose(share, seed=seed)
-    found = trial.difference(units)
+    found = trial.difference(graph.edits(units))
     if found > TOLERANCE:
         raise ShrinkError(
             f"verify: {len(units)} units removed and the same units masked give outputs that differ by {found:.1e} of "
@@ -62,8 +67,7 @@ class _Trial:
     def __init__(self, workshop: Workshop, graph: Graph) -> None:
         self._workshop, self._graph = workshop, graph
 
-    def difference(self, units: Indices) -> float:
-        edits = self._graph.edits(units)
+    def difference(self, edits: Edits) -> float:
         cut, masked = (self._workshop.copy(it).double() for it in (edits, None))
         _silence(masked, edits)
         return _largest_difference(*(self._outputs(twin) for twin in (masked, cut)))
@@ -71,7 +75,7 @@ class _Trial:
     def guilty(self, units: Indices) -> list[str]:
         """The spaces that differ alone."""
         spaces = (np.intersect1d(np.concatenate(blocks), units) for blocks in self._graph.choices())
-        apart = [mine for mine in spaces if len(mine) and self.difference(mine) > TOLERANCE]
+        apart = [mine for mine in spaces if len(mine) and self.difference(self._graph.edits(mine)) > TOLERANCE]
         names = self._graph.units.space[np.concatenate([*apart, np.zeros(0, np.int64)])]
         return [repr(self._graph.spaces[number].name) for number in np.unique(names)]
 
@@ -104,3 +108,85 @@ def _largest_difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> floa
         return float("inf")
     pairs = [(a.double(), b.double()) for a, b in zip(wanted, got, strict=True) if a.numel()]
     return max((float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) for a, b in pairs), default=0.0)
+
+
+def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits) -> None:
+    """Refuse a cut after which the model's forward would fail or do something else than the trace has seen.
+
+    A trace tries a few widths. A forward may branch on others (``if h.shape[1] < 6``), or lose an axis where one
+    channel is left (``.squeeze()``), so that each cut is replayed at its own sizes, on a copy without weights. Widths
+    that were replayed before are not replayed again.
+
+    Raises:
+        ShrinkError: The cut copy did something else; nothing was changed.
+    """
+    replays = graph.replays
+    if replays is None or not len(edits.units):
+        return
+    after = {cut.tensor: cut.after for cut in edits.cuts}
+    shapes = tuple(after.get(name, tuple(tensor.shape)) for name, tensor, _ in named_tensors(model))
+    if shapes in replays.fitting:
+        return
+    _refuse_wide_projection(model, edits)
+    workshop = Workshop(model, replays.runs[0][0].example, replays.device)
+    found = replays.mismatch(workshop, graph, edits, lenient=True)
+    if found is not None and found.step >= 0:
+        # Forward may have filled caches since the trace: compare with what it does now.
+        replays = graph.replays = replays.recorded_again(workshop, graph)
+        found = replays.mismatch(workshop, graph, edits, lenient=True)
+    if found is None or found.step < 0 or _is_torchs_shortcut(model, graph, edits, found):
+        replays.fitting.add(shapes)  # a module that cannot have its new size says so when it gets it
+        return
+    step = replays.steps[max(found.step, 0)]
+    where = Reason("", step.name, step.module, step.place)
+    raise ShrinkError(
+        f"shrink: with {_widths(graph, edits, replays, found)}, forward would not do what it did when it was traced "
+        f"({found.run}): {found.why}{where}. Nothing was changed. Leave more units there, leave the layer out "
+        f"(exclude=...), or pass replay=False if the difference is meant."
+    )
+
+
+def _refuse_wide_projection(model: nn.Module, edits: Edits) -> None:
+    """An LSTM's projection must be narrower than its state; torch says so when one is made, and not in forward."""
+    modules = dict(model.named_modules())
+    after = {(it.module, it.attribute): it.new for it in edits.settings if it.attribute in ("hidden_size", "proj_size")}
+    for path in {path for path, _ in after}:
+        module = modules[path]
+        hidden, projected = (after.get((path, it), getattr(module, it, 0)) for it in ("hidden_size", "proj_size"))
+        if isinstance(module, nn.LSTM) and projected >= hidden:
+            raise ShrinkError(
+                f"shrink: LSTM {path!r} would have hidden_size={hidden} and proj_size={projected}. proj_size has to be "
+                f"smaller than hidden_size: leave more hidden units, or remove as many of the projection."
+            )
+
+
+def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
+    """Whether a difference is torch's own: with one channel left it takes other operations (`einsum` multiplies).
+
+    The outputs of a cut and of a masked copy tell, in eval mode and for exact units.
+    """
+    alive = graph.alive.copy()
+    alive[edits.units] = False
+    blocks = [block for blocks in graph.choices() for block in blocks if np.isin(block, edits.units).any()]
+    if all(alive[block].sum() > 1 for block in blocks) or graph.units.lossy[edits.units].any():
+        return False
+    if found.run is None or found.run.training or found.run.answers:
+        return False
+    trial = _Trial(Workshop(model, _in_float64(found.run.example), None), graph)
+    try:
+        return trial.difference(edits) <= TOLERANCE
+    except Exception:
+        return False
+
+
+def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> str:
+    """How many units the layers at the failing operation would have; or all that are cut, if it has none."""
+    alive = graph.alive.copy()
+    alive[edits.units] = False
+    cut = np.unique(graph.units.space[edits.units]).tolist()
+    through = np.zeros(len(graph.solution.classes), bool)
+    through[graph.solution.classes[passing_through(replays.steps, found.step, np.ones(len(through), bool))]] = True
+    near = [number for number in cut if through[graph.units.classes[graph.spaces[number].units]].any()]
+    named = [graph.spaces[number] for number in (near or cut)]
+    shown = ", ".join(f"{int(alive[space.units].sum())} of {space.name!r}" for space in named[:SHOWN])
+    return f"{shown} and others" if len(named) > SHOWN else shown

@@ -100,6 +100,14 @@ class Facts:
     uses: list[tuple[Map, str]] = field(default_factory=list)
     roles: dict[tuple[str, int], Role] = field(default_factory=dict)
 
+    def extend(self, other: "Facts") -> None:
+        """Take over the facts of another forward pass over the same atoms."""
+        for name in ("equal", "even", "grids", "lossy", "pins", "reads", "uses"):
+            getattr(self, name).extend(getattr(other, name))
+        for kind, lines in other.lines.items():
+            self.lines[kind].extend(lines)
+        self.roles.update({axis: role for axis, role in other.roles.items() if axis not in self.roles})
+
     def add_equal(self, one: Map, other: Map) -> None:
         """Atoms that stand at the same place go together."""
         first, second = _pairs(one, other)

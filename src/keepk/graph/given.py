@@ -1,12 +1,66 @@
 """What was given in the place of a model or an example, in the words of a refusal."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from keepk.errors import TraceError
 from keepk.graph.shell import Example
+
+TrainMode = Literal["check", "accept"]
+ValueBranches = Literal["check", "accept"]
+
+
+@dataclass(frozen=True)
+class TraceInputs:
+    """What a trace runs forward on, and what it may leave unknown; see `keepk.trace`.
+
+    Attributes:
+        examples: What forward takes, one or more.
+        training: What it takes in train mode; empty where that is the same.
+        train_mode: Whether a forward that fails in train mode is refused or left unknown.
+        value_branches: Whether a path that no example takes is refused or left unknown.
+        reports: What is not known is only written down, in `Graph.unknown`, and never refused.
+    """
+
+    examples: tuple[Example, ...]
+    training: tuple[Example, ...] = ()
+    train_mode: TrainMode = "check"
+    value_branches: ValueBranches = "check"
+    reports: bool = False
+
+    @staticmethod
+    def of(
+        example: Any,
+        examples: Sequence[Any] | None = None,
+        training_example: Any = None,
+        train_mode: TrainMode = "check",
+        value_branches: ValueBranches = "check",
+    ) -> "TraceInputs":
+        """From the arguments of `keepk.trace`, checked."""
+        for name, value, known in (
+            ("train_mode", train_mode, ("check", "accept")),
+            ("value_branches", value_branches, ("check", "accept")),
+        ):
+            if value not in known:
+                raise TraceError(f"{name}={value!r}: unknown. Give {known[0]!r} or {known[1]!r}.")
+        if examples is not None and (isinstance(examples, Tensor | Mapping) or not isinstance(examples, Sequence)):
+            raise TraceError(
+                f"examples: got {type(examples).__name__}. Give a list, each entry a tensor, a tuple of positional "
+                f"arguments or a dict of keyword arguments."
+            )
+        listed = [*([] if example is None else [example]), *(examples or ())]
+        training = () if training_example is None else (Example.of(training_example),)
+        if not listed:
+            raise TraceError(
+                "example: got NoneType. Give a tensor, a tuple of positional arguments, or a dict of keyword "
+                "arguments, as the model's forward takes them; such as one batch of the training data."
+            )
+        return TraceInputs(tuple(map(Example.of, listed)), training, train_mode, value_branches)
 
 
 def no_model(given: object, place: str = "model") -> str:

@@ -1,10 +1,13 @@
 """The graph of a model: its units, their spaces, what is fixed and why, and what a removal would cut."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from itertools import count, repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +21,9 @@ from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 from keepk.graph.wiring import Constant, Wiring
 from keepk.plan.numbers import exact_share
+
+if TYPE_CHECKING:
+    from keepk.graph.replay import Replays
 
 
 @dataclass(eq=False)
@@ -40,6 +46,8 @@ class Graph:
         self._unit_of = np.full(len(solution.classes), -1, np.int64)
         self._unit_of[self.units.classes] = np.arange(len(self.units))
         self.bindings: tuple[tuple[Indices, ...], ...] = tuple(self._blocks())
+        self.replays: Replays | None = None  # the forward passes that a cut model must repeat
+        self.unknown: tuple[str, ...] = ()  # parts of the model's forward that the trace has not seen
 
     @property
     def alive(self) -> NDArray[np.bool_]:
@@ -173,6 +181,10 @@ class Graph:
             selections=tuple(self._selections(then.alive)),
             headwise=tuple(path for path, names in self.wiring.headwise.items() if names & touched),
         )
+
+    def alive_after(self, units: Indices) -> Flags:
+        """Which atoms are left once these units are removed as well."""
+        return self._without(units).alive
 
     def removed(self, units: Indices) -> None:
         """Take note that these units are gone from the model."""

@@ -1,7 +1,9 @@
 """Labels: what the trace knows about one tensor of the forward pass."""
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -54,19 +56,36 @@ class Label:
 UNLABELLED = Label()
 
 
+# Labels count only in the forward pass that set them: a model may keep tensors of one pass for the next one, in a
+# dict or an lru_cache, and their atoms mean nothing there.
+class _ForwardPass(threading.local):
+    number = 0
+
+
+_numbers = count(1)
+_current = _ForwardPass()  # each thread may run a trace of its own
+
+
+def begin_forward_pass() -> None:
+    """Forget all labels."""
+    _current.number = next(_numbers)
+
+
 def label_of(tensor: Tensor) -> Label:
     """The tensor's label; an input of the model has an empty one."""
-    return getattr(tensor, _ATTRIBUTE, UNLABELLED)
+    label: Label
+    number, label = getattr(tensor, _ATTRIBUTE, (0, UNLABELLED))
+    return label if number == _current.number else UNLABELLED
 
 
 def is_labelled(tensor: Tensor) -> bool:
     """Whether the trace has seen where it comes from."""
-    return hasattr(tensor, _ATTRIBUTE)
+    return bool(_current.number) and getattr(tensor, _ATTRIBUTE, (0,))[0] == _current.number
 
 
 def set_label(tensor: Tensor, label: Label) -> None:
     """Give the tensor a label."""
-    setattr(tensor, _ATTRIBUTE, label)
+    setattr(tensor, _ATTRIBUTE, (_current.number, label))
 
 
 def tensors_in(tree: object) -> Iterable[Tensor]:
@@ -80,4 +99,4 @@ def tensors_in(tree: object) -> Iterable[Tensor]:
         for value in tree:
             yield from tensors_in(value)
     elif hasattr(tree, "__dict__") and not isinstance(tree, torch.nn.Module | type):
-        yield from tensors_in({key: value for key, value in vars(tree).items() if key != _ATTRIBUTE})
+        yield from tensors_in({key: value for key, value in vars(tree).items() if not key.startswith("_keepk_")})

@@ -13,18 +13,22 @@ import numpy as np
 
 from keepk.errors import ShrinkError
 from keepk.graph.blame import passing_through
-from keepk.graph.edits import Edits, Indices
-from keepk.graph.facts import Bound, Line, Lines, Reason
+from keepk.graph.edits import Indices
+from keepk.graph.facts import Bound, Facts, Line, Lines, Reason
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags, Map
 from keepk.graph.program_numbers import ProgramNumbers, rows_of_both
-from keepk.graph.replay import Mismatch, Replay
+from keepk.graph.replay import Mismatch, Replays
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
-from keepk.graph.tracer import Step, Tracer
+from keepk.graph.tracer import Step
 from keepk.graph.wiring import Constant, Wiring
 
 ROUNDS = 60  # a bound on the wait: each is a forward pass or more
+
+
+class NotRepeatable(Exception):  # noqa: N818 - it is caught at once, and the model is traced again
+    """An uncut copy does something else than the first trace."""
 
 
 @dataclass
@@ -33,26 +37,28 @@ class Probe:
 
     Args:
         workshop: Makes the copies.
-        tracer: The first trace.
-        training: The trace of the forward pass in train mode, if there was a need for one.
-        wiring: What the first trace found.
+        replays: The forward passes that were traced, and that every copy must repeat.
+        facts: What they say about atoms.
+        atoms: How many atoms there are.
+        wiring: The tensors and axes of the model.
         pins: What stays besides what the facts say; grows.
         lossy: What is lossy besides; grows.
         constants: Numbers in the model's Python that follow a size; grows.
     """
 
     workshop: Workshop
-    tracer: Tracer
-    training: Tracer | None
+    replays: Replays
+    facts: Facts
+    atoms: int
     wiring: Wiring
     pins: list[Bound]
     lossy: list[Bound]
     constants: list[Constant]
 
     def __post_init__(self) -> None:
-        self._steps = [*self.tracer.steps, *(self.training.steps if self.training else ())]
-        self._only_training = self.training.touched - self.tracer.touched if self.training else set[str]()
+        self._steps = self.replays.steps
         self._numbers = ProgramNumbers(self._steps, dict(self.workshop.model.named_modules()))
+        self._repeats = False
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
         self._ties = dict[bytes, Bound]()  # parts whose size is one number in the model's Python
@@ -61,10 +67,10 @@ class Probe:
         self.graph = self._solved()
 
     def _solved(self) -> Graph:
-        known = self.tracer.facts
+        known = self.facts
         even = [bound for bound in known.even if (bound.reason.operation, bound.reason.place) not in self._literal]
         facts = replace(known, lossy=[*known.lossy, *self.lossy], even=[*even, *self._ties.values()])
-        solution = solve(facts, self.tracer.atoms.count, self.pins, self._loosened, self._aligned)
+        solution = solve(facts, self.atoms, self.pins, self._loosened, self._aligned)
         return Graph(self.wiring, solution, self.constants)
 
     def settle(self) -> Graph:
@@ -85,10 +91,18 @@ class Probe:
                 found = self._align(lossy=lossy)
                 if found is None:
                     return
-            elif not self._repaired(found, units) and not self._tied(found):
-                self._give_up(found, units)
+            else:
+                self._refuse_unrepeatable()
+                if not self._repaired(found, units) and not self._tied(found):
+                    self._give_up(found, units)
             failing = max(found.step, 0)
         self._fix_all(self._steps[failing], lossy=lossy)
+
+    def _refuse_unrepeatable(self) -> None:
+        """Where a cut copy fails, see first whether an uncut one repeats the trace."""
+        if not self._repeats and (found := self._attempt(np.zeros(0, np.int64))) is not None:
+            raise NotRepeatable(found.why)
+        self._repeats = True
 
     def _first_failure(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
         """Of half of every space, of uneven shares and of sources, which do not fit; None if all do."""
@@ -134,36 +148,7 @@ class Probe:
             edits = graph.edits(units)
         except ShrinkError as error:
             return Mismatch(-1, str(error))
-        return self._replayed(graph, edits)
-
-    def _replayed(self, graph: Graph, edits: Edits) -> Mismatch | None:
-        """In eval mode, and in train mode where something is cut that only training uses."""
-        found = self._followed(self.tracer, graph, edits)
-        if found is not None or self.training is None or self._only_training.isdisjoint(c.tensor for c in edits.cuts):
-            return found
-        found = self._followed(self.training, graph, edits, training=True)
-        if found is None:
-            return None
-        return Mismatch(len(self.tracer.steps) + found.step, found.why, number=found.number)
-
-    def _followed(self, first: Tracer, graph: Graph, edits: Edits, *, training: bool = False) -> Mismatch | None:
-        """Where a cut copy leaves the way of an uncut one."""
-        alive = alive_atoms(graph.solution.classes, graph.units.classes[edits.units])
-        try:
-            twin = self.workshop.copy(edits, training=training)
-        except Exception as error:  # a module of the user's that does not let its numbers be set
-            return Mismatch(-1, f"{type(error).__name__}: {error}")
-        exact = not graph.units.lossy[edits.units].any()
-        replay = Replay(twin, first, graph.solution.classes, alive, edits.selections, same_numbers=exact)
-        try:
-            with self.workshop.running() as example:
-                replay.follow(example.arguments, example.by_name)
-            replay.finish()
-        except Mismatch as mismatch:
-            return mismatch
-        except Exception as error:  # whatever the user's forward raises, a size that it cannot have made it do so
-            return Mismatch(replay.position, f"{type(error).__name__}: {error}")
-        return None
+        return self.replays.mismatch(self.workshop, graph, edits)
 
     def _repaired(self, found: Mismatch, units: Indices) -> bool:
         """Try the numbers that could be the one in the way; keep what moves the failure on."""
@@ -226,7 +211,7 @@ class Probe:
         classes = self.graph.solution.classes
         blamed = np.zeros(len(classes), bool)
         blamed[classes[atoms]] = True
-        heads = [lines for lines in self.tracer.facts.lines[Line.HEADS] if blamed[classes[lines.cells]].any()]
+        heads = [lines for lines in self.facts.lines[Line.HEADS] if blamed[classes[lines.cells]].any()]
         fresh = set(heads) - self._loosened
         self._loosened |= fresh
         if fresh:

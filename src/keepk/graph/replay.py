@@ -4,20 +4,25 @@ Shapes alone would not tell a shuffled order from the right one. The copy's weig
 each operation's result can be held against the first trace with the removed ids taken out.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from keepk.graph.call import Call
-from keepk.graph.created import CREATED
-from keepk.graph.edits import Indices, Selection
+from keepk.graph.edits import Edits, Indices, Selection
 from keepk.graph.facts import Facts
+from keepk.graph.graph import Graph
 from keepk.graph.label import label_of, set_label
 from keepk.graph.maps import Flags, Map, compress, predict, restrict_all, support
-from keepk.graph.tracer import Numbers, Step, Tracer, numbers_of
+from keepk.graph.shell import META, Example, Workshop
+from keepk.graph.tracer import Numbers, Recorded, Step, Tracer, named_tensors, numbers_of
 from keepk.graph.union import Classes
+from keepk.graph.values import CREATED
 
 # Whether a reshape copies depends on sizes, so these come and go between two runs.
 MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
@@ -32,23 +37,30 @@ class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
     def __init__(self, step: int, why: str, *, number: bool = False, others: bool = False) -> None:
         super().__init__(why)
         self.step, self.why = step, why
+        self.run: Run | None = None  # the forward pass in which it happened
         self.number, self.others = number, others  # a value is another one; the size is right, the channels are not
 
 
 class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
-    """A trace of a cut copy, compared with the first trace as it goes."""
+    """A trace of a cut copy, compared with the first trace as it goes.
+
+    An axis that is down to one channel has no map, so that what it is joined with may have none either. A `lenient`
+    replay accepts that; what does have a map must be in order.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        first: Tracer,
+        first: Recorded,
         classes: Classes,
         alive: Flags,
         selections: Sequence[Selection],
         *,
         same_numbers: bool,
+        lenient: bool = False,
     ) -> None:
         super().__init__(model, first.groups)
+        self._lenient = lenient
         self._first, self._classes, self._alive, self._same_numbers = first, classes, alive, same_numbers
         self._selected = {selection.module: selection.channels for selection in selections}
         self.atoms = first.atoms.branch()
@@ -85,6 +97,14 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Mismatch(self.position, f"a tensor is made of {numbers}, which was not so before")
         self._position = number + 1
         self._compare_numbers(steps[number], (("data", numbers),), number)
+
+    def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:  # noqa: ARG002 - the first trace has read it
+        """Tell Python the value that it read in the first trace."""
+        known, number = self._first.reads, len(self.reads)
+        if number == len(known) or known[number].place != self.place():
+            raise Mismatch(self.position, f"a value is read at {self.place()}, which was not read before")
+        self.reads.append(known[number])
+        return known[number].value
 
     def record(self, call: Call) -> None:
         """Hold the operation against the first trace and give its outputs the ids that they had there."""
@@ -180,7 +200,10 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         left = restrict_all(maps, self._alive) or []
         found = [m for m in map(compress, label_of(output).maps) if support(m)]
         for index_map in (m for m in map(compress, left) if support(m)):
-            if not any(self._same(index_map, other) for other in found):
+            known = [other for other in found if other.shape == index_map.shape]
+            if self._lenient and not known:
+                continue
+            if not any(self._same(index_map, other) for other in known):
                 raise Mismatch(blamed, f"{call.name} puts the channels in another order", others=True)
         label = label_of(output)
         # No facts are collected here: the flags only tell weights from buffers.
@@ -188,8 +211,6 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def _same(self, wanted: Map, found: Map) -> bool:
         """Whether the ids are those predicted; what is down to one channel carries none (0), and could not be moved."""
-        if wanted.shape != found.shape:
-            return False
         known, fresh = (found > 0) & (found < self._known), found >= self._known
         if (self._classes[found[known]] != self._classes[wanted[known]]).any():
             return False
@@ -201,3 +222,104 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
 def _selected(index_map: Map, channels: Indices) -> Map:
     return np.take(index_map, channels, axis=1) if index_map.shape[1] > 1 else index_map
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A forward pass that a trace knows.
+
+    Attributes:
+        example: What forward is called with.
+        training: In train mode.
+        answers: By place, the truth values that Python is told there instead of the true ones.
+    """
+
+    example: Example
+    training: bool = False
+    answers: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """When the model's forward is called like this."""
+        mode = "in train mode" if self.training else "in eval mode"
+        other = f", on the other side of the branch at {', '.join(self.answers)}" if self.answers else ""
+        return f"{mode}{other}"
+
+
+@dataclass(frozen=True, eq=False)
+class Replays:
+    """The forward passes that every cut copy must repeat.
+
+    Attributes:
+        runs: Each with the trace of the uncut copy.
+        device: Where cut copies run: the meta device, or None for where the model is, if sizes depend on values.
+        fitting: The shapes of all tensors with which the model was found to repeat every pass.
+    """
+
+    runs: tuple[tuple[Run, Recorded], ...]
+    device: torch.device | None = META
+    fitting: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
+
+    def recorded_again(self, workshop: Workshop, graph: Graph) -> "Replays":
+        """The same passes over the model as it is now, which may have filled caches since it was traced."""
+        fresh = list[tuple[Run, Recorded]]()
+        for run, recorded in self.runs:
+            answers: dict[str, list[Any]] = {}
+            for read in recorded.reads:
+                answers.setdefault(read.place, []).append(read.value)
+            tracer = Tracer(workshop.copy(training=run.training), recorded.groups, answers)
+            tracer.atoms = recorded.atoms.branch()
+            alive = graph.alive_after(np.zeros(0, np.int64))
+            left = {name: tuple(restrict_all(maps, alive) or ()) for name, maps in recorded.tensors.items()}
+            named = {name for name, _, _ in named_tensors(tracer.model)}
+            tracer.label_tensors(left | dict.fromkeys(named - set(left), ()))
+            with workshop.running(run.example) as example:
+                tracer.follow(example.arguments, example.by_name)
+            again = replace(tracer.recorded(), tensors=recorded.tensors, atoms=recorded.atoms)
+            fresh.append((run, again))
+        return replace(self, runs=tuple(fresh))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
+        return self  # a record of the past
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The operations of all passes, one after the other."""
+        return [step for _, recorded in self.runs for step in recorded.steps]
+
+    def mismatch(self, workshop: Workshop, graph: Graph, edits: Edits, *, lenient: bool = False) -> Mismatch | None:
+        """Where a copy cut by edits leaves the way of the uncut one, in any of the passes; None if it never does."""
+        offset = 0
+        for run, recorded in self.runs:
+            found = _followed(workshop, run, recorded, graph, edits, lenient=lenient)
+            if found is not None:
+                found.run = run
+                found.step += offset if found.step >= 0 else 0
+                return found
+            offset += len(recorded.steps)
+        return None
+
+
+def _followed(
+    workshop: Workshop, run: Run, first: Recorded, graph: Graph, edits: Edits, *, lenient: bool
+) -> Mismatch | None:
+    alive = graph.alive_after(edits.units)
+    try:
+        twin = workshop.copy(edits, training=run.training)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a module of the user's that does not let its numbers be set
+        return Mismatch(-1, f"{type(error).__name__}: {error}")
+    exact = not graph.units.lossy[edits.units].any()
+    classes = graph.solution.classes
+    replay = Replay(twin, first, classes, alive, edits.selections, same_numbers=exact, lenient=lenient)
+    try:
+        with workshop.running(run.example) as example:
+            replay.follow(example.arguments, example.by_name)
+        replay.finish()
+    except Mismatch as mismatch:
+        return mismatch
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the user's forward raises, a size that it cannot have made it do so
+        return Mismatch(replay.position, f"{type(error).__name__}: {error}")
+    return None

@@ -1,7 +1,9 @@
 """Copies of a model to trace: without weights where that works, and cut by edits where that is wanted."""
 
 import copy
+import functools
 import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from keepk.errors import TraceError
 from keepk.graph.edits import Cut, Edits, write_attribute
 from keepk.graph.layers import SELECTED, HeadwiseAttention, selecting
 from keepk.graph.tracer import named_tensors
+from keepk.graph.values import LARGEST, keep_buffers_beside, keep_value_beside
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,12 @@ class Example:
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return value.detach().clone() if device is None else value.detach().to(device)
+            if device is None:
+                return value.detach().clone()
+            copied = value.detach().to(device)
+            if copied.is_meta and value.numel() <= LARGEST:
+                keep_value_beside(copied, value.detach().to("cpu", copy=True) if not value.is_meta else value)
+            return copied
 
         return Example(tree_map(moved, self.arguments), tree_map(moved, self.by_name))
 
@@ -85,6 +93,8 @@ class Workshop:
                 f"model {type(self.model).__name__}: cannot be copied ({type(error).__name__}: {error}). "
                 f"The trace works on a copy; make copy.deepcopy(model) work."
             ) from error
+        if self.device is not None:
+            keep_buffers_beside(twin, self.model)
         _adapt(twin, edits)
         return twin.train(training)
 
@@ -94,8 +104,11 @@ class Workshop:
         return cut_tensor(tensor, cut) if cut else tensor.clone()
 
     @contextmanager
-    def running(self) -> Iterator[Example]:
-        """The surroundings of a forward pass that is watched: no gradients, no fused kernels, no trace left behind."""
+    def running(self, example: Example | None = None) -> Iterator[Example]:
+        """The surroundings of a forward pass that is watched: no gradients, no fused kernels, no trace left behind.
+
+        Random numbers are the same in every pass, so that two traces of a model find the same.
+        """
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -106,7 +119,21 @@ class Workshop:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             if self.device is not None:
                 stack.enter_context(self.device)
-            yield self.example.on(self.device)
+            yield (example or self.example).on(self.device)
+
+
+def clear_caches(model: nn.Module) -> None:
+    """Empty the `functools` caches of the packages that a model's classes come from.
+
+    A cached function runs in the first forward pass only, so that the second one would look different. And it would
+    hand tensors of a trace, which have no values, to the model itself.
+    """
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "builtins"}
+    modules = [it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None]
+    for scope in (*modules, *(type(module) for module in model.modules())):
+        for value in list(vars(scope).values()):
+            if isinstance(value, functools._lru_cache_wrapper) and value.cache_info().currsize:
+                value.cache_clear()
 
 
 PIECE = 1 << 17  # numbers that stay in the cache
@@ -188,6 +215,10 @@ def _random_state_kept(model: nn.Module) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()  # a user's forward may draw from both
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[it] for it in sorted(devices))):
+                generator.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
             yield
     finally:
         random.setstate(python)

@@ -1,8 +1,8 @@
 """`trace`: find what one channel is in any network."""
 
-import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,60 @@ from torch import nn
 
 from keepk.errors import TraceError
 from keepk.graph.attributes import sized_attributes
-from keepk.graph.facts import Bound, Reason
-from keepk.graph.given import likely_slip, no_model, refuse_scripted
+from keepk.graph.facts import Bound, Facts, Reason
+from keepk.graph.given import TraceInputs, TrainMode, ValueBranches, likely_slip, no_model, refuse_scripted
 from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
-from keepk.graph.probe import Probe
-from keepk.graph.shell import META, Example, Workshop
-from keepk.graph.tracer import Tracer, named_tensors, output_maps
+from keepk.graph.probe import NotRepeatable, Probe
+from keepk.graph.replay import Replays, Run
+from keepk.graph.shell import META, Example, Workshop, clear_caches
+from keepk.graph.solve import solve
+from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
+from keepk.graph.values import is_raised_by_program, opposite
 from keepk.graph.wiring import Wiring
 from keepk.graph.wrappers import unwrap
 
+ATTEMPTS = 3  # to trace a model whose forward fills caches
+BRANCHES = 24  # places at which both outcomes of a truth value are tried: each is a forward pass of every cut copy
 
-def trace(model: nn.Module, example: Any) -> Graph:
+
+class TrainForwardError(TraceError):
+    """forward fails in train mode, so that code that runs only in training is not known."""
+
+
+def trace(
+    model: nn.Module,
+    example: Any = None,
+    *,
+    examples: Sequence[Any] | None = None,
+    training_example: Any = None,
+    train_mode: TrainMode = "check",
+    value_branches: ValueBranches = "check",
+) -> Graph:
     """Find the channels of a model: which slices of which tensors go together, what is fixed, and why.
 
-    One forward pass is watched, on a copy without weights; nothing of the model changes. Where the model's Python looks
-    at values, the copy has weights.
+    Forward passes are watched, in eval and in train mode, on copies without weights; nothing of the model changes.
+    Where the model's Python reads values that depend on the weights, the copies have weights. Where it branches on a
+    truth value (``if mask.any()``), the other branch is run as well.
 
     Args:
         model: Any module whose forward works on the example.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments. Two or more pictures or
-            sequences, so that the batch is not taken for something else.
+            sequences, so that the batch dimension can be told apart from dimensions of size 1.
+        examples: Several of these, for a forward that takes different paths. What no path uses keeps its size.
+        training_example: What forward takes in train mode, if that is something else (a detector's targets).
+        train_mode: "check" refuses a forward that fails in train mode on the example. "accept" goes as far as it gets;
+            code behind that point may fail or compute something else after a cut, and what only it uses keeps its size.
+        value_branches: "check" refuses a forward that reads numbers from tensors, or that branches on values and fails
+            on the side that no example takes. "accept" traces the paths of the examples and leaves the others unknown.
+
+    Returns:
+        The graph of the model's units.
+
+    Raises:
+        TraceError: forward fails on an example, or what it does cannot be known from the examples.
 
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -44,79 +75,265 @@ def trace(model: nn.Module, example: Any) -> Graph:
         >>> graph.slices(0)
         [('0.weight', 0, 0), ('0.bias', 0, 0), ('2.weight', 1, 0)]
     """
-    given = Example.of(example)
-    _refuse_strange(model, given)
+    inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
+    return trace_inputs(model, inputs)
+
+
+def trace_inputs(model: nn.Module, inputs: TraceInputs) -> Graph:
+    """`trace` with arguments that were checked before."""
+    _refuse_strange(model, inputs)
     with torch.inference_mode(False):  # whose tensors tell nothing of where they come from
         try:
-            return _traced(Workshop(unwrap(model), given, META))
+            return _traced(unwrap(model), inputs, META)
         except _NotOnMeta:
-            return _traced(Workshop(unwrap(model), given, None))
+            return _traced(unwrap(model), inputs, None)
 
 
 class _NotOnMeta(Exception):  # noqa: N818 - says only that the copy needs weights
-    """The model's Python looks at values."""
+    """The forward pass does not work without values."""
 
 
-def _traced(workshop: Workshop) -> Graph:
-    tracer, training = _watch(workshop)
-    wiring = _wiring(workshop.model, tracer)
-    return Probe(workshop, tracer, training, wiring, pins=[], lossy=[], constants=[]).settle()
+def _traced(model: nn.Module, inputs: TraceInputs, device: torch.device | None) -> Graph:
+    workshop = Workshop(model, inputs.examples[0], device)
+    for attempt in range(ATTEMPTS):
+        watched = _Watched(workshop, inputs).all_runs()
+        replays = Replays(tuple(watched.runs))
+        wiring = _wiring(model, watched)
+        light = _for_replays(workshop, replays, wiring, watched)
+        atoms = watched.tracers[0].atoms.count
+        probe = Probe(light, replays, watched.facts, atoms, wiring, pins=[], lossy=[], constants=[])
+        try:
+            graph = probe.settle()
+        except NotRepeatable as error:
+            # Python keeps something from one forward pass for the next, such as a dict of tables: it is filled now.
+            if attempt + 1 == ATTEMPTS:
+                raise TraceError(
+                    f"model {type(model).__name__}: its forward does something else each time it runs on the same "
+                    f"example ({error}). Make it repeatable: take out counters and random choices, or trace it in a "
+                    f"state in which they no longer change."
+                ) from error
+        else:
+            graph.replays = replace(replays, device=light.device)
+            graph.unknown = tuple(dict.fromkeys(watched.unknown))
+            return graph
+    raise AssertionError("unreachable")
 
 
-def _watch(workshop: Workshop) -> tuple[Tracer, Tracer | None]:
-    """The first trace, and one in train mode; begun again if weights turn out to belong to grouped convolutions."""
-    groups = dict[str, int]()
-    while True:
-        known = len(groups)
-        tracer = Tracer(workshop.copy(), groups)
-        tracer.label_tensors()
-        _bind_recurrent(tracer)
-        _pin_outputs(workshop, tracer, _run(workshop, tracer))
-        training = _see_what_training_uses(workshop, tracer)
-        if len(groups) == known:
-            return tracer, training
+def _for_replays(workshop: Workshop, replays: Replays, wiring: Wiring, watched: "_Watched") -> Workshop:
+    """Cut copies need no weights, even where the first trace did: Python gets the answers that it got there.
+
+    The exception is a forward in which sizes depend on values, as with ``x[mask]``.
+    """
+    if workshop.device is not None:
+        return workshop
+    light = replace(workshop, device=META)
+    uncut = Graph(wiring, solve(watched.facts, watched.tracers[0].atoms.count))
+    return light if replays.mismatch(light, uncut, uncut.edits([])) is None else workshop
 
 
-def _pin_outputs(workshop: Workshop, tracer: Tracer, output: Any) -> None:
-    for index_map in output_maps(output):
-        tracer.facts.add_pin(index_map, Reason("is an output of the model", place=_place_of_forward(workshop.model)))
+@dataclass(eq=False)
+class _Watched:
+    """The forward passes of a model, traced over the same atoms.
+
+    A pass that does what an earlier one did is dropped, with its facts: most models do in training what they do in
+    eval mode, but for dropout.
+    """
+
+    workshop: Workshop
+    inputs: TraceInputs
+    groups: dict[str, int] = field(default_factory=dict)
+
+    def all_runs(self) -> "_Watched":
+        """Trace every pass; begun again if weights turn out to belong to grouped convolutions."""
+        while True:
+            known = len(self.groups)
+            self.runs, self.tracers, self.facts = list[tuple[Run, Recorded]](), list[Tracer](), Facts()
+            self._touched, self._seen, self._asked = set[str](), list[tuple[Any, ...]](), set[tuple[bool, str]]()
+            self.unknown = list[str]()
+            for example in self.inputs.examples:
+                self._watch(Run(example))
+            self._watch_training()
+            self._watch_other_branches()
+            if len(self.groups) == known:
+                break
+        self._pin_unused("is never used in forward")
+        self._refuse_numbers_read()
+        return self
+
+    def _watch_training(self) -> None:
+        for example in self.inputs.training or self.inputs.examples:
+            try:
+                self._watch(Run(example, training=True))
+            except TrainForwardError as error:
+                self._not_known(error, accepted=self.inputs.train_mode == "accept")
+                # The facts up to the failure stay: they fix what goes into layers that keep their size.
+                tracer, cause = self._latest, error.__cause__
+                self.facts.extend(tracer.facts)
+                why = f"is used in training at most, where forward fails: {type(cause).__name__}: {cause}"[:200]
+                self._pin_unused(why)
+
+    def _not_known(self, error: TraceError, *, accepted: bool = False) -> None:
+        """Write down something that the trace cannot know; it is refused unless the user accepts it."""
+        self.unknown.append(str(error))
+        if not accepted and not self.inputs.reports:
+            raise error
+
+    def _watch(self, run: Run) -> Tracer:
+        self._latest = tracer = self._new_tracer(run)
+        clear_caches(self.workshop.model)
+        try:
+            with self.workshop.running(run.example) as example:
+                output = tracer.follow(example.arguments, example.by_name)
+        except Exception as error:
+            if self.workshop.device is not None:
+                raise _NotOnMeta from error
+            raise self._failed(run, error) from error
+        finally:
+            clear_caches(self.workshop.model)
+        for index_map in output_maps(output):
+            tracer.facts.add_pin(
+                index_map, Reason("is an output of the model", place=_place_of_forward(self.workshop.model))
+            )
+        returned = tuple(tracer.made_at.get(id(tensor), -1) for tensor in tensors_in(output))
+        self._keep(run, tracer, returned)
+        return tracer
+
+    def _new_tracer(self, run: Run) -> Tracer:
+        tracer = Tracer(self.workshop.copy(training=run.training), self.groups, run.answers)
+        if self.tracers:
+            tracer.atoms = self.tracers[0].atoms  # the same ids, and new ones for what this pass makes up
+            tracer.label_tensors(self.tracers[0].tensors)
+        else:
+            tracer.label_tensors()
+            self._weights_end = tracer.atoms.count
+            _bind_recurrent(tracer)
+        return tracer
+
+    def _keep(self, run: Run, tracer: Tracer, returned: tuple[int, ...]) -> None:
+        self.tracers.append(tracer)
+        self._touched |= tracer.touched
+        does = essence(tracer, returned, self._weights_end)
+        if not any(does == other for other in self._seen):
+            self._seen.append(does)
+            self.runs.append((run, tracer.recorded()))
+            self.facts.extend(tracer.facts)
+
+    def _watch_other_branches(self) -> None:
+        """Wherever Python branched on a truth value, run the forward again with the opposite one."""
+        waiting = list(self.runs)
+        while waiting:
+            run, recorded = waiting.pop(0)
+            for place in dict.fromkeys(read.place for read in recorded.reads if read.boolean):
+                if (run.training, place) in self._asked or self._both_known(run, place):
+                    continue
+                self._asked.add((run.training, place))
+                if len(self._asked) > BRANCHES:
+                    error = self._refused(place, f"forward branches on values in more than {BRANCHES} places", "")
+                    self._not_known(error, accepted=self._accepts_branches)
+                    return
+                other = replace(run, answers={**run.answers, place: opposite(recorded.reads, place)})
+                before = len(self.runs)
+                self._watch_branch(other, place)
+                waiting += self.runs[before:]
+
+    def _both_known(self, run: Run, place: str) -> bool:
+        """Whether the examples took both branches in this mode."""
+        reads = [
+            read.value
+            for one, recorded in self.runs
+            for read in recorded.reads
+            if one.training == run.training and read.place == place and not one.answers
+        ]
+        return len(set(map(bool, reads))) == 2
+
+    def _watch_branch(self, run: Run, place: str) -> None:
+        try:
+            self._watch(run)
+        except TraceError as error:
+            cause = error.__cause__
+            # A branch that ends in the program's own `raise` is a check of the input: nothing is computed there.
+            if isinstance(cause, Exception) and is_raised_by_program(cause):
+                return
+            what = f"forward branches on a value, and fails on the side that the example does not take ({cause})"
+            self._not_known(self._refused(place, what[:300], ""), accepted=self._accepts_branches)
+
+    @property
+    def _accepts_branches(self) -> bool:
+        return self.inputs.value_branches == "accept"
+
+    def _failed(self, run: Run, error: Exception) -> TraceError:
+        name = type(self.workshop.model).__name__
+        what = f"({type(error).__name__}: {error})"[:300]
+        if run.training and not run.answers:
+            return TrainForwardError(
+                f"model {name}: its forward works on the example in eval mode and fails in train mode {what}, so that "
+                f"code that runs only in training is not known. Give training_example=..., on which it works in train "
+                f'mode; or say train_mode="accept" if a cut may break what runs only in training.'
+            )
+        return TraceError(
+            f"model {name}: its forward failed on the example {what}. Give an example on which model(*example) works."
+            f"{likely_slip(self.workshop.model, run.example)}"
+        )
+
+    def _refused(self, place: str, what: str, more: str) -> TraceError:
+        return TraceError(
+            f"model {type(self.workshop.model).__name__}: {what}, at {place}{more}. Other inputs may take a path that "
+            f"the trace has not seen. Give examples=[...] that take all paths, or say "
+            f'value_branches="accept" if all inputs take the path of the example.'
+        )
+
+    def _refuse_numbers_read(self) -> None:
+        """A number that is read from a tensor may decide anything; only a truth value has one other answer."""
+        reads = [read for _, recorded in self.runs for read in recorded.reads if not read.boolean and not read.own]
+        for read in {read.place: read for read in reads}.values():
+            shown = f", which was {read.value!r} for the example"[:80]
+            error = self._refused(read.place, "forward reads a number from a tensor", shown)
+            self._not_known(error, accepted=self._accepts_branches)
+
+    def _pin_unused(self, why: str) -> None:
+        """A parameter or buffer that no forward pass used keeps its size."""
+        place = _place_of_forward(self.workshop.model)
+        tensors = self.tracers[0].tensors
+        for name in set(tensors) - self._touched:
+            for index_map in tensors[name]:
+                self.facts.add_pin(index_map, Reason(why, place=place))
 
 
-def _see_what_training_uses(workshop: Workshop, tracer: Tracer) -> Tracer | None:
-    """A parameter that forward uses in training only is traced there; one that it never uses keeps its size."""
-    if all(name in tracer.touched for name, maps in tracer.tensors.items() if maps):
-        return None
-    training = _in_train_mode(tracer)
-    try:
-        with workshop.running() as example:
-            output = training.follow(example.arguments, example.by_name)
-    except Exception as error:  # whatever the user's forward raises
-        if workshop.device is not None:
-            raise _NotOnMeta from error  # with weights it may go through
-        # The facts up to here stay: they fix what goes into a layer that keeps its size.
-        why = f"is used in training at most, where forward fails: {type(error).__name__}: {error}"[:200]
-        _pin_all_but(tracer.touched, workshop, tracer, why)
-        return None
-    finally:
-        tracer.model.eval()
-    _pin_outputs(workshop, tracer, output)
-    _pin_all_but(training.touched, workshop, tracer, "is never used in forward")
-    return training
+def essence(tracer: Tracer, returned: Sequence[int], weights_end: int) -> tuple[Any, ...]:
+    """The operations of a forward pass without dropout and without the flag of BatchNorms, in a form to compare.
+
+    Args:
+        tracer: The trace of the pass.
+        returned: For each tensor that the model returned, the step that made it.
+        weights_end: Ids from here on were made up on the way and are not compared.
+    """
+    steps = [(number, step) for number, step in enumerate(tracer.steps) if not _counts_batches(step, tracer)]
+    found, place_of = list[Any](), dict[int, int]()
+    place = 0
+    while place < len(steps):
+        names = tuple(step.name.removeprefix("aten::") for _, step in steps[place : place + 4])
+        if names[0].startswith(("empty", "new_empty")) and names[1:] == ("bernoulli", "div", "mul"):
+            place += 4  # dropout, stochastic depth: a mask of random zeros, which scales what it lets through
+            continue
+        number, step = steps[place]
+        place_of[number] = len(found)
+        found.append(_compared(step, weights_end))
+        place += 1
+    return (*found, tuple(place_of.get(number, -1) for number in returned))
 
 
-def _in_train_mode(tracer: Tracer) -> Tracer:
-    """A trace that goes on with the same atoms and facts, and has steps of its own."""
-    training = copy.copy(tracer)
-    training.steps, training.touched = [], set(tracer.touched)
-    training.model.train()
-    return training
+def _counts_batches(step: Step, tracer: Tracer) -> bool:
+    return step.name == "aten::add" and tracer.is_batch_norm(step.module) and step.outputs[0][0] == ()
 
 
-def _pin_all_but(used: set[str], workshop: Workshop, tracer: Tracer, why: str) -> None:
-    reason = Reason(why, place=_place_of_forward(workshop.model))
-    for name in set(tracer.tensors) - used:
-        for index_map in tracer.tensors[name]:
-            tracer.facts.add_pin(index_map, reason)
+def _compared(step: Step, weights_end: int) -> tuple[Any, ...]:
+    normalises = "batch_norm" in step.name
+    numbers = tuple(it for it in step.numbers if not (normalises and it[0] in ("training", "momentum")))
+    sides = (*step.inputs, *(step.outputs[:1] if normalises else step.outputs))
+    shapes = tuple(
+        (shape, tuple((m.shape, np.where(m < weights_end, m, -1).tobytes()) for m in maps)) for shape, maps in sides
+    )
+    return step.name.removesuffix("_no_training"), step.module, step.taken, numbers, shapes
 
 
 def _place_of_forward(model: nn.Module) -> str:
@@ -126,20 +343,6 @@ def _place_of_forward(model: nn.Module) -> str:
     except (OSError, TypeError):
         return type(model).__qualname__
     return f"{Path(source or '').name}:{line}"
-
-
-def _run(workshop: Workshop, tracer: Tracer) -> Any:
-    try:
-        with workshop.running() as example:
-            return tracer.follow(example.arguments, example.by_name)
-    except Exception as error:
-        if workshop.device is not None:
-            raise _NotOnMeta from error
-        raise TraceError(
-            f"model {type(workshop.model).__name__}: its forward failed on the example "
-            f"({type(error).__name__}: {error}). Give an example on which model(*example) works."
-            f"{likely_slip(workshop.model, workshop.example)}"
-        ) from error
 
 
 def _bind_recurrent(tracer: Tracer) -> None:
@@ -159,15 +362,15 @@ def _bind_recurrent(tracer: Tracer) -> None:
                 tracer.facts.even.append(Bound(np.stack(rows), why))
 
 
-def _wiring(model: nn.Module, tracer: Tracer) -> Wiring:
-    tensors = list(named_tensors(model))
+def _wiring(model: nn.Module, watched: _Watched) -> Wiring:
+    tensors, tracer = list(named_tensors(model)), watched.tracers[0]
     names = {id(tensor): name for name, tensor, _ in tensors}
     return Wiring(
         axes=tracer.atoms.axes,
         tensors=tracer.tensors,
         shapes={name: tuple(tensor.shape) for name, tensor, _ in tensors},
         parameters={name for name, _, parameter in tensors if parameter},
-        roles=tracer.facts.roles,
+        roles=watched.facts.roles,
         sized=tuple(sized_attributes(model, names)),
         headwise=dict(_attentions(model, names)),
     )
@@ -179,7 +382,7 @@ def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, 
             yield path, {names[id(weight)] for weight in module.parameters(recurse=False)}
 
 
-def _refuse_strange(model: object, example: Example) -> None:
+def _refuse_strange(model: object, inputs: TraceInputs) -> None:
     if not isinstance(model, nn.Module):
         raise TraceError(f"trace: {no_model(model)}")
     refuse_scripted("trace", model)
@@ -188,6 +391,11 @@ def _refuse_strange(model: object, example: Example) -> None:
             raise TraceError(f"tensor {name!r} has no shape yet. Run one forward pass of the lazy module first.")
         if hasattr(tensor, "device_mesh"):
             raise TraceError(f"tensor {name!r} is sharded over processes. Trace and shrink before sharding.")
+    for example in (*inputs.examples, *inputs.training):
+        _refuse_strange_example(model, example)
+
+
+def _refuse_strange_example(model: nn.Module, example: Example) -> None:
     for place, argument in (*enumerate(example.arguments), *example.by_name.items()):
         for tensor in tensors_in([argument]):
             if tensor.numel() == 0:
@@ -195,9 +403,17 @@ def _refuse_strange(model: object, example: Example) -> None:
                     f"example: argument {place!r} has a tensor of shape {tuple(tensor.shape)}, without elements, in "
                     f"which nothing can be followed. Give two or more pictures or sequences, none of them empty."
                 )
+    given = list(tensors_in([*example.arguments, example.by_name]))
+    shaped = [tensor for tensor in given if tensor.ndim]
+    if shaped and all(tensor.shape[0] == 1 for tensor in shaped):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in shaped[:4])
+        raise TraceError(
+            f"example: the first dimension of every tensor is 1 ({shapes}). Pass an example with a batch size of at "
+            f"least 2, so that the batch dimension can be told apart from dimensions of size 1."
+        )
     devices = {tensor.device.type for _, tensor, _ in named_tensors(model)}
-    for tensor in tensors_in([*example.arguments, example.by_name]):
-        if devices and tensor.device.type not in devices:
+    for tensor in given:
+        if devices and tensor.device.type not in devices and devices != {"meta"}:
             raise TraceError(
                 f"example: a tensor is on {tensor.device}, the model on {', '.join(sorted(devices))}. Move one of them."
             )

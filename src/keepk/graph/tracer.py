@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +12,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
 from keepk.graph.call import Call, base_name
-from keepk.graph.created import CREATED, FEW, WatchedNumbers
 from keepk.graph.facts import Facts
-from keepk.graph.label import Label, is_labelled, label_of, set_label, tensors_in
+from keepk.graph.label import Label, begin_forward_pass, is_labelled, label_of, set_label, tensors_in
 from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
+from keepk.graph.values import CREATED, FEW, NeedsValues, ValueRead, WatchedValues, keep_values, value_of
 
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
 # Constants and copies have atoms even where nothing that they are made of has any.
@@ -100,25 +100,58 @@ class Written:
     constant: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A forward pass as it was traced.
+
+    Attributes:
+        steps: Its operations, one after the other.
+        reads: The values that Python read from tensors.
+        tensors: By name, the maps of each parameter and buffer.
+        touched: The names of those that it used.
+        atoms: All atoms that were given out by its end.
+        groups: By name of a weight, the groups of the convolution that uses it.
+    """
+
+    steps: Sequence[Step]
+    reads: Sequence[ValueRead]
+    tensors: Mapping[str, tuple[Map, ...]]
+    touched: frozenset[str]
+    atoms: Atoms
+    groups: dict[str, int]
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Follows index maps through a forward pass and writes down facts and steps.
 
     Args:
         model: A copy of the user's model that may be labelled.
         groups: By name of a weight, the groups of the convolution that uses it, as far as they are known.
+        answers: By place, the values to answer there instead of the true ones, one after the other.
     """
 
-    def __init__(self, model: nn.Module, groups: dict[str, int]) -> None:
+    def __init__(
+        self, model: nn.Module, groups: dict[str, int], answers: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.model, self.groups = model, groups
         self.atoms, self.facts = Atoms(), Facts()
         self.steps: list[Step] = []
+        self.reads: list[ValueRead] = []
+        self.made_at: dict[int, int] = {}  # by the id of a tensor that is still there, the step that made it
+        self._answers = {place: list(reversed(outcomes)) for place, outcomes in (answers or {}).items()}
+        begin_forward_pass()
         self.tensors: dict[str, tuple[Map, ...]] = {}
         self.touched: set[str] = set()
         self._names: dict[int, str] = {}
         self._written: dict[int, Written] = {}
         self._stack = [""]
         self._modules = dict(model.named_modules())
+
+    def recorded(self) -> Recorded:
+        """The pass that was followed, without the copy of the model that it ran on."""
+        atoms = self.atoms.branch()
+        return Recorded(self.steps, self.reads, self.tensors, frozenset(self.touched), atoms, self.groups)
 
     @property
     def module(self) -> str:
@@ -162,8 +195,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def follow(self, arguments: Sequence[Any], by_name: dict[str, Any]) -> Any:
         """Run the model's forward and return its output."""
-        with self._watching_modules(), WatchedNumbers(self.record_numbers), self:
+        with self._watching_modules(), WatchedValues(self), self:
             return self.model(*arguments, **by_name)
+
+    def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
+        """Tell Python a value that it reads, and write that down."""
+        place = self.place()
+        if self._answers.get(place):
+            value: Any = self._answers[place].pop()
+        else:
+            values = [known for tensor in tensors if (known := value_of(tensor)) is not None]
+            if len(values) < len(tensors):
+                raise NeedsValues(f"a value is read at {place}")
+            with _disable_current_modes():
+                value = read(values)
+        own = all(is_labelled(tensor) and label_of(tensor).own for tensor in tensors)
+        self.reads.append(ValueRead(value, place, boolean, own))
+        return value
 
     @contextmanager
     def _watching_modules(self) -> Iterator[None]:
@@ -185,7 +233,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (args, kwargs or {})
+        if func is torch.ops.aten._local_scalar_dense.default:  # torch's own code reads a value
+            return self.answer(args, boolean=False, read=lambda values: func(*values))
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # values that the trace itself reads are not the model's affair
+            self._follow_operation(func, arguments, result)
+        return result
+
+    def _follow_operation(self, func: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any) -> None:
+        keep_values(func, *arguments, result)
         call = Call(self, func, arguments, result)
         self._refresh_views(call.inputs)
         self.touched.update(self._names[id(tensor)] for tensor in call.inputs if id(tensor) in self._names)
@@ -194,7 +250,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if func._schema.is_mutable:
                 self._note_written(call.outputs)
         self.record(call)
-        return result
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
         """Memory was written through a tensor: its base and all of its views are no longer zero where it is not."""
@@ -245,6 +300,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         outputs = tuple((tuple(tensor.shape), label_of(tensor).maps) for tensor in call.outputs)
         inputs = list(zip(call.input_shapes(), (label_of(tensor).maps for tensor in call.inputs), strict=True))
         inputs += [((number,), rows) for number, rows in call.counts]
+        self.made_at.update((id(tensor), len(self.steps)) for tensor in call.outputs)
         self.steps.append(
             Step(call.name, outputs, tuple(inputs), tuple(call.taken), numbers_of(call), self.module, call.place)
         )
