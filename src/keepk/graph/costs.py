@@ -7,13 +7,14 @@ Where no batch can be told, MACs are those of the whole example, and it is said 
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepk.graph.shell import META, Example, Workshop
@@ -70,21 +71,19 @@ def model_costs(model: nn.Module, example: Any) -> Costs:
     >>> model_costs(net, torch.zeros(2, 8)).macs
     66
     """
-    given = Example.of(example)
+    workshop = Workshop(model, Example.of(example), META)
     try:
-        flops = _flops(Workshop(model, given, META))
+        flops = _flops(workshop)
     except Exception:  # whatever a copy without weights raises, one with weights may not
-        flops = _flops(Workshop(model, given, None))
-    macs = {path: count // 2 for path, count in flops.items()}
-    batch = common_rows(tree_leaves((given.arguments, given.by_name)))
-    if batch is not None and any(count % batch for count in macs.values()):
-        batch = None  # something is computed once and not for each row
+        workshop = replace(workshop, device=None)
+        flops = _flops(workshop)
+    batch = _batch(workshop, flops)
     counted = set[int]()
     costs = []
     for path, module in model.named_modules():
         own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
         counted |= own.keys()
-        costs.append(LayerCost(path, type(module).__name__, sum(own.values()), macs.get(path, 0) // (batch or 1)))
+        costs.append(LayerCost(path, type(module).__name__, sum(own.values()), flops[path] // 2 // (batch or 1)))
     return Costs(tuple(cost for cost in costs if cost.parameters or cost.macs), batch)
 
 
@@ -119,6 +118,29 @@ def common_rows(values: Iterable[object]) -> int | None:
     rows = {len(value) for value in values if isinstance(value, Tensor) and value.dim() > 0}
     found = rows - {1} if len(rows) > 1 else rows
     return next(iter(found)) or None if len(found) == 1 else None
+
+
+def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
+    """By what the MACs of an example can be divided: its rows, if twice the rows take twice the MACs in every module.
+
+    They do not where the first dimension is a sequence under an attention, or where something is computed once. A
+    recurrent layer that takes the sequence first would not show it, so nothing is claimed beside one.
+    """
+    given = workshop.example
+    rows = common_rows(tree_leaves((given.arguments, given.by_name)))
+    if rows is None or any(isinstance(it, nn.RNNBase) and not it.batch_first for it in workshop.model.modules()):
+        return None
+
+    def twice(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+        return torch.cat([value, value]) if has_rows else value
+
+    doubled = Example(tree_map(twice, given.arguments), tree_map(twice, given.by_name))
+    try:
+        more = _flops(replace(workshop, example=doubled))
+    except Exception:  # a batch that is written in the model's Python
+        return None
+    return rows if all(more[path] == 2 * flops[path] for path in {*more, *flops}) else None
 
 
 def _flops(workshop: Workshop) -> dict[str, int]:

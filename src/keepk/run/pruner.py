@@ -243,8 +243,12 @@ class Pruner:
         self._sides.apply_masks()
 
     def untrue_counts(self) -> dict[str, tuple[int, int]]:
-        """By space whose count is not true: how many units the last event left, and how many are there now."""
-        self._follow_cuts()
+        """By space whose count is not true: how many units the last event left, and how many are there now.
+
+        Reads only: where masks have not followed a cut yet, they have no count to compare.
+        """
+        if self._sides.behind:
+            return {}
         claimed, found = self._sides.kept, self._sides.counted
         return {name: (claimed[name], found[name]) for name in self._plan if claimed[name] != found[name]}
 

@@ -128,13 +128,18 @@ class Sides:
             for it in self.held:  # exact after every event, also after one at which nothing goes
                 it.zero()
 
+    @property
+    def behind(self) -> bool:
+        """Whether somebody else has cut the model and the masks have not followed yet."""
+        before, now = self._record["tensors"], record_of(self._model)["tensors"]
+        return not (before is now or before == now) or any(it.outgrown for it in self.held)
+
     def follow_cuts(self) -> bool:
         """Whether somebody else has cut the model, as `compact` does; the masks are then cut along.
 
         A constant that was folded into a bias revives it, which only shows until the next update: to be asked before.
         """
-        before, now = self._record["tensors"], record_of(self._model)["tensors"]
-        if (before is now or before == now) and not any(it.outgrown for it in self.held):
+        if not self.behind:
             return False
         made = cuts_since(self._record, record_of(self._model))
         self._cut_elsewhere = next(iter(made), None)
@@ -142,10 +147,10 @@ class Sides:
             self.channels.follow_cuts(made.values())
         parameters = named_parameters(self._model)
         cuts = by_plain_name(self._model, made)
-        self._silenced = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self._silenced.items()}
-        dead = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self.weights.dead.items()}
+        self._silenced = {n: _cut_along(n, mask, cuts, parameters) for n, mask in self._silenced.items()}
+        dead = {n: _cut_along(n, mask, cuts, parameters) for n, mask in self.weights.dead.items()}
         self.weights.follow(dead, self.weights.counts(dead))
-        self._hold()
+        self._hold_masks()  # what is zeroed is another matter: this is asked where nothing but a count is wanted
         return True
 
     def refuse_cut_elsewhere(self) -> None:
@@ -249,11 +254,16 @@ class Sides:
         channels.refuse_other_counts(event, operation.gone)
         return operation
 
-    def _hold(self) -> None:
+    def _hold_masks(self) -> Masks:
+        """Make the masks ready for every update of the model as it is now."""
         self._record = record_of(self._model)
         parameters = named_parameters(self._model)
         dead = {**self._silenced, **self.weights.dead}
         self.held = held((parameters[name], mask) for name, mask in dead.items())
+        return dead
+
+    def _hold(self) -> None:
+        dead = self._hold_masks()
         with one_thread():  # an event is rare: no thread pool to wait for
             for it in self.held:
                 it.zero()
@@ -287,8 +297,10 @@ def certificate(sides: Sides, left: Mapping[str, int]) -> dict[str, dict[str, An
     return found
 
 
-def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameter: Tensor) -> Tensor:
-    left = left_of(dead, cuts[name]) if name in cuts else dead
+def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Mapping[str, Tensor]) -> Tensor:
+    if name not in parameters:
+        raise changed_model(ShrinkError, name, "is not there any more, and the model was cut since")
+    parameter, left = parameters[name], left_of(dead, cuts[name]) if name in cuts else dead
     if left.shape != parameter.shape:
         raise ShrinkError(
             f"parameter {name!r}: has shape {tuple(parameter.shape)}, its mask {tuple(left.shape)}: it was cut or "

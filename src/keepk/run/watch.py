@@ -68,8 +68,8 @@ class Watch:
                 f"pruner.step() was called twice in a row after one optimizer step or none, while the plan falls "
                 f"(space {falling[0]!r}: now from {before[falling[0]]:,} to {counts[falling[0]]:,}). Called once per "
                 f"batch, the whole plan is over after {epochs} batches, with no training in between. Call it at the "
-                f"end of every epoch, or every n batches. If one update per event is intended, as with full batches, ignore this: "
-                f'warnings.filterwarnings("ignore", "pruner.step", keepk.KeepkWarning).',
+                f"end of every epoch, or every n batches. If one update per event is intended, as with full batches, "
+                f'ignore this: warnings.filterwarnings("ignore", "pruner.step", keepk.KeepkWarning).',
             )
 
     def event(self, *, fell: bool) -> None:

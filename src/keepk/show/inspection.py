@@ -56,7 +56,7 @@ class Inspection:
         bindings: Of which parts equal numbers must go.
         layers: Parameters and multiply-accumulates (MACs) per sample of each module, without the modules inside it.
         batch: How many samples the example has, by which its MACs were divided. None if that could not be told, because
-            its tensors share no first dimension or MACs are not a multiple of it: MACs are of the whole example then.
+            its tensors share no first dimension, or MACs do not grow with it: MACs are of the whole example then.
     """
 
     model: str
