@@ -71,9 +71,9 @@ class Pruner:
     >>> pruner.plan
     {'all': (119, 110, 66, 33)}
     >>> for epoch in range(pruner.epochs):
-    ...     loss = model(torch.randn(8, 20)).square().mean()
-    ...     loss.backward()
-    ...     optimizer.step()
+    ...     for batch in torch.randn(2, 8, 20):
+    ...         model(batch).square().mean().backward()
+    ...         optimizer.step()
     ...     pruner.step()
     >>> pruner.done, pruner.kept, sum(int(mask.sum()) for mask in pruner.masks.values())
     (True, {'all': 33}, 33)
