@@ -199,7 +199,7 @@ def test_one_of_several_optimizers_is_enough():
     assert len(run([(1, 1)] * 4, optimizers=2)) == 1
 
 
-def test_a_step_with_a_closure_and_a_run_without_an_optimizer_are_not_judged():
+def test_lbfgs_and_a_run_without_an_optimizer_are_not_judged():
     net = mlp((30, 40, 10))
     optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=5)
     pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=400, schedule=[1000, 800, 400]), optimizer)

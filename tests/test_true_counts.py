@@ -394,3 +394,17 @@ def test_a_closed_pruner_counts_and_can_apply_its_masks():
         assert pruner.kept == {"w": 5_440}
     pruner.apply_masks()
     assert pruner.kept == {"w": 300}
+
+
+def test_a_tied_weight_that_one_of_its_names_excludes_is_not_counted(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.body, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    pruner = keepk.Pruner(model, keepk.weights("*", keep=7, exclude="head*", name="w"))
+    pruner.step()
+    assert pruner.kept == {"w": 7}
+    keepk.save(model, tmp_path)

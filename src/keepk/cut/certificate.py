@@ -57,5 +57,7 @@ def untrue_weights(model: nn.Module) -> dict[str, tuple[int, int]]:
 def alive_weights(model: nn.Module, entry: Mapping[str, Any]) -> int:
     """How many weights of a certified space are not zero."""
     named = named_parameters(model)
-    mine = {p for name, p in named.items() if matches(name, entry["select"]) and not matches(name, entry["exclude"])}
+    # As a run selects: a tied parameter is excluded by any of its names.
+    excluded = {p for name, p in named.items() if matches(name, entry["exclude"])}
+    mine = {p for name, p in named.items() if matches(name, entry["select"])} - excluded
     return sum(int(parameter.count_nonzero()) for parameter in mine)

@@ -341,8 +341,8 @@ class Pruner:
         mine = certificate(self._sides, self._sides.kept)
         return {**others, **{name: mine[name] for name in self._plan}}
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._watch.updated(optimizer, closure=any(callable(it) for it in (*args[1:], *kwargs.values())))
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._watch.updated(optimizer)
         self._zero_masked()
 
     def _zero_masked(self) -> None:

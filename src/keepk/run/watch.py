@@ -1,5 +1,6 @@
 """What a run warns about, once per cause: untrue counts, rankings that decide little, events without training."""
 
+import os
 import sys
 import warnings
 from collections import Counter
@@ -10,7 +11,7 @@ import torch
 
 from keepk.errors import KeepkWarning
 
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (sys.modules["keepk"], torch))
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 Thin = tuple[str, int, int]  # a layer's name, how many units are about to stay, how many it had
 SHARE = 0.05  # of a layer's units: where fewer are about to stay, something is usually wrong
 
@@ -55,9 +56,9 @@ class Watch:
         if 2 * tied > total:
             self.once(("tied", space), told_tied(space, kind, tied, total))
 
-    def updated(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
-        """Take note of an optimizer step. With a closure it may have made many updates, as LBFGS does."""
-        self._updates[id(optimizer)] += 2 if closure else 1
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of an optimizer step. One of LBFGS makes many updates."""
+        self._updates[id(optimizer)] += 2 if isinstance(optimizer, torch.optim.LBFGS) else 1
 
     def hasty(self, before: Mapping[str, int], counts: Mapping[str, int], epochs: int) -> None:
         """Warn where counts fall for the second time in a row with one optimizer step or none in between."""
