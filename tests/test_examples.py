@@ -29,6 +29,7 @@ def prune_a_convnet():
     return module
 
 
+@pytest.mark.filterwarnings("error::keepk.KeepkWarning")
 def test_the_example_keeps_exactly_what_is_asked(prune_a_convnet, tmp_path, capsys):
     """A few epochs of it; what is returned was loaded from the files."""
     with torch.random.fork_rng(devices=[]):
@@ -55,6 +56,7 @@ def test_the_examples_command_line(prune_a_convnet, monkeypatch):
     }
 
 
+@pytest.mark.filterwarnings("error::keepk.KeepkWarning")
 def test_the_readmes_first_block_runs_by_copy_and_paste(tmp_path, monkeypatch):
     """It prints what its comments say."""
     block = re.search(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)[1]

@@ -76,6 +76,7 @@ def test_the_public_names():
         == [
             "Annealing",
             "Cubic",
+            "KeepkWarning",
             "OneShot",
             "Phase",
             "Pruner",

@@ -67,30 +67,30 @@ def costs(report):
 def test_a_convolutional_network_by_hand():
     report = keepk.inspect(lenet(), torch.zeros(2, 1, 24, 24))
     assert costs(report) == {
-        "0": (6 * 25 + 6, 2 * 20 * 20 * 6 * 25),
+        "0": (6 * 25 + 6, 20 * 20 * 6 * 25),
         "1": (12, 0),
-        "4": (12 * 3 * 9 + 12, 2 * 8 * 8 * 12 * 3 * 9),
-        "6": (768 * 10 + 10, 2 * 768 * 10),
+        "4": (12 * 3 * 9 + 12, 8 * 8 * 12 * 3 * 9),
+        "6": (768 * 10 + 10, 768 * 10),
     }
     assert report.parameters == 156 + 12 + 336 + 7690
-    assert report.macs == 120_000 + 41_472 + 15_360
+    assert (report.batch, report.macs) == (2, 60_000 + 20_736 + 7_680)
 
 
 def test_a_linear_network_by_hand():
     net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
-    assert costs(keepk.inspect(net, torch.zeros(2, 8))) == {"0": (54, 2 * 8 * 6), "2": (21, 2 * 6 * 3)}
+    assert costs(keepk.inspect(net, torch.zeros(2, 8))) == {"0": (54, 8 * 6), "2": (21, 6 * 3)}
 
 
 def test_an_attention_by_hand():
     batch, time = 2, 5
-    products = 2 * batch * 3 * time * time * 4  # queries with keys, weights with values: 3 heads of 4
-    projection = batch * time * 7 * 12
+    products = 2 * 3 * time * time * 4  # queries with keys, weights with values: 3 heads of 4
+    projection = time * 7 * 12
     assert costs(keepk.inspect(Attention(), torch.zeros(batch, time, 7))) == {
         "": (0, products),
         "query": (84, projection),
         "key": (84, projection),
         "value": (84, projection),
-        "out": (65, batch * time * 12 * 5),
+        "out": (65, time * 12 * 5),
     }
 
 
@@ -98,7 +98,7 @@ def test_a_recurrent_layer_by_hand():
     """torch's own counter sees nothing of it on a CPU, where the whole layer is one operation."""
     batch, time, inputs, hidden = 2, 5, 7, 6
     net = nn.LSTM(inputs, hidden, batch_first=True)
-    steps = batch * time * 4 * hidden * (inputs + hidden)
+    steps = time * 4 * hidden * (inputs + hidden)
     assert costs(keepk.inspect(net, torch.zeros(batch, time, inputs))) == {
         "": (4 * hidden * (inputs + hidden + 2), steps)
     }
@@ -107,20 +107,20 @@ def test_a_recurrent_layer_by_hand():
 def test_a_layer_that_runs_twice_costs_twice_and_has_its_parameters_once():
     shared = nn.Linear(6, 6)
     net = nn.Sequential(nn.Linear(8, 6), shared, nn.ReLU(), shared, nn.Linear(6, 3))
-    assert costs(keepk.inspect(net, torch.zeros(2, 8)))["1"] == (42, 2 * 2 * 6 * 6)
+    assert costs(keepk.inspect(net, torch.zeros(2, 8)))["1"] == (42, 2 * 6 * 6)
 
 
 def test_tied_weights_count_once():
     net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 11, bias=False))
     net[1].weight = net[0].weight
     report = keepk.inspect(net, torch.zeros(2, 5, dtype=torch.int64))
-    assert costs(report) == {"0": (66, 0), "1": (0, 2 * 5 * 6 * 11)}
+    assert costs(report) == {"0": (66, 0), "1": (0, 5 * 6 * 11)}
     assert report.parameters == 66
 
 
 def test_a_model_that_looks_at_values_is_counted_with_its_weights():
     report = keepk.inspect(LooksAtValues(), torch.randn(2, 7))
-    assert costs(report) == {"first": (48, 84), "last": (21, 36)}
+    assert costs(report) == {"first": (48, 42), "last": (21, 18)}
     assert [(space.name, space.units) for space in report.spaces] == [("first", 6)]
 
 
@@ -146,7 +146,8 @@ def counted_by_torch(model, example):
 def test_totals_are_those_of_torchs_counter_on_the_real_model(name):
     model, example = NETWORKS[name]()
     report = keepk.inspect(model, example)
-    assert 2 * report.macs == counted_by_torch(model, example)
+    assert report.batch == len(example[0] if isinstance(example, tuple) else example)
+    assert 2 * report.macs * report.batch == counted_by_torch(model, example)
     assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -259,13 +260,14 @@ def test_the_table_in_words():
     model, example = NETWORKS["grouped"]()
     printed = str(keepk.inspect(model, example))
     for words in (
-        "Grouped: 879 parameters, 146,265 MACs for an example of 3x3x6x10:float64\n",
+        "Grouped: 879 parameters, 48,755 MACs per sample (example: 3x3x6x10:float64)\n",
         "Can shrink: 27 units in 3 spaces\n",
         "  first       12  channel    exact  axis 0 of first.weight, first.bias; axis 1 of grouped.weight\n",
         "  read from an axis without channels, such as an input of the model: axis 1 of first.weight\n",
         "  kernels of convolutions: 4 axes\n",
         "Must lose equal numbers\n  2 parts of 6 units: first\n      goes into a grouped convolution (aten::conv",
-        "  total                   879  146,265  100.00%",
+        "Layers (MACs per sample)\n",
+        "  total                   879  48,755  100.00%",
     ):
         assert words in printed
     assert re.search(
@@ -313,7 +315,17 @@ def test_the_json_form_comes_back_as_it_went(name):
     model, example = NETWORKS[name]()
     report = keepk.inspect(model, example)
     assert json.loads(report.json()) == report.data()
-    assert list(report.data()) == ["model", "example", "spaces", "fixed", "bindings", "layers", "parameters", "macs"]
+    assert list(report.data()) == [
+        "model",
+        "example",
+        "spaces",
+        "fixed",
+        "bindings",
+        "layers",
+        "batch",
+        "parameters",
+        "macs",
+    ]
     assert report.data()["layers"] == [dataclasses.asdict(layer) for layer in report.layers]
     assert len(report.data()["fixed"]) == len(report.fixed)
 
@@ -388,7 +400,7 @@ def call(line):
 def test_the_command_inspects_a_model_or_what_a_function_makes(name):
     result = call(f"inspect nets_to_inspect:{name} --input 2x8")
     assert result.exit_code == 0, result.stderr
-    assert "Sequential: 75 parameters, 132 MACs for an example of 2x8" in result.stdout
+    assert "Sequential: 75 parameters, 66 MACs per sample (example: 2x8)" in result.stdout
     assert "Can shrink: 6 units in 1 space" in result.stdout
 
 
@@ -404,7 +416,7 @@ def test_several_inputs_and_their_types():
     result = call("inspect nets_to_inspect:Words --input 2x5:int64 --input 2x5x6 --json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
-    assert (found["model"], found["example"], found["macs"]) == ("Words", ["2x5:int64", "2x5x6"], 10 * (24 + 8))
+    assert (found["model"], found["example"], found["macs"]) == ("Words", ["2x5:int64", "2x5x6"], 5 * (24 + 8))
 
 
 @pytest.mark.usefixtures("folder")

@@ -245,7 +245,7 @@ REPORT = LatencyReport(
     rows=(LatencyRow("torch", 1, Spread(0.5, 0.75, 1.0), Spread(1.0, 1.5, 2.0), Spread(1.9, 2.0, 2.1)),),
 )
 PRINTED = """\
-Small: ms on cpu, 1 thread, median and quartiles of 30
+Small: ms per batch on cpu, 1 thread, median and quartiles of 30
 runtime  batch    ms  quartiles  baseline ms  quartiles  times as fast  quartiles
 -------  -----  ----  ---------  -----------  ---------  -------------  ---------
 torch        1  0.75    0.5 - 1          1.5      1 - 2             2x  1.9 - 2.1"""

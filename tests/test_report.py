@@ -23,20 +23,20 @@ def rendered(thing, width=100):
 
 
 def counted_macs(model, example):
-    """By torch's own counter, on a copy: two operations for a multiply-accumulate."""
+    """By torch's own counter, on a copy: two operations for a multiply-accumulate; for each row of the example."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         copy.deepcopy(model).eval()(example)
-    return counter.get_total_flops() // 2
+    return counter.get_total_flops() // 2 / len(example)
 
 
-def counted_parameters(pruner):
-    """One by one: the numbers of each parameter that no mask takes away."""
+def counted_masked(pruner):
+    """One by one: the numbers of each parameter that a mask takes away."""
     masks = pruner.masks
     return sum(
         1
         for name, parameter in pruner.model.named_parameters()
         for place in range(parameter.numel())
-        if name not in masks or masks[name].reshape(-1)[place]
+        if name in masks and not masks[name].reshape(-1)[place]
     )
 
 
@@ -59,7 +59,9 @@ def test_every_number_is_that_of_plain_counting(shrink):
     for epoch in range(4):
         found = keepk.report(pruner)
         assert (found.epoch, found.epochs, found.error) == (epoch, 3, None)
-        assert found.parameters == counted_parameters(pruner)
+        assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert found.masked == counted_masked(pruner)
+        assert found.batch == len(example)
         assert found.macs == counted_macs(model, example)
         for space in found.spaces:
             wanted = planned[space.name]
@@ -80,16 +82,98 @@ def test_every_number_is_that_of_plain_counting(shrink):
 def test_numbers_of_a_dense_model_by_hand():
     net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
     found = keepk.report(keepk.Pruner(net, keepk.channels("0", keep=2), example=torch.zeros(5, 8)))
-    assert (found.parameters, found.macs) == (8 * 6 + 6 + 6 * 3 + 3, 5 * (8 * 6 + 6 * 3))
+    assert (found.parameters, found.masked) == (8 * 6 + 6 + 6 * 3 + 3, 0)
+    assert (found.macs, found.batch) == (8 * 6 + 6 * 3, 5)
+
+
+def test_parameters_and_macs_are_those_of_inspect():
+    """One convention: tensors as they are, and per sample, whatever is masked."""
+    for shrink in ("each", "end", "never"):
+        pruner, example, _ = mixed_run(shrink)
+        for _ in range(3):
+            pruner.step()
+            found, seen = keepk.report(pruner), keepk.inspect(pruner.model, example)
+            assert (found.parameters, found.macs, found.batch) == (seen.parameters, seen.macs, seen.batch)
+            assert found.masked > 0
+            costs = f"{seen.parameters:,} parameters ({found.masked:,} masked), {seen.macs:,} MACs per sample"
+            assert str(found).endswith(costs)
+
+
+class Pair(nn.Module):
+    """Takes two inputs, of which the second may have other rows than the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x, other):
+        return self.two(self.one(x).relu()) + other.sum()
+
+
+@pytest.mark.parametrize(
+    ("other", "batch"),
+    [
+        (torch.zeros(4, 2), 4),
+        (torch.zeros(1, 9), 4),  # broadcast, as position ids are
+        (torch.tensor(2.0), 4),
+        (torch.zeros(9, 9), None),  # a mask of positions: nothing says which of them is the batch
+    ],
+)
+def test_macs_are_per_sample_where_the_example_has_a_batch(other, batch):
+    example = (torch.zeros(4, 6), other)
+    pruner = keepk.Pruner(Pair(), keepk.channels("one", keep=2), example=example)
+    found, seen = keepk.report(pruner), keepk.inspect(pruner.model, example)
+    per_sample = 6 * 5 + 5 * 3
+    assert (found.batch, found.macs) == (batch, per_sample if batch else 4 * per_sample)
+    assert (seen.batch, seen.macs) == (found.batch, found.macs)
+    words = "per sample" if batch else "for the whole example (batch unknown)"
+    assert f"MACs are {words}" in str(found).splitlines()[0]
+    assert found.line.endswith(f"{found.macs} MACs {words}")
+    assert f"{found.macs} MACs {words} (example: 4x6" in str(seen)
+    assert f"Layers (MACs {words})" in str(seen)
+
+
+def test_macs_that_are_not_for_each_row_are_of_the_whole_example():
+    class Hyper(nn.Module):
+        """Its weight is computed once, whatever the batch is."""
+
+        def __init__(self):
+            super().__init__()
+            self.seed, self.make = nn.Parameter(torch.randn(1, 3)), nn.Linear(3, 10)
+
+        def forward(self, x):
+            return x @ self.make(self.seed).view(5, 2)
+
+    seen = keepk.inspect(Hyper(), torch.zeros(4, 5))
+    assert (seen.batch, seen.macs) == (None, 3 * 10 + 4 * 5 * 2)
+
+
+def test_a_first_dimension_that_is_a_sequence_is_not_taken_for_the_batch():
+    class Attends(nn.Module):
+        def __init__(self, batch_first, swaps=False):
+            super().__init__()
+            self.attention, self.swaps = nn.MultiheadAttention(6, 2, batch_first=batch_first), swaps
+
+        def forward(self, x):
+            x = x.transpose(0, 1) if self.swaps else x
+            out = self.attention(x, x, x, need_weights=False)[0]
+            return out.transpose(0, 1) if self.swaps else out
+
+    x = torch.zeros(4, 7, 6)
+    assert keepk.inspect(Attends(batch_first=False), x).batch is None
+    for model in (Attends(batch_first=True), Attends(batch_first=False, swaps=True)):
+        assert keepk.inspect(model, x).batch == 4
+    assert keepk.inspect(nn.GRU(6, 5), x).batch is None
+    assert keepk.inspect(nn.GRU(6, 5, batch_first=True), x).batch == 4
 
 
 def test_a_tied_weight_is_counted_once_and_a_mask_of_it_too():
     net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.ReLU(), nn.Linear(6, 6, bias=False))
     net[2].weight = net[0].weight
     pruner = keepk.Pruner(net, keepk.weights("*", keep=10))
-    assert keepk.report(pruner).parameters == 36
+    assert (keepk.report(pruner).parameters, keepk.report(pruner).masked) == (36, 0)
     pruner.step()
-    assert keepk.report(pruner).parameters == 10
+    assert (keepk.report(pruner).parameters, keepk.report(pruner).masked) == (36, 26)
 
 
 def test_a_report_changes_nothing():
@@ -111,13 +195,13 @@ def test_without_an_example_there_are_no_macs():
     pruner.step()
     found = keepk.report(pruner, error=12.345)
     assert found.macs is None
-    assert found.line == "epoch 1/2: kept weight 60 of 100; 70 parameters, error 12.35 %"
+    assert found.line == "epoch 1/2: kept weight 60 of 100; 110 parameters (40 masked), error 12.35 %"
     assert str(found).splitlines() == [
-        "After epoch 1 of 2",
+        "After epoch 1 of 2; parameters include masked entries",
         "space      kind  total  planned  kept  kept %  asked",
         "------  -------  -----  -------  ----  ------  -----",
         "weight  weights    100       60    60  60.00%     25",
-        "70 parameters, error 12.35 %",
+        "110 parameters (40 masked), error 12.35 %",
     ]
 
 
@@ -125,7 +209,7 @@ def test_words_lines_and_a_rich_console_say_the_same():
     pruner, _, _ = mixed_run()
     pruner.step()
     found = keepk.report(pruner, error=3)
-    macs, parameters = f"{found.macs:,} MACs", f"{found.parameters:,} parameters"
+    macs, parameters = f"{found.macs:,} MACs per sample", f"{found.parameters:,} parameters ({found.masked:,} masked)"
     kept = found.spaces[0].kept
     assert found.line == (
         f"epoch 1/3: kept weights {kept:,} of 1,764, filters 15 of 20; {parameters}, {macs}, error 3.00 %"
@@ -133,7 +217,7 @@ def test_words_lines_and_a_rich_console_say_the_same():
     assert "\n" not in found.line
     for text in (str(found), rendered(found)):
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-        assert lines[0] == "After epoch 1 of 3"
+        assert lines[0] == "After epoch 1 of 3; parameters and MACs include masked entries, MACs are per sample"
         assert lines[-1] == f"{parameters}, {macs}, error 3.00 %"
         cells = [line.split() for line in lines]
         assert ["filters", "channels", "20", "15", "15", "75.00%", "6"] in cells
@@ -148,6 +232,7 @@ def test_data_is_what_json_gives_back():
     assert json.loads(json.dumps(data)) == data
     assert data["error"] == 1.5
     assert (data["epoch"], data["epochs"], data["parameters"], data["macs"]) == (1, 3, found.parameters, found.macs)
+    assert (data["masked"], data["batch"]) == (found.masked, found.batch)
     assert data["spaces"][1] == {
         "name": "filters",
         "kind": "channels",

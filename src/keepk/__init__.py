@@ -16,6 +16,7 @@ from keepk.deploy.latency import latency as latency
 from keepk.deploy.model_files import load as load
 from keepk.deploy.model_files import save as save
 from keepk.deploy.onnx_files import export_onnx as export_onnx
+from keepk.errors import KeepkWarning as KeepkWarning
 from keepk.graph.table import rule as rule
 from keepk.graph.trace import trace as trace
 from keepk.plan.phases import Phase as Phase
@@ -34,6 +35,7 @@ from keepk.version import __version__ as __version__
 __all__ = [
     "Annealing",
     "Cubic",
+    "KeepkWarning",
     "OneShot",
     "Phase",
     "Pruner",

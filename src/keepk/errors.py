@@ -16,8 +16,12 @@
         ├── DisagreementError processes that would keep different weights
         └── DataError         data files that are missing, cut short or not what was published
 
+    UserWarning
+    └── KeepkWarning          all that keepk warns of: a count that is no longer true, a ranking that decides little
+
 Every message says what, where, got what, and what to do. All of them are ``ValueError``, so that code which
-guards a constructor call needs no import from here.
+guards a constructor call needs no import from here. Warnings are given once per cause; to ignore them, or to make
+them errors, filter the class: ``warnings.filterwarnings("error", category=keepk.KeepkWarning)``.
 """
 
 
@@ -67,3 +71,12 @@ class DisagreementError(KeepkError):
 
 class DataError(KeepkError):
     """Data files that are missing, cut short or not what was published."""
+
+
+class KeepkWarning(UserWarning):
+    """Every warning that keepk gives, so that one filter is enough to silence it or to turn it into an error.
+
+    It is given when a count is no longer true (pruned weights that came back), when a ranking decides little (most
+    scores equal, a layer about to lose nearly all of its units), when `Pruner.step` seems to be called once per batch,
+    and when a model is saved before its first event.
+    """

@@ -47,17 +47,17 @@ def certified_alive(model: nn.Module) -> Change:
     return certified(model, found)
 
 
-def true_certificate(model: nn.Module) -> Certificate:
-    """The certificate, with the weights that are alive where they are more than were kept: something trained on."""
-    found = dict(certificate_of(model))
-    for name, entry in found.items():
-        if entry["kind"] == "weights" and (alive := alive_weights(model, entry)) > entry["kept"]:
-            found[name] = entry | {"alive": alive}
-    return found
+def untrue_weights(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """By certified space that has more weights than it kept: how many it kept, and how many are not zero now."""
+    entries = {name: entry for name, entry in certificate_of(model).items() if entry["kind"] == "weights"}
+    counts = {name: (entry["kept"], alive_weights(model, entry)) for name, entry in entries.items()}
+    return {name: (kept, alive) for name, (kept, alive) in counts.items() if alive > kept}
 
 
 def alive_weights(model: nn.Module, entry: Mapping[str, Any]) -> int:
     """How many weights of a certified space are not zero."""
     named = named_parameters(model)
-    mine = {p for name, p in named.items() if matches(name, entry["select"]) and not matches(name, entry["exclude"])}
+    # As a run selects: a tied parameter is excluded by any of its names.
+    excluded = {p for name, p in named.items() if matches(name, entry["exclude"])}
+    mine = {p for name, p in named.items() if matches(name, entry["select"])} - excluded
     return sum(int(parameter.count_nonzero()) for parameter in mine)

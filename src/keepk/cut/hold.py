@@ -32,8 +32,7 @@ class Held:
     @property
     def revived(self) -> int:
         """How many dead weights are not zero."""
-        weights = self._parameter.detach()
-        return int(weights[self._dead.to(weights.device)].count_nonzero())
+        return int(count_revived(self._parameter, self._dead))
 
     def zero(self) -> None:
         """Zero the dead weights."""
@@ -56,6 +55,15 @@ class Held:
         if words is not None and (weights.element_size(), weights.device) != (words.element_size(), words.device):
             self._words = _widened(weights, self._dead)
         self._view = weights if self._words is None else weights.view(self._words.dtype)
+
+
+def count_revived(weights: Tensor, dead: Tensor) -> Tensor:
+    """How many dead entries are not 0.0, as a scalar on the weights' device. The largest copy is one mask.
+
+    >>> int(count_revived(torch.tensor([1.0, -0.0, float("nan"), 2.0]), torch.tensor([False, True, True, True])))
+    2
+    """
+    return weights.detach().ne(0).logical_and_(dead.to(weights.device)).count_nonzero()
 
 
 def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:

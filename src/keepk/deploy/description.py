@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from keepk.cut.certificate import true_certificate
+from keepk.cut.certificate import certificate_of
 from keepk.cut.record import ATTRIBUTE, PART, record_of, was_cut
 from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting, read_attribute
@@ -85,7 +85,7 @@ def describe(model: nn.Module) -> Description:
         settings=tuple(_settings(modules, record["attributes"])),
         selections=selections,
         headwise=tuple(path for path in record["headwise"] if path in modules),
-        certificate=true_certificate(model),
+        certificate=dict(certificate_of(model)),
     )
 
 

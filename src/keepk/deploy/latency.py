@@ -117,7 +117,7 @@ class LatencyReport:
     def table(self) -> Table:
         """A row for each runtime and batch; medians, and quartiles beside them."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        title = f"{self.model}: ms on {self.device}, {threads}, median and quartiles of {self.repeats}"
+        title = f"{self.model}: ms per batch on {self.device}, {threads}, median and quartiles of {self.repeats}"
         columns = ["runtime", "batch", "ms", "quartiles"]
         if self.baseline is not None:
             columns += ["baseline ms", "quartiles", "times as fast", "quartiles"]

@@ -1,12 +1,14 @@
 """`save` and `load`: a model as ``model.safetensors`` and ``arch.json``. Nothing is ever pickled or unpickled."""
 
 import os
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from keepk.cut.certificate import untrue_weights
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
 from keepk.deploy.arch_json import from_document, to_document
@@ -19,18 +21,23 @@ from keepk.graph.given import no_model
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
 from keepk.run.packing import pack
+from keepk.run.pruner import live_pruner
+from keepk.run.watch import told_untrue
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = True) -> None:
     """Write a model into the folder `path`: its values, and what was cut from it since it was built.
 
-    A kill at any moment leaves the old files or the new ones. The same model gives the same bytes.
+    A kill at any moment leaves the old files or the new ones. The same model gives the same bytes. A model with more
+    units than its last event kept, because pruned ones came back, is refused: its certificate would not be true.
 
     Args:
         model: Shrunk any number of times, or never.
         path: The folder; it is made if it is missing.
+        certificate: Whether to write what the model's runs were asked for and kept; False for a model that was trained
+            on without masks, on purpose.
 
     Examples:
         >>> import keepk, tempfile
@@ -48,7 +55,9 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     inner, folder = _user_module(model, "save", order), place(path, "save", order)
     _refuse_extra_state(inner)
     _refuse_meta(inner, "Materialize the model first.")
-    description = describe(inner)
+    if certificate:
+        _refuse_untrue(inner)
+    description = describe(inner) if certificate else replace(describe(inner), certificate={})
     write_folder(folder, to_document(description), dict(_packed(inner)))
 
 
@@ -79,6 +88,20 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
         replay(inner, saved, given, values)
     forget_compiled(model)
     return model
+
+
+def _refuse_untrue(model: nn.Module) -> None:
+    """Refuse counts that are not true; warn of a model whose Pruner has not pruned anything yet."""
+    pruner, untrue = live_pruner(model), untrue_weights(model)
+    if pruner is not None:
+        untrue |= pruner.untrue_counts()
+    for space, (kept, found) in untrue.items():
+        raise FileError(
+            f"save: {told_untrue(space, kept, found)} Without the Pruner, make one with the same space and call its "
+            f"step(). To save the model as it is, without the counts: keepk.save(model, path, certificate=False)."
+        )
+    if pruner is not None:
+        pruner.warn_of_save_before_step()
 
 
 def _user_module(model: object, verb: str, order: str) -> nn.Module:

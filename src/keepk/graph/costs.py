@@ -1,13 +1,20 @@
-"""What a model costs, layer by layer: parameters, and multiply-accumulates of one forward pass."""
+"""What a model costs, layer by layer: parameters, and multiply-accumulates (MACs) per sample.
+
+One convention, here and wherever keepk shows costs: tensors are counted as they are, so a masked weight counts until it
+is taken out; MACs are those of a forward pass in eval mode by torch's own counter, divided by the batch of the example.
+Where no batch can be told, MACs are those of the whole example, and it is said so.
+"""
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepk.graph.shell import META, Example, Workshop
@@ -21,7 +28,7 @@ class LayerCost:
         name: Its path; empty for the model itself.
         type: Its class.
         parameters: How many numbers its parameters have; a shared parameter counts at its first owner.
-        macs: Multiply-accumulates of what its own forward does, for the whole example.
+        macs: Multiply-accumulates of what its own forward does, per sample; see `Costs.batch`.
     """
 
     name: str
@@ -30,28 +37,110 @@ class LayerCost:
     macs: int
 
 
-def layer_costs(model: nn.Module, example: Any) -> tuple[LayerCost, ...]:
-    """The modules that have parameters or multiply something, in the model's order.
+@dataclass(frozen=True)
+class Costs:
+    """What a model costs.
+
+    Attributes:
+        layers: The modules that have parameters or multiply something, in the model's order.
+        batch: By how many samples the example's MACs were divided. None if the example has no batch that could be told:
+            then MACs are those of the whole example.
+    """
+
+    layers: tuple[LayerCost, ...]
+    batch: int | None
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, shared ones once."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one forward pass, per sample."""
+        return sum(layer.macs for layer in self.layers)
+
+
+def model_costs(model: nn.Module, example: Any) -> Costs:
+    """Parameters and MACs of every module, per sample.
 
     Counted on a copy without weights; where the model's Python looks at values, the copy has weights.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
-    >>> [(layer.name, layer.parameters, layer.macs) for layer in layer_costs(net, torch.zeros(2, 8))]
-    [('0', 54, 96), ('2', 21, 36)]
+    >>> model_costs(net, torch.zeros(2, 8)).macs
+    66
     """
-    given = Example.of(example)
+    workshop = Workshop(model, Example.of(example), META)
     try:
-        flops = _flops(Workshop(model, given, META))
+        flops = _flops(workshop)
     except Exception:  # whatever a copy without weights raises, one with weights may not
-        flops = _flops(Workshop(model, given, None))
+        workshop = replace(workshop, device=None)
+        flops = _flops(workshop)
+    batch = _batch(workshop, flops)
     counted = set[int]()
     costs = []
     for path, module in model.named_modules():
         own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
         counted |= own.keys()
-        costs.append(LayerCost(path, type(module).__name__, sum(own.values()), flops[path] // 2))
-    return tuple(cost for cost in costs if cost.parameters or cost.macs)
+        costs.append(LayerCost(path, type(module).__name__, sum(own.values()), flops[path] // 2 // (batch or 1)))
+    return Costs(tuple(cost for cost in costs if cost.parameters or cost.macs), batch)
+
+
+def layer_costs(model: nn.Module, example: Any) -> tuple[LayerCost, ...]:
+    """The layers of `model_costs`.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    >>> [(layer.name, layer.parameters, layer.macs) for layer in layer_costs(net, torch.zeros(2, 8))]
+    [('0', 54, 48), ('2', 21, 18)]
+    """
+    return model_costs(model, example).layers
+
+
+def per_what(batch: int | None) -> str:
+    """What MACs are counted for, in words."""
+    return "for the whole example (batch unknown)" if batch is None else "per sample"
+
+
+def common_rows(values: Iterable[object]) -> int | None:
+    """The batch of a model's inputs: the first dimension that all its tensors share; None if there is none.
+
+    Numbers and tensors of no dimension have no rows, and a first dimension of 1 beside a larger one is broadcast, as
+    position ids are.
+
+    >>> import torch
+    >>> common_rows([torch.zeros(4, 7), torch.zeros(1, 7), torch.tensor(2.0), 0.5])
+    4
+    >>> common_rows([torch.zeros(4, 7), torch.zeros(7, 7)]) is None
+    True
+    """
+    rows = {len(value) for value in values if isinstance(value, Tensor) and value.dim() > 0}
+    found = rows - {1} if len(rows) > 1 else rows
+    return next(iter(found)) or None if len(found) == 1 else None
+
+
+def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
+    """By what the MACs of an example can be divided: its rows, if twice the rows take twice the MACs in every module.
+
+    They do not where the first dimension is a sequence under an attention, or where something is computed once. A
+    recurrent layer that takes the sequence first would not show it, so nothing is claimed beside one.
+    """
+    given = workshop.example
+    rows = common_rows(tree_leaves((given.arguments, given.by_name)))
+    if rows is None or any(isinstance(it, nn.RNNBase) and not it.batch_first for it in workshop.model.modules()):
+        return None
+
+    def twice(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+        return torch.cat([value, value]) if has_rows else value
+
+    doubled = Example(tree_map(twice, given.arguments), tree_map(twice, given.by_name))
+    try:
+        more = _flops(replace(workshop, example=doubled))
+    except Exception:  # a batch that is written in the model's Python
+        return None
+    return rows if all(more[path] == 2 * flops[path] for path in {*more, *flops}) else None
 
 
 def _flops(workshop: Workshop) -> dict[str, int]:

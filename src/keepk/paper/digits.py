@@ -121,7 +121,9 @@ def prune(model: DigitsNet, digits: Digits, recipe: Recipe, record: Record) -> K
             record(seen, f"{pruner.kept[HEAD]:,} {HEAD}")
         left = {layer.name: layer.kept for layer in layer_counts(pruner.masks)}
         report = keepk.report(pruner)
-        return Kept(report.spaces, _counts(channels, widths(model)), _counts(weights, left), report.parameters)
+        return Kept(
+            report.spaces, _counts(channels, widths(model)), _counts(weights, left), report.parameters - report.masked
+        )
 
 
 def train_one_epoch(

@@ -6,7 +6,7 @@ of one tensor, so that a caller can rank everything before it changes anything.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Cut:
-    """Where one tensor is cut: what is above ``value`` stays, and the first ``ties`` entries that equal it."""
+    """Where one tensor is cut: what is above ``value`` stays, and the first ``ties`` of the ``equal`` that equal it."""
 
     value: float
     ties: int
     kept: int
+    equal: int = field(default=0, repr=False, compare=False)
 
 
 @one_thread()
@@ -112,7 +113,7 @@ def _shared_cut(tensors: Sequence[Ranked], alive: Sequence[int], k: int, sizes: 
     for over, same in zip(above, equal, strict=True):
         ties = min(same, left)
         left -= ties
-        cuts.append(Cut(value + 0.0, ties, over + ties))  # + 0.0 turns -0.0 into 0.0
+        cuts.append(Cut(value + 0.0, ties, over + ties, same))  # + 0.0 turns -0.0 into 0.0
     return cuts
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keepk.errors import RankError, StateError
@@ -14,11 +15,12 @@ from keepk.graph.maps import Flags
 from keepk.graph.tracer import named_tensors
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split, chain, has_even_steps, snapped
-from keepk.rank.channel_metrics import channel_scores, default_metric, reads_weights_alone
+from keepk.rank.channel_metrics import channel_scores, default_metric, product, reads_weights_alone
 from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, Parameters, layers_of
 from keepk.run.channel_members import ChannelMembers
 from keepk.run.surgery import Surgery
+from keepk.run.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ChannelSide:
 
     def __init__(self, graph: Graph, model: nn.Module, members: Mapping[str, ChannelMembers], surgery: Surgery) -> None:
         self.graph, self.members, self.surgery = graph, members, surgery
+        self.watch = Watch()
         self._model, self._parameters = model, Parameters.of(model)
         self.dead: Flags = np.zeros(len(graph.units), bool)
         self._plan: Plan = {}
@@ -174,7 +177,8 @@ class ChannelSide:
 
     def _decide(self, members: ChannelMembers, rest: Sequence[int], known: Sequence[Split]) -> Decision:
         layers = self.layers(members.space.name)
-        scores = channel_scores(members.space.metric or default_metric(layers), layers)
+        metric = members.space.metric or default_metric(layers)
+        scores = channel_scores(metric, layers)
         units = np.concatenate([layer.units for layer in layers])
         values = rank_values(units, scores, np.zeros(len(self.dead), bool), members.links)
         forced = self._forced(members, values)
@@ -182,7 +186,24 @@ class ChannelSide:
             values = rank_values(units, scores, forced, members.links)
         decision = keep_best(members.choices, ~self.dead, values, rest, known)
         assert not forced[decision.removed].any()  # every choice has room for what must stay
+        self._warn_of_ranking(members, metric, units, scores, decision.removed)
         return decision
+
+    def _warn_of_ranking(
+        self, members: ChannelMembers, metric: object, units: Indices, scores: NDArray[np.float64], removed: Indices
+    ) -> None:
+        """Warn of most channels tied at the cut, or of layers that keep nearly nothing."""
+        name, stays = members.space.name, ~self.dead
+        stays[removed] = False
+        values, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
+        kept = np.bincount(group, weights=stays[units], minlength=len(sizes))
+        split = (kept > 0) & (kept < sizes)
+        if metric is product:
+            split &= values != 0  # dead already: they may go in any order
+        self.watch.tied_scores(name, "channels", int(sizes[split].sum()), len(units))
+        if members.space.layer_floor == 1:  # a higher floor is the user's decision about thin layers
+            layers = [(layer.name, int(stays[layer.units].sum()), len(layer.units)) for layer in members.layers]
+            self.watch.thin_layers(name, "channels", layers)
 
     def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
         """The best of every layer, up to its floor, with all that they read, and the best reading of every source."""

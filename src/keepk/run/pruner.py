@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count as count_up
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,8 @@ from keepk.run.state import pruner_state, read_pruner_state
 from keepk.run.weight_side import WeightSide
 
 Wrapper = TypeVar("Wrapper")
+_LIVE: WeakValueDictionary[int, "Pruner"] = WeakValueDictionary()  # in the order in which they were made
+_NUMBERS = count_up()
 
 
 class Pruner:
@@ -67,9 +71,9 @@ class Pruner:
     >>> pruner.plan
     {'all': (119, 110, 66, 33)}
     >>> for epoch in range(pruner.epochs):
-    ...     loss = model(torch.randn(8, 20)).square().mean()
-    ...     loss.backward()
-    ...     optimizer.step()
+    ...     for batch in torch.randn(2, 8, 20):
+    ...         model(batch).square().mean().backward()
+    ...         optimizer.step()
     ...     pruner.step()
     >>> pruner.done, pruner.kept, sum(int(mask.sum()) for mask in pruner.masks.values())
     (True, {'all': 33}, 33)
@@ -113,14 +117,19 @@ class Pruner:
         refuse_unfit_followers(followers, weights, channels)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
+        self._totals = {name: goal.total for name, goal in goals.items()}
         plan = timeline(goals, epochs=epochs, phases=phases)
         plan |= channels.settle(plan) if channels else {}
         self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
         refuse_weights_that_end_before_channels(self._plan, weights, channels)
         refuse_masked_directions(self._model, weights, channels, shrink)
         self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
+        self._watch = weights.watch
+        if channels is not None:
+            channels.watch = self._watch
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
+        _LIVE[next(_NUMBERS)] = self
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
@@ -144,10 +153,12 @@ class Pruner:
 
     @property
     def kept(self) -> dict[str, int]:
-        """By space: how many units are left now."""
-        self._follow_cuts()
-        kept = self._sides.kept
-        return {name: kept[name] for name in self._plan}
+        """By space: how many units are left now, counted on the model's tensors.
+
+        A masked weight that is not 0.0 counts as left, whoever brought it back, and a kept one that is 0.0 does too. A
+        `KeepkWarning` has both numbers if that is not what the last event kept; `apply_masks` puts it right.
+        """
+        return self._counted("kept")
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -159,11 +170,20 @@ class Pruner:
     def certificate(self) -> dict[str, dict[str, Any]]:
         """By space: its kind, its globs, how many units there were, are asked for, and were kept at the last event.
 
-        After `keepk.compact` also how many are alive.
+        Also how many are alive, if it is another number: fewer after `keepk.compact`; more, with a `KeepkWarning`, if
+        pruned units came back, and then ``kept`` has that number too.
         """
-        self._follow_cuts()
-        found = certificate(self._sides)
+        return self.counted_certificate("certificate")
+
+    def counted_certificate(self, asked_by: str) -> Certificate:
+        """The certificate by the model's tensors; it warns once of each space whose count is not true, per asker."""
+        found = certificate(self._sides, self._counted(asked_by))
         return {name: found[name] for name in self._plan}
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has let go of the optimizer."""
+        return self._handles is None
 
     @property
     def model(self) -> nn.Module:
@@ -189,15 +209,59 @@ class Pruner:
         if self.done:
             self._follow_cuts()
             self._refuse_unusable(wrapper)
+            self._zero_masked()
             return wrapper
         device = next(self._model.parameters()).device
         event = agreed(lambda: self._decide(wrapper), lambda it: it.told, device)
         if wrapper is not None and event.cuts:
             disarm(wrapper)  # type: ignore[arg-type]  # checked
         self._sides.follow(event)
+        before, now = self._planned(self._epoch), self._planned(self._epoch + 1)
+        self._watch.event(fell=any(now[name] < before[name] for name in now))
         self._enter_epoch(self._epoch + 1)
         self._certify()
         return rewrapped(wrapper) if wrapper is not None and event.cuts else wrapper  # type: ignore[arg-type,return-value]
+
+    @torch.no_grad()
+    def apply_masks(self) -> None:
+        """Set every masked entry to zero again: in the model, in the optimizer's state and in the followers.
+
+        Every step of the Pruner's optimizer does this. Call it after anything else that writes into the model, such as
+        ``model.load_state_dict(best)``, and the counts of `kept`, `keepk.report` and `keepk.save` are true again.
+
+        >>> import keepk
+        >>> model = nn.Linear(10, 10)
+        >>> dense = {name: value.clone() for name, value in model.state_dict().items()}
+        >>> pruner = Pruner(model, keepk.weights("weight", keep=25))
+        >>> pruner.step()
+        >>> _ = model.load_state_dict(dense)
+        >>> pruner.apply_masks()
+        >>> pruner.kept
+        {'weight': 25}
+        """
+        self._follow_cuts()
+        self._sides.apply_masks()
+
+    def untrue_counts(self) -> dict[str, tuple[int, int]]:
+        """By space whose count is not true: how many units the last event left, and how many are there now.
+
+        Reads only: where masks have not followed a cut yet, they have no count to compare.
+        """
+        if self._sides.behind:
+            return {}
+        claimed, found = self._sides.kept, self._sides.counted
+        return {name: (claimed[name], found[name]) for name in self._plan if claimed[name] != found[name]}
+
+    def warn_of_save_before_step(self) -> None:
+        """Warn, once, of a model that is saved before its first event."""
+        space = next((name for name, total in self._totals.items() if self._plan[name][-1] < total), None)
+        if self._epoch == 0 and space is not None:
+            self._watch.once(
+                ("unpruned",),
+                f"save: the model's Pruner has not made a step yet, so nothing is pruned: space {space!r} has all its "
+                f"{self._totals[space]:,} units, asked for are {self._plan[space][-1]:,}. Call pruner.step() first. To "
+                f"save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values and bool tensors; loads with ``weights_only=True``."""
@@ -230,6 +294,7 @@ class Pruner:
             way_back.callback(self._sides.snapshot())
             self._sides.take_masks(saved, self._plan)
             self._enter_epoch(saved.epoch)
+            self._watch.restart()
             for module in self._certified_modules():
                 way_back.callback(certified(module, self._with_others(module))())
             return way_back.pop_all().close
@@ -273,16 +338,33 @@ class Pruner:
     def _with_others(self, module: nn.Module) -> Certificate:
         """The certificate beside those of other runs over the same model."""
         others = {name: entry for name, entry in certificate_of(module).items() if name not in self._plan}
-        return {**others, **self.certificate}
+        mine = certificate(self._sides, self._sides.kept)
+        return {**others, **{name: mine[name] for name in self._plan}}
 
-    def _after_update(self, *_: object) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self._watch.updated(optimizer)
+        self._zero_masked()
+
+    def _zero_masked(self) -> None:
         for it in self._sides.held:
             it.zero()
+
+    def _counted(self, asked_by: str) -> dict[str, int]:
+        self._follow_cuts()
+        found = self._sides.counted
+        self._watch.untrue_counts(asked_by, self._sides.kept, found)
+        return {name: found[name] for name in self._plan}
+
+    def _planned(self, epoch: int) -> dict[str, int]:
+        """By space: how many units the plan leaves after so many events."""
+        return {name: counts[epoch - 1] if epoch else self._totals[name] for name, counts in self._plan.items()}
 
     def _decide(self, wrapper: Any) -> Event:
         """What the event does; all that one process may refuse is refused here, so that no other waits for it."""
         self._follow_cuts()
         self._refuse_unusable(wrapper)
+        if self._optimizers:
+            self._watch.hasty(self._planned(self._epoch), self._planned(self._epoch + 1), self.epochs)
         return self._sides.decide(self._plan, self._epoch, wrapper)
 
     def _enter_epoch(self, epoch: int) -> None:
@@ -303,3 +385,9 @@ class Pruner:
     def _refuse_closed(self) -> None:
         if self._handles is None:
             raise KeepkError("Pruner: it was closed, so masks are no longer held. Make a new one.")
+
+
+def live_pruner(model: nn.Module) -> Pruner | None:
+    """The latest Pruner of an unwrapped model that was not closed; None if nobody has one any more."""
+    found = [pruner for pruner in list(_LIVE.values()) if pruner.model is model and not pruner.closed]
+    return found[-1] if found else None

@@ -19,8 +19,10 @@ from keepk.graph.edits import Cut
 from keepk.graph.maps import Flags
 from keepk.graph.wrappers import named_parameters
 from keepk.plan.phases import Plan
+from keepk.rank.changed import changed_model
 from keepk.rank.pieces import one_thread
 from keepk.run.channel_side import ChannelEvent, ChannelSide
+from keepk.run.counting import count_channels, count_weights
 from keepk.run.state import Saved, read_masks
 from keepk.run.surgery import Operation, Surgery, by_plain_name, nothing
 from keepk.run.weight_side import WeightSide
@@ -82,6 +84,12 @@ class Sides:
         return {**self.weights.kept, **(self.channels.kept if self.channels else {})}
 
     @property
+    def counted(self) -> dict[str, int]:
+        """By space: how many units the model's tensors have now, masked ones that came back included."""
+        channels = count_channels(self.channels, self._silenced, self._model) if self.channels else {}
+        return {**count_weights(self.weights, self._model), **channels}
+
+    @property
     def masks(self) -> Masks:
         """By parameter of a weight space, or with masked channels: which entries are kept."""
         return {**{name: ~mask for name, mask in self._silenced.items()}, **self.weights.masks}
@@ -116,14 +124,22 @@ class Sides:
         self.weights.certify()
         if event.masks or event.operation:
             self._hold()
+        else:
+            for it in self.held:  # exact after every event, also after one at which nothing goes
+                it.zero()
+
+    @property
+    def behind(self) -> bool:
+        """Whether somebody else has cut the model and the masks have not followed yet."""
+        before, now = self._record["tensors"], record_of(self._model)["tensors"]
+        return not (before is now or before == now) or any(it.outgrown for it in self.held)
 
     def follow_cuts(self) -> bool:
         """Whether somebody else has cut the model, as `compact` does; the masks are then cut along.
 
         A constant that was folded into a bias revives it, which only shows until the next update: to be asked before.
         """
-        before, now = self._record["tensors"], record_of(self._model)["tensors"]
-        if (before is now or before == now) and not any(it.outgrown for it in self.held):
+        if not self.behind:
             return False
         made = cuts_since(self._record, record_of(self._model))
         self._cut_elsewhere = next(iter(made), None)
@@ -131,10 +147,10 @@ class Sides:
             self.channels.follow_cuts(made.values())
         parameters = named_parameters(self._model)
         cuts = by_plain_name(self._model, made)
-        self._silenced = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self._silenced.items()}
-        dead = {n: _cut_along(n, mask, cuts, parameters[n]) for n, mask in self.weights.dead.items()}
+        self._silenced = {n: _cut_along(n, mask, cuts, parameters) for n, mask in self._silenced.items()}
+        dead = {n: _cut_along(n, mask, cuts, parameters) for n, mask in self.weights.dead.items()}
         self.weights.follow(dead, self.weights.counts(dead))
-        self._hold()
+        self._hold_masks()  # what is zeroed is another matter: this is asked where nothing but a count is wanted
         return True
 
     def refuse_cut_elsewhere(self) -> None:
@@ -177,6 +193,16 @@ class Sides:
             self._silenced = self.channels.surgery.doomed(masked)
         self._hold()
 
+    def apply_masks(self) -> None:
+        """Zero again what is masked: weights, optimizer state, followers."""
+        now = named_parameters(self._model)
+        for name, mask in {**self._silenced, **self.weights.dead}.items():
+            if name not in now or now[name].shape != mask.shape:
+                got = f"has shape {tuple(now[name].shape)}" if name in now else "is not there any more"
+                raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
+        refuse_strange_followers(self._followers, now)
+        self._hold()
+
     def refuse_revived(self) -> None:
         """Refuse to go on where no optimizer is known, and yet something has trained weights that were pruned."""
         if self._optimizers:
@@ -185,7 +211,8 @@ class Sides:
             if revived := it.revived:
                 raise StateError(
                     f"parameter {name!r}: {revived} pruned weights are not zero any more. Something trains the model, "
-                    f"and the Pruner was given no optimizer to hold them. Make it with the optimizer that trains."
+                    f"and the Pruner was given no optimizer to hold them. Make it with the optimizer that trains; if "
+                    f"they came back another way, as by load_state_dict, call pruner.apply_masks() first."
                 )
 
     def snapshot(self) -> Undo:
@@ -227,11 +254,16 @@ class Sides:
         channels.refuse_other_counts(event, operation.gone)
         return operation
 
-    def _hold(self) -> None:
+    def _hold_masks(self) -> Masks:
+        """Make the masks ready for every update of the model as it is now."""
         self._record = record_of(self._model)
         parameters = named_parameters(self._model)
         dead = {**self._silenced, **self.weights.dead}
         self.held = held((parameters[name], mask) for name, mask in dead.items())
+        return dead
+
+    def _hold(self) -> None:
+        dead = self._hold_masks()
         with one_thread():  # an event is rare: no thread pool to wait for
             for it in self.held:
                 it.zero()
@@ -241,10 +273,13 @@ class Sides:
             restart_flat_history(optimizer)
 
 
-def certificate(sides: Sides) -> dict[str, dict[str, Any]]:
-    """By space: its globs, what was asked for, what was kept at the last event, and what is alive now if it differs."""
+def certificate(sides: Sides, left: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """By space: its globs, what was asked for, what was kept at the last event, and `left`, if it differs, as alive.
+
+    Where more are left than the last event kept, that number is not true any more, and `left` takes its place.
+    """
     found = dict[str, dict[str, Any]]()
-    left, kept = sides.kept, {**sides.weights.certified, **(sides.channels.certified if sides.channels else {})}
+    kept = {**sides.weights.certified, **(sides.channels.certified if sides.channels else {})}
     members: list[Any] = [*sides.weights.members.values(), *(sides.channels.members.values() if sides.channels else ())]
     for it in members:
         name = it.space.name
@@ -252,19 +287,28 @@ def certificate(sides: Sides) -> dict[str, dict[str, Any]]:
             "kind": "weights" if name in sides.weights.members else "channels",
             "select": list(it.space.select),
         }
-        entry |= {"exclude": list(it.space.exclude), "total": it.total, "asked": it.keep, "kept": kept[name]}
+        entry |= {
+            "exclude": list(it.space.exclude),
+            "total": it.total,
+            "asked": it.keep,
+            "kept": max(kept[name], left[name]),
+        }
         found[name] = entry | ({"alive": left[name]} if left[name] != kept[name] else {})
     return found
 
 
-def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameter: Tensor) -> Tensor:
-    left = left_of(dead, cuts[name]) if name in cuts else dead
+def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Mapping[str, Tensor]) -> Tensor:
+    if name not in parameters:
+        raise changed_model(ShrinkError, name, "is not there any more, and the model was cut since")
+    parameter, left = parameters[name], left_of(dead, cuts[name]) if name in cuts else dead
     if left.shape != parameter.shape:
         raise ShrinkError(
             f"parameter {name!r}: has shape {tuple(parameter.shape)}, its mask {tuple(left.shape)}: it was cut or "
             f"replaced by something else than keepk. Change the model first, then make the Pruner."
         )
-    return left & (parameter.detach() == 0).to(left.device)
+    if name.rpartition(".")[2] != "bias":
+        return left
+    return left & (parameter.detach() == 0).to(left.device)  # compact folds constants into biases, which then live
 
 
 def _shape_now(_name: str, parameter: Tensor) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The weights of a run: which are pruned, and which go at the next event."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from keepk.rank.changed import refuse_other_parameters
 from keepk.rank.metrics import magnitude, score
 from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
 from keepk.run.resolve import Members, refuse_not_finite
+from keepk.run.watch import Watch
 
 
 class WeightSide:
@@ -19,6 +21,7 @@ class WeightSide:
 
     def __init__(self, model: nn.Module, members: Mapping[str, Members]) -> None:
         self.members = members
+        self.watch = Watch()
         self._model = model
         self.dead: Masks = {}
         self.kept = {name: it.total for name, it in members.items()}
@@ -64,7 +67,9 @@ class WeightSide:
         for name, keep in due.items():
             if keep < left[name]:
                 ranked = self._ranked(self.members[name], before)
-                cuts += zip(ranked, cut_points(ranked, keep), strict=True)
+                found = cut_points(ranked, keep)
+                self._warn_of_ranking(self.members[name], left[name], found)
+                cuts += zip(ranked, found, strict=True)
         return {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
 
     def follow(self, dead: Masks, counts: Mapping[str, int]) -> None:
@@ -83,6 +88,17 @@ class WeightSide:
     def restore(self, snapshot: tuple[Any, ...]) -> None:
         """Stand there again."""
         self.dead, self.kept, self.certified = snapshot
+
+    def _warn_of_ranking(self, members: Members, alive: int, cuts: Sequence[Cut]) -> None:
+        """Warn of most weights tied at the cut, or of tensors that keep nearly nothing; zeros may go in any order."""
+        name, by_magnitude = members.space.name, (members.space.metric or magnitude) is magnitude
+        equal, ties = sum(cut.equal for cut in cuts), sum(cut.ties for cut in cuts)
+        if 0 < ties < equal and not (by_magnitude and all(cut.value == 0 for cut in cuts)):
+            self.watch.tied_scores(name, "weights", equal, alive)
+        if members.space.layer_floor == 0:  # a floor that the user has set is a decision about thin layers
+            sizes = ((key, math.prod(shape)) for key, shape in members.shapes.items())
+            layers = [(key, cut.kept, size) for (key, size), cut in zip(sizes, cuts, strict=True)]
+            self.watch.thin_layers(name, "weights", [it for it in layers if len(members.shapes[it[0]]) > 1])
 
     def _with(self, name: str, doomed: Tensor) -> Tensor:
         return doomed if name not in self.dead else doomed | self.dead[name].to(doomed.device)

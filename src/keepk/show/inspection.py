@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from keepk.graph.costs import LayerCost, layer_costs
+from keepk.graph.costs import LayerCost, model_costs, per_what
 from keepk.graph.findings import (
     EqualParts,
     FixedAxis,
@@ -54,7 +54,9 @@ class Inspection:
         spaces: What can shrink.
         fixed: What cannot, by reason.
         bindings: Of which parts equal numbers must go.
-        layers: Parameters and multiply-accumulates of each module, without the modules inside it.
+        layers: Parameters and multiply-accumulates (MACs) per sample of each module, without the modules inside it.
+        batch: How many samples the example has, by which its MACs were divided. None if that could not be told, because
+            its tensors share no first dimension, or MACs do not grow with it: MACs are of the whole example then.
     """
 
     model: str
@@ -63,6 +65,7 @@ class Inspection:
     fixed: tuple[FixedGroup, ...]
     bindings: tuple[EqualParts, ...]
     layers: tuple[LayerCost, ...]
+    batch: int | None
 
     @property
     def parameters(self) -> int:
@@ -71,7 +74,7 @@ class Inspection:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of one forward pass with the whole example."""
+        """Multiply-accumulates of one forward pass, per sample; of the whole example if `batch` is None."""
         return sum(layer.macs for layer in self.layers)
 
     def json(self) -> str:
@@ -126,7 +129,7 @@ def inspect(model: nn.Module, example: Any) -> Inspection:
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
         >>> print(inspect(net, torch.zeros(2, 8)))
-        Sequential: 75 parameters, 132 MACs for an example of 2x8
+        Sequential: 75 parameters, 66 MACs per sample (example: 2x8)
         Can shrink: 6 units in 1 space
           space  units     kind  removal  axes
           -----  -----  -------  -------  ----------------------------------------------
@@ -134,24 +137,26 @@ def inspect(model: nn.Module, example: Any) -> Inspection:
         Cannot shrink
           read from an axis without channels, such as an input of the model: axis 1 of 0.weight
           outputs of the model (container.py:...): axis 0 of 2.weight, 2.bias
-        Layers
+        Layers (MACs per sample)
           layer    type  parameters  MACs   MACs %
           -----  ------  ----------  ----  -------
-          0      Linear          54    96   72.73%
-          2      Linear          21    36   27.27%
+          0      Linear          54    48   72.73%
+          2      Linear          21    18   27.27%
           -----  ------  ----------  ----  -------
-          total                  75   132  100.00%
+          total                  75    66  100.00%
     """
     inner = unwrap(model) if isinstance(model, nn.Module) else model
     graph = trace(inner, example)
     whole = {number: group for number, group in enumerate(map(partial(_as_a_whole, graph), graph.spaces)) if group}
+    costs = model_costs(inner, example)
     return Inspection(
         model=type(inner).__name__,
         example=tensor_specs(example),
         spaces=tuple(space for number, space in enumerate(spaces_found(graph)) if number not in whole),
         fixed=(*whole.values(), *fixed_groups(graph)),
         bindings=equal_parts(graph),
-        layers=layer_costs(inner, example),
+        layers=costs.layers,
+        batch=costs.batch,
     )
 
 
@@ -182,7 +187,8 @@ class _Section:
 
 def _headline(report: Inspection) -> str:
     example = ", ".join(report.example) or "no tensors"
-    return f"{report.model}: {report.parameters:,} parameters, {report.macs:,} MACs for an example of {example}"
+    macs = f"{report.macs:,} MACs {per_what(report.batch)}"
+    return f"{report.model}: {report.parameters:,} parameters, {macs} (example: {example})"
 
 
 def _sections(report: Inspection) -> Iterator[_Section]:
@@ -199,7 +205,7 @@ def _sections(report: Inspection) -> Iterator[_Section]:
     if any(space.multiple > 1 for space in report.spaces):
         yield _Section("Must keep a multiple", None, tuple(_multiple_notes(report.spaces)))
     if report.layers:
-        yield _Section("Layers", _layer_table(report), ())
+        yield _Section(f"Layers (MACs {per_what(report.batch)})", _layer_table(report), ())
 
 
 def _space_table(spaces: Sequence[SpaceFound]) -> Table:

@@ -4,8 +4,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from keepk.errors import KeepkError
-from keepk.graph.costs import layer_costs
+from keepk.graph.costs import model_costs, per_what
 from keepk.plan.numbers import exact_number
+from keepk.run.counting import count_masked
 from keepk.run.pruner import Pruner
 from keepk.show.tables import Table, percent
 
@@ -22,7 +23,8 @@ class SpaceReport:
         kind: "weights" or "channels".
         total: M, the units in the beginning.
         planned: M_e, what the plan has for now.
-        kept: What is left now. Fewer than planned where channels took weights along, or dead neurons were swept.
+        kept: What is left now, counted. Fewer than planned where channels took weights along, or dead neurons were
+            swept; more where pruned weights came back.
         asked: K, what is left at the end.
     """
 
@@ -42,16 +44,25 @@ class RunReport:
         epoch: Events behind us.
         epochs: Events of the plan.
         spaces: What is left of each space.
-        parameters: Numbers in the model's parameters that are not masked.
-        macs: Multiply-accumulates of one forward pass with the Pruner's example; None if it has none.
+        parameters: Numbers in the model's parameters as they are, masked ones included.
+        masked: How many of them are masked, and 0.0.
+        macs: Multiply-accumulates (MACs) per sample of one forward pass with the tensors as they are, so masked weights
+            are multiplied too; None if the Pruner has no example.
+        batch: How many samples the Pruner's example has, by which its MACs were divided. None without an example, or if
+            it could not be told; MACs are of the whole example then.
         error: What the user says, in percent.
+
+    Parameters and MACs follow one convention: they count tensors as they are, as `keepk.inspect` does. What masks alone
+    have saved is in `masked`; removing channels, or `keepk.compact`, makes parameters and MACs fewer.
     """
 
     epoch: int
     epochs: int
     spaces: tuple[SpaceReport, ...]
     parameters: int
+    masked: int
     macs: int | None
+    batch: int | None
     error: float | None
 
     @property
@@ -74,12 +85,15 @@ class RunReport:
         return Group(Text(self._title(), style="bold"), self._table(), Text(self._costs()))
 
     def _title(self) -> str:
-        return f"After epoch {self.epoch} of {self.epochs}"
+        counted = "parameters include" if self.macs is None else "parameters and MACs include"
+        macs = "" if self.macs is None else f", MACs are {per_what(self.batch)}"
+        return f"After epoch {self.epoch} of {self.epochs}; {counted} masked entries{macs}"
 
     def _costs(self) -> str:
-        macs = "" if self.macs is None else f", {self.macs:,} MACs"
+        masked = f" ({self.masked:,} masked)" if self.masked else ""
+        macs = "" if self.macs is None else f", {self.macs:,} MACs {per_what(self.batch)}"
         error = "" if self.error is None else f", error {self.error:.2f} %"
-        return f"{self.parameters:,} parameters{macs}{error}"
+        return f"{self.parameters:,} parameters{masked}{macs}{error}"
 
     def _table(self) -> Table:
         rows = tuple(
@@ -100,6 +114,8 @@ class RunReport:
 def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     """Where a run stands: per space what is planned, kept and asked for; parameters and multiply-accumulates now.
 
+    All of it is counted on the model's tensors. A `KeepkWarning` has both numbers where pruned units came back.
+
     Args:
         pruner: The run. Multiply-accumulates are counted if it has an example.
         error: An error in percent to show beside it.
@@ -109,33 +125,31 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     >>> pruner = keepk.Pruner(net, [keepk.channels("0", keep=2, schedule=[4, 2])], example=torch.zeros(1, 8))
     >>> pruner.step()
     >>> print(report(pruner))
-    After epoch 1 of 2
+    After epoch 1 of 2; parameters and MACs include masked entries, MACs are per sample
     space      kind  total  planned  kept  kept %  asked
     -----  --------  -----  -------  ----  ------  -----
     0      channels      6        4     4  66.67%      2
-    51 parameters, 44 MACs
+    51 parameters, 44 MACs per sample
     >>> report(pruner, error=1.5).line
-    'epoch 1/2: kept 0 4 of 6; 51 parameters, 44 MACs, error 1.50 %'
+    'epoch 1/2: kept 0 4 of 6; 51 parameters, 44 MACs per sample, error 1.50 %'
     """
     if not isinstance(pruner, Pruner):
         raise KeepkError(f"report: got {type(pruner).__name__}. Give the keepk.Pruner of the run.")
     if error is not None:
         error = float(exact_number(error, "report: error", KeepkError))
-    plan, epoch, kept = pruner.plan, pruner.epoch, pruner.kept
+    plan, epoch = pruner.plan, pruner.epoch
     spaces = tuple(
         SpaceReport(
             name,
             space["kind"],
             space["total"],
             plan[name][epoch - 1] if epoch else space["total"],
-            kept[name],
+            space["alive"] if "alive" in space else space["kept"],
             space["asked"],
         )
-        for name, space in pruner.certificate.items()
+        for name, space in pruner.counted_certificate("report").items()
     )
-    masked = sum(int((~mask).sum()) for mask in pruner.masks.values())
-    parameters = sum(parameter.numel() for parameter in pruner.model.parameters()) - masked
-    macs = None
-    if pruner.example is not None:
-        macs = sum(layer.macs for layer in layer_costs(pruner.model, pruner.example))
-    return RunReport(epoch, pruner.epochs, spaces, parameters, macs, error)
+    parameters, masked = sum(it.numel() for it in pruner.model.parameters()), count_masked(pruner.masks, pruner.model)
+    costs = None if pruner.example is None else model_costs(pruner.model, pruner.example)
+    macs, batch = (None, None) if costs is None else (costs.macs, costs.batch)
+    return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error)

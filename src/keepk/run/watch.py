@@ -1,0 +1,134 @@
+"""What a run warns about, once per cause: untrue counts, rankings that decide little, events without training."""
+
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from keepk.errors import KeepkWarning
+
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+Thin = tuple[str, int, int]  # a layer's name, how many units are about to stay, how many it had
+SHARE = 0.05  # of a layer's units: where fewer are about to stay, something is usually wrong
+
+
+def warn(message: str) -> None:
+    """Give a `KeepkWarning` that shows the line of the user's code which called keepk."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, KeepkWarning, stacklevel=level)
+
+
+class Watch:
+    """What a run has warned about already, and how much was trained since the event before."""
+
+    def __init__(self) -> None:
+        self._told = set[tuple[str, ...]]()
+        self._updates = Counter[int]()  # by optimizer
+        self._falls = 0  # events in a row at which counts fell after one update or none
+
+    def once(self, cause: tuple[str, ...], message: str) -> None:
+        """Warn, unless it was done for this cause. Where warnings are errors, nothing is marked as told."""
+        if cause not in self._told:
+            warn(message)
+            self._told.add(cause)
+
+    def untrue_counts(self, asked_by: str, claimed: Mapping[str, int], found: Mapping[str, int]) -> None:
+        """Warn about spaces that have other units now than the last event left."""
+        wrong = {space: count for space, count in found.items() if count != claimed[space]}
+        self._told -= {cause for cause in self._told if cause[0] == "untrue" and cause[2] not in wrong}
+        for space, count in wrong.items():
+            self.once(("untrue", asked_by, space), told_untrue(space, claimed[space], count))
+
+    def thin_layers(self, space: str, kind: str, layers: Sequence[Thin]) -> None:
+        """Warn about layers that are about to lose nearly all of their units, while the space keeps many."""
+        share = sum(left for _, left, _ in layers) / max(1, sum(total for _, _, total in layers))
+        if thin := thin_layers(layers, share):
+            self.once(("thin", space), told_thin(space, kind, thin))
+
+    def tied_scores(self, space: str, kind: str, tied: int, total: int) -> None:
+        """Warn where most units of a space have the score at which the ranking is cut."""
+        if 2 * tied > total:
+            self.once(("tied", space), told_tied(space, kind, tied, total))
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of an optimizer step. One of LBFGS makes many updates."""
+        self._updates[id(optimizer)] += 2 if isinstance(optimizer, torch.optim.LBFGS) else 1
+
+    def hasty(self, before: Mapping[str, int], counts: Mapping[str, int], epochs: int) -> None:
+        """Warn where counts fall for the second time in a row with one optimizer step or none in between."""
+        falling = [name for name, count in counts.items() if count < before[name]]
+        if falling and self._falls and self._is_hasty:
+            self.once(
+                ("hasty",),
+                f"pruner.step() was called twice in a row after one optimizer step or none, while the plan falls "
+                f"(space {falling[0]!r}: now from {before[falling[0]]:,} to {counts[falling[0]]:,}). Called once per "
+                f"batch, the whole plan is over after {epochs} batches, with no training in between. Call it at the "
+                f"end of every epoch, or every n batches. If one update per event is intended, as with full batches, "
+                f'ignore this: warnings.filterwarnings("ignore", "pruner.step", keepk.KeepkWarning).',
+            )
+
+    def event(self, *, fell: bool) -> None:
+        """Take note that an event is over; `fell` says whether any count did."""
+        self._falls = self._falls + fell if self._is_hasty else 0
+        self._updates.clear()
+
+    def restart(self) -> None:
+        """Forget what was trained before a state was loaded."""
+        self._falls = 0
+        self._updates.clear()
+
+    @property
+    def _is_hasty(self) -> bool:
+        return max(self._updates.values(), default=0) <= 1
+
+
+def told_untrue(space: str, claimed: int, found: int) -> str:
+    """Both numbers of a space, why they differ, and the cure."""
+    if found > claimed:
+        return (
+            f"space {space!r}: the last event kept {claimed:,} units, but {found:,} are there now: pruned ones are not "
+            f"zero any more. load_state_dict, or training that the Pruner's optimizer does not do, brings them back. "
+            f"Call pruner.apply_masks() to set them to zero again."
+        )
+    return (
+        f"space {space!r}: the last event kept {claimed:,} units, but only {found:,} are there now: parameters were "
+        f"removed or replaced. Make a new Pruner for the model as it is."
+    )
+
+
+def thin_layers(layers: Sequence[Thin], share: float) -> list[Thin]:
+    """The layers that keep less than 5 % of their units, and less than half of what their space keeps.
+
+    Of a space that keeps 3 % as a whole, layers with 2 % are no surprise.
+
+    >>> thin_layers([("a", 1, 64), ("b", 300, 512)], share=0.5)
+    [('a', 1, 64)]
+    """
+    limit = min(SHARE, share / 2)
+    return [(name, left, total) for name, left, total in layers if left < limit * total]
+
+
+def told_thin(space: str, kind: str, thin: Sequence[Thin]) -> str:
+    """Which layers keep nearly nothing, and what to do."""
+    some = ", ".join(f"{name!r} {left:,} of {total:,}" for name, left, total in thin[:5])
+    more = f" and {len(thin) - 5} more" if len(thin) > 5 else ""
+    return (
+        f"space {space!r}: {len(thin)} layer{'s' if len(thin) > 1 else ''} would keep less than 5 % of "
+        f"{'their' if len(thin) > 1 else 'its'} {kind}: {some}{more}. One ranking over all layers says little about "
+        f"untrained weights. Train first, set layer_floor=..., or choose another metric=."
+    )
+
+
+def told_tied(space: str, kind: str, tied: int, total: int) -> str:
+    """How many scores are equal where the ranking is cut, and what to do."""
+    return (
+        f"space {space!r}: {tied:,} of its {total:,} {kind} are tied where the ranking is cut, so that their order in "
+        f"the model decides which of them stay, not their scores. BatchNorm scales, for example, are all equal before "
+        f"training. Train first, or choose another metric=."
+    )

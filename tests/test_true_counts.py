@@ -1,0 +1,410 @@
+"""`kept`, `report`, the certificate and `save` count the units that the model has, whoever brought pruned ones back."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import keepk
+from keepk import KeepkWarning
+from keepk.errors import FileError, ShrinkError, StateError
+from networks import NETWORKS
+
+CURE = r"Call pruner.apply_masks\(\) to set them to zero again"
+
+
+def built(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 80), nn.ReLU(), nn.Linear(80, 4))
+    for layer in (model[0], model[2]):
+        nn.init.normal_(layer.weight)  # one scale, so that a ranking over both is fair
+    return model
+
+
+def pruned(keep=300, *, held=True, **options):
+    """A network of 5,440 weights after one event, its optimizer, its Pruner, and its values before."""
+    model = built()
+    best = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pruner = keepk.Pruner(model, keepk.weights("*.weight", keep=keep, name="w"), optimizer if held else None, **options)
+    pruner.step()
+    return model, optimizer, pruner, best
+
+
+def nonzero(model):
+    return sum(int(model[at].weight.count_nonzero()) for at in (0, 2))
+
+
+def train(model, optimizer, seed=0):
+    torch.manual_seed(seed)
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def reported(pruner):
+    return {space.name: space.kept for space in keepk.report(pruner).spaces}
+
+
+def load_best(model, best):
+    model.load_state_dict(best)
+
+
+def assign_best(model, best):
+    model.load_state_dict({name: value.clone() for name, value in best.items()}, assign=True)
+
+
+def assign_data(model, best):
+    model[0].weight.data = best["0.weight"].clone()
+
+
+def replace_parameter(model, best):
+    model[2].weight = nn.Parameter(best["2.weight"].clone())
+
+
+def train_elsewhere(model, _best):
+    train(model, torch.optim.Adam(model.parameters()))
+
+
+def write_nan(model, _best):
+    with torch.no_grad():
+        model[0].weight.fill_(float("nan"))
+
+
+COME_BACK = [load_best, assign_best, assign_data, replace_parameter, train_elsewhere, write_nan]
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("come_back", COME_BACK)
+def test_weights_that_came_back_are_counted_and_put_right(come_back, held, tmp_path):
+    model, _, pruner, best = pruned(held=held, example=torch.zeros(2, 64))
+    masks = pruner.masks
+    come_back(model, best)
+    there = 300 + sum(
+        int((parameter[~masks[name]] != 0).sum()) for name, parameter in model.named_parameters() if name in masks
+    )
+    assert there > 300
+    words = rf"space 'w': the last event kept 300 units, but {there:,} are there now.*load_state_dict.*{CURE}"
+    with pytest.warns(KeepkWarning, match=words):
+        assert pruner.kept == {"w": there}
+    with pytest.warns(KeepkWarning, match=words):
+        assert reported(pruner) == {"w": there}
+    with pytest.warns(KeepkWarning, match=words):
+        certificate = pruner.certificate["w"]
+    assert (certificate["kept"], certificate["alive"], certificate["asked"]) == (there, there, 300)
+    with pytest.raises(FileError, match=rf"save: {words}"):
+        keepk.save(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    pruner.apply_masks()
+    assert nonzero(model) == 300
+    assert pruner.kept == reported(pruner) == {"w": 300}
+    assert "alive" not in pruner.certificate["w"]
+    keepk.save(model, tmp_path / "model")
+
+
+def test_one_event_without_an_optimizer_followed_by_training():
+    model, optimizer, pruner, _ = pruned(held=False)
+    train(model, optimizer)
+    assert nonzero(model) > 300
+    with pytest.warns(KeepkWarning, match=CURE):
+        assert reported(pruner) == {"w": nonzero(model)}
+
+
+def test_a_kept_weight_that_is_zero_is_counted_and_so_is_what_came_back(tmp_path):
+    """The mask says what is kept. Fewer weights than K may be nonzero while K is not true."""
+    model, _, pruner, _ = pruned()
+    masks = pruner.masks
+    with torch.no_grad():
+        model[2].weight.zero_()
+    assert nonzero(model) < 300
+    assert pruner.kept == reported(pruner) == {"w": 300}
+    keepk.save(model, tmp_path / "model")
+    with torch.no_grad():
+        model[0].weight[~masks["0.weight"]] += torch.eye(1, int((~masks["0.weight"]).sum()))[0]
+    assert nonzero(model) < 300
+    with pytest.warns(KeepkWarning, match="kept 300 units, but 301 are there now"):
+        assert pruner.kept == {"w": 301}
+    with pytest.raises(FileError, match="kept 300 units, but 301 are there now"):
+        keepk.save(model, tmp_path / "model")
+
+
+def test_applying_masks_reaches_optimizer_state_and_followers():
+    model = built()
+    best, average = copy.deepcopy(model.state_dict()), AveragedModel(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    pruner = keepk.Pruner(model, keepk.weights("*.weight", keep=300, name="w"), optimizer, followers=[average])
+    pruner.step()
+    model.load_state_dict(best)
+    average.module.load_state_dict(best)
+    optimizer.state[model[0].weight]["exp_avg"].fill_(1.0)
+    pruner.apply_masks()
+    mask = pruner.masks["0.weight"]
+    assert nonzero(model) == nonzero(average.module) == 300
+    assert not optimizer.state[model[0].weight]["exp_avg"][~mask].any()
+
+
+@pytest.mark.filterwarnings("ignore:pruner.step:keepk.KeepkWarning")
+def test_the_next_update_and_the_next_event_put_it_right_as_well():
+    for way in ("update", "event", "flat event", "step after the plan"):
+        model = built()
+        best, optimizer = copy.deepcopy(model.state_dict()), torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = {"event": [400, 300], "flat event": [300, 300]}.get(way, [300])
+        space = keepk.weights("*.weight", keep=300, name="w", schedule=schedule)
+        pruner = keepk.Pruner(model, space, optimizer)
+        pruner.step()
+        model.load_state_dict(best)
+        if way == "update":
+            train(model, optimizer)
+        else:
+            train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            pruner.step()
+        assert nonzero(model) == 300, way
+        assert pruner.kept == {"w": 300}
+
+
+def test_a_run_without_an_optimizer_names_the_cure():
+    model, _, pruner, best = pruned(held=False)
+    model.load_state_dict(best)
+    with pytest.raises(StateError, match=r"given no optimizer to hold them.*call pruner.apply_masks\(\) first"):
+        pruner.step()
+    pruner.apply_masks()
+    pruner.step()
+
+
+def test_each_of_the_three_warns_once_until_it_is_put_right():
+    model, _, pruner, best = pruned()
+    for _ in range(2):
+        model.load_state_dict(best)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                assert pruner.kept == {"w": 5_440}
+                keepk.report(pruner)
+                assert pruner.certificate["w"]["alive"] == 5_440
+        assert [it.category for it in told] == [KeepkWarning] * 3
+        assert {it.filename for it in told} == {__file__}
+        pruner.apply_masks()
+        assert pruner.kept == {"w": 300}
+
+
+def test_the_class_is_exported_and_one_filter_is_enough():
+    assert KeepkWarning is keepk.errors.KeepkWarning
+    assert issubclass(KeepkWarning, UserWarning)
+    model, _, pruner, best = pruned()
+    model.load_state_dict(best)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", category=KeepkWarning)
+        assert pruner.kept == {"w": 5_440}
+
+
+class Largest(TorchDispatchMode):
+    """How many bytes the largest tensor has that an operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        for made in tree_leaves(out):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, made.untyped_storage().nbytes())
+        return out
+
+
+def test_counting_copies_nothing_larger_than_a_mask():
+    model, _, pruner, best = pruned()
+    model.load_state_dict(best)
+    with pytest.warns(KeepkWarning), Largest() as largest:
+        assert pruner.kept == {"w": 5_440}
+    assert 0 < largest.bytes <= 64 * 80
+
+
+def test_a_parameter_that_is_gone_or_has_another_size_is_counted_as_it_is():
+    model, _, pruner, _ = pruned()
+    kept = {name: int(mask.sum()) for name, mask in pruner.masks.items()}
+    head, model[2] = model[2], nn.Identity()
+    with pytest.warns(KeepkWarning, match=rf"kept 300 units, but only {kept['0.weight']} are there.*new Pruner"):
+        assert pruner.kept == {"w": kept["0.weight"]}
+    with pytest.raises(StateError, match=r"'2.weight': is not there any more, but its mask has shape \(4, 80\)"):
+        pruner.apply_masks()
+    model[2] = head
+    assert pruner.kept == {"w": 300}
+    model[2] = nn.Linear(80, 7)
+    with pytest.warns(KeepkWarning, match=CURE):
+        assert pruner.kept == {"w": kept["0.weight"] + 7 * 80}
+
+
+def test_a_parameter_under_another_name_is_still_there():
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model, _, pruner, _ = pruned()
+    parametrize.register_parametrization(model[0], "weight", Twice())
+    assert pruner.kept == {"w": 300}
+
+
+def test_without_its_pruner_a_model_is_not_saved_with_an_untrue_count(tmp_path):
+    model, _, pruner, best = pruned(held=False)
+    del pruner
+    keepk.save(model, tmp_path / "pruned")
+    for come_back in (model, keepk.load(tmp_path / "pruned", built())):
+        come_back.load_state_dict(best)
+        words = r"space 'w': the last event kept 300 units, but 5,440 are there now.*certificate=False\)"
+        with pytest.raises(FileError, match=words):
+            keepk.save(come_back, tmp_path / "dense")
+        keepk.save(come_back, tmp_path / "dense", certificate=False)
+        assert json.loads((tmp_path / "dense" / "arch.json").read_text())["certificate"] == {}
+        assert nonzero(keepk.load(tmp_path / "dense", built(seed=1))) == 5_440
+    keepk.Pruner(model, keepk.weights("*.weight", keep=300, name="w")).step()
+    keepk.save(model, tmp_path / "again")
+
+
+MASKED = {
+    "linear": lambda: (built(), torch.zeros(2, 64), ["0"], 20),
+    "grouped": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(),
+                      nn.Flatten(), nn.Linear(128, 5)),
+        torch.zeros(2, 3, 8, 8), ["0", "3"], 8,
+    ),
+    "dense_block": lambda: (*NETWORKS["dense_block"](), ["norms.*"], 20),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shrink", ["never", "end"])
+@pytest.mark.parametrize("name", MASKED)
+def test_masked_channels_that_came_back_are_counted(name, shrink, tmp_path):
+    model, example, select, keep = MASKED[name]()
+    best = copy.deepcopy(model.state_dict())
+    at = "input" if name == "dense_block" else "output"
+    space = keepk.channels(select, keep=keep, name="c", at=at, metric=keepk.metrics.l1, schedule=[keep + 4, keep])
+    pruner = keepk.Pruner(model, space, example=example, shrink=shrink)
+    total = pruner.certificate["c"]["total"]
+    pruner.step()
+    assert pruner.kept == {"c": keep + 4}
+    model.load_state_dict(best)
+    words = rf"kept {keep + 4} units, but {total} are there now"
+    with pytest.warns(KeepkWarning, match=words):
+        assert pruner.kept == {"c": total}
+    with pytest.warns(KeepkWarning, match=words):
+        assert reported(pruner) == {"c": total}
+    with pytest.raises(FileError, match=words):
+        keepk.save(model, tmp_path)
+    pruner.apply_masks()
+    assert pruner.kept == {"c": keep + 4}
+    pruner.step()
+    assert pruner.kept == reported(pruner) == {"c": keep}
+    keepk.save(model, tmp_path)
+
+
+def test_one_number_brings_one_masked_channel_back():
+    model, example, select, keep = MASKED["grouped"]()
+    pruner = keepk.Pruner(
+        model, keepk.channels(select, keep=keep, name="c", metric=keepk.metrics.l1), example=example, shrink="never"
+    )
+    pruner.step()
+    masked = (~pruner.masks["1.bias"]).nonzero().flatten()
+    with torch.no_grad():
+        model[1].bias[masked[0]] = 1e-6
+    with pytest.warns(KeepkWarning, match="kept 8 units, but 9 are there now"):
+        assert pruner.kept == {"c": 9}
+
+
+def shrunk():
+    model = nn.Sequential(nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 9)), nn.ReLU(), nn.Linear(9, 4))
+    space = keepk.channels(["0.0", "0.2"], keep=14, name="c")
+    pruner = keepk.Pruner(model, space, example=torch.zeros(3, 7))
+    pruner.step()
+    return model, pruner
+
+
+def test_channels_that_others_took_or_brought_are_counted():
+    model, pruner = shrunk()
+    widths = model[0][0].out_features, model[0][2].out_features
+    assert sum(widths) == 14
+    part = keepk.trace(model[0], torch.zeros(3, 7))
+    keepk.shrink(model[0], part, part.spaces[0].units[:2])  # the record of it is on the part
+    with pytest.warns(KeepkWarning, match="kept 14 units, but only 12 are there now"):
+        assert pruner.kept == {"c": 12}
+
+    model, pruner = shrunk()
+    model[0] = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, model[0][2].out_features))
+    there = 12 + model[0][2].out_features
+    with pytest.warns(KeepkWarning, match=f"kept 14 units, but {there} are there now"):
+        assert pruner.kept == {"c": there}
+    with pytest.warns(KeepkWarning, match=f"kept 14 units, but {there} are there now"):
+        assert reported(pruner) == {"c": there}
+
+    model, pruner = shrunk()
+    model[2] = nn.Linear(model[0][2].out_features, 10)  # a new head has no channels of the space
+    assert pruner.kept == {"c": 14}
+
+
+def test_shrunk_by_hand_from_the_whole_is_followed_without_a_warning():
+    model, pruner = shrunk()
+    graph = keepk.trace(model, torch.zeros(3, 7))
+    keepk.shrink(model, graph, graph.spaces[0].units[:2])
+    assert pruner.kept == reported(pruner) == {"c": 12}
+
+
+def test_channels_of_a_shared_axis_that_changed_cannot_be_counted():
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.one, self.two = nn.Linear(7, 12), nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            first, second = self.both(x).relu().chunk(2, dim=1)
+            return self.one(first) + self.two(second)
+
+    model = Joined()
+    pruner = keepk.Pruner(model, keepk.channels("both", keep=6, name="c"), example=torch.zeros(3, 7))
+    model.both = nn.Linear(7, 11)
+    with pytest.raises(ShrinkError, match=r"'both.weight': has shape \(11, 7\), but the Pruner left it with"):
+        assert pruner.kept
+
+
+def test_weights_that_came_back_before_a_cut_still_count_as_such():
+    """A cut by hand takes the masks along; only what compact folds into biases is alive by right."""
+    model, optimizer, pruner, best = pruned()
+    model.load_state_dict(best)
+    graph = keepk.trace(model, torch.zeros(2, 64))
+    keepk.shrink(model, graph, range(10), optimizer=optimizer)
+    kept = sum(int(mask.sum()) for mask in pruner.masks.values())
+    with pytest.warns(KeepkWarning, match=f"kept {kept} units, but {nonzero(model):,} are there now"):
+        assert pruner.kept == {"w": nonzero(model)}
+    pruner.apply_masks()
+    assert pruner.kept == {"w": kept} == {"w": nonzero(model)}
+
+
+def test_a_closed_pruner_counts_and_can_apply_its_masks():
+    model, _, pruner, best = pruned()
+    pruner.close()
+    model.load_state_dict(best)
+    with pytest.warns(KeepkWarning, match=CURE):
+        assert pruner.kept == {"w": 5_440}
+    pruner.apply_masks()
+    assert pruner.kept == {"w": 300}
+
+
+def test_a_tied_weight_that_one_of_its_names_excludes_is_not_counted(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.body, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+    model = Tied()
+    pruner = keepk.Pruner(model, keepk.weights("*", keep=7, exclude="head*", name="w"))
+    pruner.step()
+    assert pruner.kept == {"w": 7}
+    keepk.save(model, tmp_path)
