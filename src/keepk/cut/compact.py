@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.certificate import certified_alive
-from keepk.cut.constants import fold, reader_paths, readings
+from keepk.cut.constants import fold, reader_paths, readings, same_readings
 from keepk.cut.dead import dead_units, removable, would_matter
 from keepk.cut.dead_flow import Flow, NotFollowed
 from keepk.cut.followers import Follower, tensors_of
@@ -18,11 +18,11 @@ from keepk.cut.shrink import prepare
 from keepk.cut.undo import Change, Undo, all_or_nothing, replaced
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits
-from keepk.graph.given import no_model
+from keepk.graph.given import TraceInputs, TrainMode, ValueBranches, no_model
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags
 from keepk.graph.shell import META, Example, Workshop
-from keepk.graph.trace import trace
+from keepk.graph.trace import trace_inputs
 from keepk.graph.wrappers import unwrap
 
 
@@ -75,9 +75,13 @@ class Compaction:
 
 def compact(
     model: nn.Module,
-    example: Any,
+    example: Any = None,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
+    examples: Sequence[Any] | None = None,
+    training_example: Any = None,
+    train_mode: TrainMode = "check",
+    value_branches: ValueBranches = "check",
     followers: Sequence[Follower] = (),
 ) -> Compaction:
     """Remove the units that zeros among the weights have left dead, in place; in eval mode the model computes the same.
@@ -91,6 +95,10 @@ def compact(
         example: What its forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments. What
             is removed is dead for all inputs of these shapes, whatever their numbers; the batch may have any size.
         optimizer: Its state is cut along. Several may be given.
+        examples: Several inputs, for a model that takes different paths: a unit is removed if it is dead in all.
+        training_example: What forward takes in train mode, if that is something else; see `keepk.trace`.
+        train_mode: See `keepk.trace`.
+        value_branches: See `keepk.trace`.
         followers: Copies and averages of the model, which are cut along; folded constants are added to their biases.
 
     Examples:
@@ -105,10 +113,11 @@ def compact(
     """
     if not isinstance(model, nn.Module):
         raise ShrinkError(f"compact: {no_model(model)}")
+    inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
     before, note, done = _count(model), "", list[tuple[_Found, Edits]]()
     with ExitStack() as undos, torch.inference_mode(False), torch.no_grad():
         try:
-            while (found := _sweep(model, example, first=not done)).gone.any():
+            while (found := _sweep(model, inputs, first=not done)).gone.any():
                 undo, edits = _commit(model, found, optimizer, followers)
                 undos.callback(undo)
                 done.append((found, edits))
@@ -140,22 +149,26 @@ class _Found:
     biases: dict[str, Tensor]
 
 
-def _sweep(model: nn.Module, example: Any, *, first: bool) -> _Found:
+def _sweep(model: nn.Module, inputs: TraceInputs, *, first: bool) -> _Found:
     """What is dead in a model, found on a copy: fold what then goes, and nothing else."""
-    graph, given, inner = trace(model, example), Example.of(example), unwrap(model)
+    graph, inner = trace_inputs(model, inputs), unwrap(model)
     if first:
-        _refuse_looking(inner, given)
+        for example in inputs.examples:
+            _refuse_looking(inner, example)
     nothing = np.zeros(len(graph.units), bool)
     if not len(graph.units):
         return _Found(graph, nothing, nothing, nothing, {})
-    workshop = Workshop(inner, given, None)
-    copy = workshop.copy()
-    flow = Flow(copy, reader_paths(copy)).run(workshop)
-    constants, matters, wanted = readings(copy, flow), would_matter(graph, copy, flow), ~graph.units.lossy
+    workshops = [Workshop(inner, example, None) for example in inputs.examples]
+    copy = workshops[0].copy()
+    flows = [Flow(copy, reader_paths(copy)).run(workshop) for workshop in workshops]
+    constants = same_readings([readings(copy, flow) for flow in flows])
+    matters = np.any([would_matter(graph, copy, flow) for flow in flows], axis=0)
+    wanted = ~graph.units.lossy
     while True:
         lost, folded = fold(graph, copy, constants, wanted)
-        after = Flow(copy, ()).run(workshop) if lost.any() else flow
-        chosen = removable(graph, dead_units(graph, copy, after) & wanted)
+        after = [Flow(copy, ()).run(workshop) for workshop in workshops] if lost.any() else flows
+        dead = np.all([dead_units(graph, copy, flow) for flow in after], axis=0)
+        chosen = removable(graph, dead & wanted)
         if not (lost & ~chosen).any():
             return _Found(graph, chosen, chosen & (lost | matters), folded, _new_biases(copy, inner))
         wanted = chosen

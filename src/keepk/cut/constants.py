@@ -4,7 +4,7 @@ A layer with weight W and bias b that reads a channel of constant value c gives 
 channel, if it meets c at every place: not where zeros are added at the edges of a picture.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +53,20 @@ def readings(model: nn.Module, flow: Flow) -> list[Reading]:
         for path, calls in flow.calls.items()
         if len(calls) == 1 and all(flow.uses[id(parameter)] == 1 for parameter in modules[path].parameters())
     ]
+
+
+def same_readings(by_example: Sequence[list[Reading]]) -> list[Reading]:
+    """What layers read in the forward passes of all examples: NaN where it differs between them."""
+    first, *others = by_example
+    same = list[Reading]()
+    for reading in first:
+        found = [next((it for it in other if it.path == reading.path), None) for other in others]
+        if all(it is not None for it in found):
+            agree = [it.constants == reading.constants for it in found if it is not None]
+            unknown = torch.full_like(reading.constants, torch.nan)
+            kept = torch.stack(agree).all(dim=0) if agree else torch.ones_like(unknown, dtype=torch.bool)
+            same.append(Reading(reading.path, torch.where(kept, reading.constants, unknown)))
+    return same
 
 
 def _constants(module: nn.Module, given: Input) -> Tensor:

@@ -103,13 +103,35 @@ class Workshop:
             return torch.empty(cut.after if cut else tensor.shape, dtype=tensor.dtype, device=self.device)
         return cut_tensor(tensor, cut) if cut else tensor.clone()
 
+    @functools.cached_property
+    def _caches(self) -> list[Any]:
+        """The `functools` caches of the packages that the model's classes come from."""
+        kinds = {type(module) for module in self.model.modules()}
+        packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch", "builtins"}
+        modules = [
+            it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None
+        ]
+        found = (value for scope in (*modules, *kinds) for value in list(vars(scope).values()))
+        return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+
+    def _clear_caches(self) -> None:
+        """Empty them: a cached function runs once, so that the second forward pass would look different.
+
+        And it would hand tensors of a trace, which have no values, to the model itself.
+        """
+        for cache in self._caches:
+            if cache.cache_info().currsize:
+                cache.cache_clear()
+
     @contextmanager
     def running(self, example: Example | None = None) -> Iterator[Example]:
         """The surroundings of a forward pass that is watched: no gradients, no fused kernels, no trace left behind.
 
         Random numbers are the same in every pass, so that two traces of a model find the same.
         """
+        self._clear_caches()
         with ExitStack() as stack:
+            stack.callback(self._clear_caches)
             stack.enter_context(torch.no_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_fused_attention_off())
@@ -120,20 +142,6 @@ class Workshop:
             if self.device is not None:
                 stack.enter_context(self.device)
             yield (example or self.example).on(self.device)
-
-
-def clear_caches(model: nn.Module) -> None:
-    """Empty the `functools` caches of the packages that a model's classes come from.
-
-    A cached function runs in the first forward pass only, so that the second one would look different. And it would
-    hand tensors of a trace, which have no values, to the model itself.
-    """
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()} - {"torch", "builtins"}
-    modules = [it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None]
-    for scope in (*modules, *(type(module) for module in model.modules())):
-        for value in list(vars(scope).values()):
-            if isinstance(value, functools._lru_cache_wrapper) and value.cache_info().currsize:
-                value.cache_clear()
 
 
 PIECE = 1 << 17  # numbers that stay in the cache

@@ -20,7 +20,7 @@ from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
 from keepk.graph.probe import NotRepeatable, Probe
 from keepk.graph.replay import Replays, Run
-from keepk.graph.shell import META, Example, Workshop, clear_caches
+from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.solve import solve
 from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
 from keepk.graph.values import is_raised_by_program, opposite
@@ -180,7 +180,6 @@ class _Watched:
 
     def _watch(self, run: Run) -> Tracer:
         self._latest = tracer = self._new_tracer(run)
-        clear_caches(self.workshop.model)
         try:
             with self.workshop.running(run.example) as example:
                 output = tracer.follow(example.arguments, example.by_name)
@@ -188,8 +187,6 @@ class _Watched:
             if self.workshop.device is not None:
                 raise _NotOnMeta from error
             raise self._failed(run, error) from error
-        finally:
-            clear_caches(self.workshop.model)
         for index_map in output_maps(output):
             tracer.facts.add_pin(
                 index_map, Reason("is an output of the model", place=_place_of_forward(self.workshop.model))
@@ -286,7 +283,8 @@ class _Watched:
         """A number that is read from a tensor may decide anything; only a truth value has one other answer."""
         reads = [read for _, recorded in self.runs for read in recorded.reads if not read.boolean and not read.own]
         for read in {read.place: read for read in reads}.values():
-            shown = f", which was {read.value!r} for the example"[:80]
+            value = " ".join(repr(read.value).split())
+            shown = f", which was {value if len(value) < 40 else value[:40] + '...'} for the example"
             error = self._refused(read.place, "forward reads a number from a tensor", shown)
             self._not_known(error, accepted=self._accepts_branches)
 

@@ -9,8 +9,8 @@ from torch import nn
 from keepk.cut.followers import Follower, parameters_of, refuse_missing, tensors_of
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.errors import PlanError, SpaceError
-from keepk.graph.given import no_model
-from keepk.graph.trace import trace
+from keepk.graph.given import TraceInputs, no_model
+from keepk.graph.trace import trace_inputs
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import unwrap
 from keepk.plan.phases import Phase, Plan
@@ -18,7 +18,7 @@ from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.run.channel_members import find_channels
 from keepk.run.channel_side import ChannelSide
 from keepk.run.resolve import find_frozen
-from keepk.run.surgery import Surgery
+from keepk.run.surgery import Replayed, Surgery
 from keepk.run.weight_side import WeightSide
 
 
@@ -52,23 +52,24 @@ def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], l
 
 def channel_side(
     model: nn.Module,
-    example: Any,
+    inputs: TraceInputs | None,
     spaces: Sequence[ChannelSpace],
     optimizers: Sequence[torch.optim.Optimizer],
     followers: Sequence[Follower],
+    replayed: Replayed,
 ) -> ChannelSide | None:
     """The channels of a model, by one trace; None if no space asks for any."""
     if not spaces:
         return None
-    if example is None:
+    if inputs is None:
         raise SpaceError(
             f"space {spaces[0].name!r}: channels are found by a trace, which needs an input. "
             f"Give Pruner(..., example=...), such as one batch."
         )
     inner = unwrap(model)
-    graph = trace(inner, example)
+    graph = trace_inputs(inner, inputs)
     modules = [name for name, _ in inner.named_modules(remove_duplicate=False)]
-    surgery = Surgery(inner, graph, optimizers, followers)
+    surgery = Surgery(inner, graph, optimizers, followers, replayed)
     side = ChannelSide(graph, inner, find_channels(graph, modules, spaces), surgery)
     _refuse_without_values(side)
     with torch.no_grad():

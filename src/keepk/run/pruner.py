@@ -17,6 +17,7 @@ from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
 from keepk.cut.undo import Undo, undone_by
 from keepk.errors import KeepkError, PlanError
+from keepk.graph.given import TraceInputs, TrainMode, ValueBranches
 from keepk.graph.wrappers import named_parameters, unwrap
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, timeline
@@ -35,6 +36,7 @@ from keepk.run.parties import (
 from keepk.run.resolve import find_members
 from keepk.run.sides import Event, Shrink, Sides, certificate
 from keepk.run.state import pruner_state, read_pruner_state
+from keepk.run.surgery import Replayed
 from keepk.run.weight_side import WeightSide
 
 Wrapper = TypeVar("Wrapper")
@@ -58,6 +60,12 @@ class Pruner:
         epochs: How long the plan is. None takes the schedules' own length.
         phases: Spans of epochs in which some spaces are pruned and some parameters frozen; their sum is the length.
         example: An input, as for `keepk.trace`; needed for channels. It is kept, to count multiply-accumulates.
+        examples: Several inputs, for a model that takes different paths; see `keepk.trace`.
+        training_example: What the model's forward takes in train mode, if that is something else.
+        train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
+        value_branches: "accept" leaves paths unknown that no example takes; see `keepk.trace`.
+        replay: Whether each cut is first replayed at its own sizes, on a copy without weights. An event is refused,
+            and nothing changes, if forward would then fail or do something else than the trace has seen.
         shrink: Channels are taken out at "each" event, at the "end" of their plans, or "never"; until then they are
             masked.
         followers: Who follows the model's weights, and is cut and zeroed along at every event: an `AveragedModel`, a
@@ -98,7 +106,12 @@ class Pruner:
         epochs: int | None = None,
         phases: Sequence[Phase] | None = None,
         example: Any = None,
+        examples: Sequence[Any] | None = None,
+        training_example: Any = None,
+        train_mode: TrainMode = "check",
+        value_branches: ValueBranches = "check",
         shrink: Shrink = "each",
+        replay: bool = True,
         followers: Sequence[Follower] = (),
     ) -> None:
         refuse_wrong_types(model, spaces, phases, shrink)
@@ -106,14 +119,19 @@ class Pruner:
         if epochs is not None:
             count(epochs, "Pruner: epochs", PlanError, least=1)
         of_weights, of_channels = listed_spaces(spaces)
-        self._model, self._example = unwrap(model), example
+        self._model, self._example = unwrap(model), examples[0] if example is None and examples else example
         weights = WeightSide(self._model, find_members(model, of_weights))
         names = {parameter: name for name, parameter in weights.parameters.items()}
         self._frozen_by_epoch = frozen_by_epoch(model, phases or ())
         self._optimizers = checked_optimizers(model, optimizer, names, any(self._frozen_by_epoch))
         self._followers = followers
         refuse_strange_followers(followers, named_parameters(model))
-        channels = channel_side(model, example, of_channels, self._optimizers, followers)
+        inputs = None
+        if of_channels and self._example is not None:
+            inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
+        # Channels that are masked until the end are replayed at once: later there is no way back.
+        replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
+        channels = channel_side(model, inputs, of_channels, self._optimizers, followers, replayed)
         refuse_unfit_followers(followers, weights, channels)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}

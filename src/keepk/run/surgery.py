@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from keepk.cut.hold import Masks
 from keepk.cut.shrink import Prepared, prepare
 from keepk.cut.tensors import doomed, left_of, silencing
 from keepk.cut.undo import Undo
+from keepk.cut.verify import refuse_unfit
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices
 from keepk.graph.graph import Graph
@@ -19,6 +21,9 @@ from keepk.graph.maps import Flags
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import named_parameters
 from keepk.rank.changed import changed_model, refuse_other_parameters
+
+# Which removals are replayed at their own sizes before they are made: cuts, or masks as well that will be cut later.
+Replayed: TypeAlias = Literal["none", "cuts", "masks"]
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,9 @@ class Surgery:
         graph: Graph,
         optimizers: Sequence[torch.optim.Optimizer],
         followers: Sequence[nn.Module | dict[str, Tensor]],
+        replayed: Replayed = "cuts",
     ) -> None:
-        self._model, self._graph = model, graph
+        self._model, self._graph, self._replayed = model, graph, replayed
         self._optimizers, self._followers = optimizers, followers
         self._parameters = named_parameters(model)
         self._lengths = lengths_of(model)
@@ -90,6 +96,8 @@ class Surgery:
         if not physical:
             edits = self._graph.edits(units)
             self._refuse_other_shapes(cuts := self._by_name(edits))
+            if self._replayed == "masks":
+                refuse_unfit(self._model, self._graph, edits)
             return Operation(edits, cuts, None)
         prepared = prepare(
             self._model,
@@ -98,6 +106,7 @@ class Surgery:
             optimizer=list(self._optimizers),
             followers=self._followers,
             wrapper=wrapper,
+            replay=self._replayed != "none",
         )
         return Operation(prepared.edits, self._by_name(prepared.edits), prepared)
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,9 @@ from keepk.graph.findings import (
     spaces_found,
     tensor_specs,
 )
+from keepk.graph.given import TraceInputs
 from keepk.graph.graph import Graph
-from keepk.graph.trace import trace
+from keepk.graph.trace import trace_inputs
 from keepk.graph.units import GraphSpace
 from keepk.graph.wrappers import unwrap
 from keepk.show.tables import Table, percent
@@ -57,6 +58,7 @@ class Inspection:
         layers: Parameters and multiply-accumulates (MACs) per sample of each module, without the modules inside it.
         batch: How many samples the example has, by which its MACs were divided. None if that could not be told, because
             its tensors share no first dimension, or MACs do not grow with it: MACs are of the whole example then.
+        unknown: Parts of the model's forward that the trace has not seen, such as a train mode that fails.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Inspection:
     bindings: tuple[EqualParts, ...]
     layers: tuple[LayerCost, ...]
     batch: int | None
+    unknown: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -118,12 +121,20 @@ class Inspection:
         return Group(*parts)
 
 
-def inspect(model: nn.Module, example: Any) -> Inspection:
+def inspect(
+    model: nn.Module, example: Any = None, *, examples: Sequence[Any] | None = None, training_example: Any = None
+) -> Inspection:
     """Say what of a model can shrink, what cannot and why, and what each layer costs; nothing of the model changes.
 
     Args:
         model: Any module whose forward works on the example.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with a batch of two or more.
+        examples: Several of these, for a model that takes different paths; costs are those of the first.
+        training_example: What forward takes in train mode, if that is something else.
+
+    Returns:
+        Units that can be removed, axes that cannot and why, costs by layer, and parts of the model's forward that the
+        trace has not seen, such as a train mode that fails on the example.
 
     Examples:
         >>> import torch
@@ -146,7 +157,9 @@ def inspect(model: nn.Module, example: Any) -> Inspection:
           total                  75    66  100.00%
     """
     inner = unwrap(model) if isinstance(model, nn.Module) else model
-    graph = trace(inner, example)
+    inputs = TraceInputs.of(example, examples, training_example)
+    graph = trace_inputs(inner, replace(inputs, reports=True))
+    example = examples[0] if example is None and examples else example
     whole = {number: group for number, group in enumerate(map(partial(_as_a_whole, graph), graph.spaces)) if group}
     costs = model_costs(inner, example)
     return Inspection(
@@ -157,6 +170,7 @@ def inspect(model: nn.Module, example: Any) -> Inspection:
         bindings=equal_parts(graph),
         layers=costs.layers,
         batch=costs.batch,
+        unknown=graph.unknown,
     )
 
 
@@ -204,6 +218,8 @@ def _sections(report: Inspection) -> Iterator[_Section]:
         yield _Section("Must lose equal numbers", None, tuple(map(_equal_note, report.bindings)))
     if any(space.multiple > 1 for space in report.spaces):
         yield _Section("Must keep a multiple", None, tuple(_multiple_notes(report.spaces)))
+    if report.unknown:
+        yield _Section("Not seen by the trace", None, tuple(map(_Note, report.unknown)))
     if report.layers:
         yield _Section(f"Layers (MACs {per_what(report.batch)})", _layer_table(report), ())
 

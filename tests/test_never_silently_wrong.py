@@ -1,0 +1,330 @@
+"""A forward that the trace cannot know is refused, and so is a cut after which it would do something else."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import keepk
+from keepk.errors import ShrinkError, SpaceError, TraceError
+from masked import relative_error
+
+
+class Hidden(nn.Module):
+    """Sixteen hidden channels, `a`, read by `o`."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.o = nn.Linear(7, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.o(self.between(F.relu(self.a(x)), x))
+
+    def between(self, h, _x):
+        return h
+
+
+def vectors(rows=4):
+    return torch.randn(rows, 7)
+
+
+def pruned_to(model, keep, **options):
+    """A run of one event."""
+    spaces = [keepk.channels("a", keep=keep)]
+    return keepk.Pruner(model, spaces, torch.optim.SGD(model.parameters(), lr=0.1), example=vectors(), **options)
+
+
+def state(model):
+    return copy.deepcopy([(name, tensor.detach()) for name, tensor in model.state_dict().items()])
+
+
+def same_state(before, model):
+    after = state(model)
+    return [name for name, _ in before] == [name for name, _ in after] and all(
+        one.equal(other) for (_, one), (_, other) in zip(before, after, strict=True)
+    )
+
+
+# Zero along one axis only
+
+
+class AttentionMaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.feat, self.maps = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(3, 6, 3, padding=1)
+        self.head = nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        return self.head((torch.relu(self.feat(x))[:, None] * torch.sigmoid(self.maps(x))[:, :, None]).sum(1))
+
+
+def test_maps_that_pool_features_are_not_called_exact():
+    model, example = AttentionMaps(), torch.randn(2, 3, 8, 8)
+    with pytest.raises(SpaceError, match="lossy"):
+        keepk.Pruner(model, [keepk.channels("maps", keep=3)], example=example)
+    keepk.Pruner(model, [keepk.channels("feat", keep=3)], example=example).step()
+    assert model.feat.out_channels == 3
+
+
+# Values
+
+
+class Reads(Hidden):
+    """Reads something that the example alone does not tell."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read = read
+
+    def between(self, h, x):
+        return h * 2 if self.read(h, x) else h
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda _, x: float(x.sum()) > 0,
+        lambda _, x: x.sum().item() > 0,
+        lambda _, x: int(x.sum()) > 0,
+        lambda _, x: x[0].tolist()[0] > 0,
+        lambda h, _: float(h.detach().numpy(force=True).sum()) > 0,
+        lambda h, _: h.argmax(1)[0].item() > 3,
+        lambda _, x: len(range(x.abs().sum().int())) > 3,
+    ],
+)
+def test_numbers_that_python_reads_are_refused_with_the_place(read):
+    message = r"forward reads a number from a tensor, at test_never_silently_wrong.py:\d+, which was .*value_branches="
+    with pytest.raises(TraceError, match=message):
+        keepk.trace(Reads(read), vectors())
+    graph = keepk.trace(Reads(read), vectors(), value_branches="accept")
+    assert len(graph.units) == 16
+    assert "reads a number" in graph.unknown[0]
+
+
+class FailsOtherwise(Hidden):
+    def between(self, h, x):
+        return h if x.sum() > -1e6 else h.view(-1, 5)
+
+
+def test_a_branch_that_fails_on_its_other_side_is_refused():
+    with pytest.raises(TraceError, match=r"fails on the side that the example does not take .*shape '\[-1, 5\]'"):
+        keepk.trace(FailsOtherwise(), vectors())
+    graph = keepk.trace(FailsOtherwise(), vectors(), value_branches="accept")
+    assert len(graph.units) == 16
+
+
+class Chooses(nn.Module):
+    """Each input goes through one of three layers, by a number that is read from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.o = nn.Linear(7, 16), nn.Linear(16, 3)
+        self.ways = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        way = int(x.abs().sum() * 0 + x[0, 0].abs()) % 3
+        return self.o(F.relu(self.ways[way](F.relu(self.a(x)))))
+
+
+def inputs_of(ways):
+    made = [vectors() for _ in range(ways)]
+    for way, example in enumerate(made):
+        example[0, 0] = way + 0.5
+    return made
+
+
+def test_several_examples_are_traced_and_what_none_uses_stays():
+    model = Chooses()
+    examples = inputs_of(3)
+    graph = keepk.trace(model, examples=examples[:2], value_branches="accept")
+    fixed = {fixed.tensor for fixed in graph.fixed if "never used" in fixed.why}
+    assert fixed == {"ways.2.weight", "ways.2.bias"}
+    graph = keepk.trace(model, examples=examples, value_branches="accept")
+    oracle = copy.deepcopy(model)
+    units = graph.choose(0.5, seed=0)
+    with torch.no_grad():
+        for unit in units:
+            for name, axis, index in graph.slices(int(unit)):
+                oracle.get_parameter(name).select(axis, index).zero_()
+    keepk.shrink(model, graph, units)
+    assert len(units) > 8
+    assert all(relative_error(oracle(x), model(x)) < 1e-5 for x in examples)
+
+
+@pytest.mark.parametrize("verb", [keepk.trace, keepk.inspect, keepk.compact])
+def test_examples_that_are_no_list_are_refused(verb):
+    with pytest.raises(TraceError, match=r"examples: got Tensor. Give a list"):
+        verb(Hidden(), examples=vectors())
+
+
+def test_inspect_reports_what_the_trace_has_not_seen():
+    report = keepk.inspect(Reads(lambda _, x: float(x.sum()) > 0), vectors())
+    assert "forward reads a number from a tensor" in report.unknown[0]
+    assert "Not seen by the trace" in str(report)
+
+    class NeedsTargets(Hidden):
+        def forward(self, x, targets=None):
+            scores = super().forward(x)
+            return F.mse_loss(scores, targets) if self.training else scores
+
+    report = keepk.inspect(NeedsTargets(), vectors())
+    assert "fails in train mode" in report.unknown[0]
+    assert not keepk.inspect(NeedsTargets(), vectors(), training_example=(vectors(), torch.zeros(4, 3))).unknown
+
+
+@pytest.mark.parametrize("option", [{"value_branches": "ignore"}, {"train_mode": "skip"}])
+def test_options_of_a_trace_are_checked(option):
+    with pytest.raises(TraceError, match=r"unknown. Give 'check' or 'accept'"):
+        keepk.trace(Hidden(), vectors(), **option)
+
+
+# Widths
+
+
+class DoublesNarrow(Hidden):
+    def between(self, h, _x):
+        return h * 2 if h.shape[1] < 6 else h
+
+
+class Squeezes(Hidden):
+    def between(self, h, _x):
+        return h.squeeze()
+
+
+@pytest.mark.parametrize(("kind", "fits", "fails"), [(DoublesNarrow, 6, 5), (Squeezes, 2, 1)])
+def test_a_cut_is_replayed_at_its_own_size(kind, fits, fails):
+    model = kind()
+    graph = keepk.trace(model, vectors())
+    before = state(model)
+    message = rf"with {fails} of 'a', forward would not do what it did.*test_never_silently_wrong.py:\d+.*Nothing was"
+    with pytest.raises(ShrinkError, match=message):
+        keepk.shrink(model, graph, range(16 - fails))
+    assert same_state(before, model)
+    keepk.shrink(model, graph, range(16 - fits))
+    assert model.a.out_features == fits
+    again = kind()
+    keepk.shrink(again, keepk.trace(again, vectors()), range(16 - fails), replay=False)
+    assert again.a.out_features == fails
+
+
+@pytest.mark.parametrize("shrink", ["each", "end"])
+def test_an_event_that_forward_cannot_have_is_refused_and_changes_nothing(shrink):
+    """With channels masked until the end, too: later there is no way back."""
+    model = DoublesNarrow()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(vectors()).sum().backward()
+    optimizer.step()
+    spaces = [keepk.channels("a", keep=4, schedule=[12, 4])]
+    pruner = keepk.Pruner(model, spaces, optimizer, example=vectors(), shrink=shrink)
+    pruner.step()
+    model(vectors()).sum().backward()
+    optimizer.step()
+    before, held = state(model), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ShrinkError, match="with 4 of 'a', forward would not do what it did"):
+        pruner.step()
+    assert same_state(before, model)
+    assert str(held) == str(optimizer.state_dict())
+    assert (pruner.epoch, pruner.kept) == (1, {"a": 12})
+
+
+def test_masks_that_are_never_cut_are_not_replayed():
+    model = DoublesNarrow()
+    pruner = pruned_to(model, 4, shrink="never")
+    pruner.step()
+    assert pruner.kept == {"a": 4}
+
+
+def test_a_state_whose_widths_forward_cannot_have_is_refused():
+    saved = pruned_to(DoublesNarrow(), 4, replay=False)
+    saved.step()
+    model = DoublesNarrow()
+    pruner = pruned_to(model, 4)
+    before = state(model)
+    with pytest.raises(keepk.errors.KeepkError, match="forward would not do what it did"):
+        pruner.load_state_dict(saved.state_dict())
+    assert same_state(before, model)
+
+
+def test_widths_that_were_replayed_are_not_replayed_again(monkeypatch):
+    model = Hidden()
+    graph = keepk.trace(model, vectors())
+    passes = []
+    monkeypatch.setattr(Hidden, "between", lambda self, h, _: passes.append(self.training) or h)
+    keepk.shrink(model, graph, [0, 1])
+    assert passes == [False]  # training does nothing else here, so that it is not replayed
+    other = Hidden()
+    keepk.shrink(other, copy.deepcopy(keepk.trace(other, vectors())), [0, 1])
+    again = keepk.trace(other, vectors())
+    passes.clear()
+    for units in ([0, 1], [0, 1]):
+        twin, own = copy.deepcopy((other, again))
+        keepk.shrink(twin, own, units)
+    assert passes == [False]
+
+
+def test_a_projection_stays_narrower_than_the_state():
+    class Projected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.o = nn.LSTM(5, 8, proj_size=3, batch_first=True), nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.o(self.rnn(x)[0])
+
+    model = Projected()
+    graph = keepk.trace(model, torch.randn(4, 6, 5))
+    hidden = next(space for space in graph.spaces if len(space.units) == 8)
+    with pytest.raises(ShrinkError, match=r"hidden_size=3 and proj_size=3. proj_size has to be smaller"):
+        keepk.shrink(model, graph, hidden.units[:5])
+    keepk.shrink(model, graph, hidden.units[:4])
+    assert model.rnn.hidden_size == 4
+
+
+# Repeatable
+
+
+@functools.cache
+def table(size, dtype):
+    return torch.linspace(0, 1, size, dtype=dtype).cos()
+
+
+class UsesTable(Hidden):
+    def between(self, h, x):
+        return h * table(len(x), x.dtype)[:, None]
+
+
+def test_a_cached_function_is_traced_each_time_and_keeps_no_tensor_of_the_trace():
+    model, example = UsesTable(), vectors()
+    before = model(example)
+    counts = [len(keepk.trace(model, example).units) for _ in range(3)]
+    assert counts == [16, 16, 16]
+    assert model(example).equal(before)
+
+
+def test_a_model_without_values_is_traced():
+    """Its example may have them."""
+    with torch.device("meta"):
+        model = Hidden()
+    assert len(keepk.trace(model, vectors()).units) == 16
+
+
+@pytest.mark.parametrize("example", [torch.randn(1, 7), (torch.randn(1, 7),), {"x": torch.randn(1, 7)}])
+def test_a_batch_of_one_is_refused(example):
+    with pytest.raises(TraceError, match="Pass an example with a batch size of at least 2"):
+        keepk.trace(Hidden(), example)
+
+
+def test_position_ids_of_one_row_beside_a_batch_are_fine():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places, self.o = nn.Embedding(11, 8), nn.Embedding(5, 8), nn.Linear(8, 3)
+
+        def forward(self, words, places):
+            return self.o(F.relu(self.words(words) + self.places(places)))
+
+    graph = keepk.trace(Positions(), (torch.randint(0, 11, (3, 5)), torch.arange(5)[None]))
+    assert len(graph.units) == 8
