@@ -91,15 +91,14 @@ class Probe:
                 found = self._align(lossy=lossy)
                 if found is None:
                     return
-            else:
+            elif not self._repaired(found, units) and not self._tied(found):
                 self._refuse_unrepeatable()
-                if not self._repaired(found, units) and not self._tied(found):
-                    self._give_up(found, units)
+                self._give_up(found, units)
             failing = max(found.step, 0)
         self._fix_all(self._steps[failing], lossy=lossy)
 
     def _refuse_unrepeatable(self) -> None:
-        """Where a cut copy fails, see first whether an uncut one repeats the trace."""
+        """Before a failure of a cut copy fixes anything, see whether an uncut one repeats the trace."""
         if not self._repeats and (found := self._attempt(np.zeros(0, np.int64))) is not None:
             raise NotRepeatable(found.why)
         self._repeats = True

@@ -17,7 +17,7 @@ from keepk.graph.call import Call
 from keepk.graph.edits import Edits, Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.graph import Graph
-from keepk.graph.label import label_of, set_label
+from keepk.graph.label import Label, label_of, set_label, tensors_in
 from keepk.graph.maps import Flags, Map, compress, predict, restrict_all, support
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.tracer import Numbers, Recorded, Step, Tracer, named_tensors, numbers_of
@@ -224,6 +224,107 @@ def _selected(index_map: Map, channels: Indices) -> Map:
     return np.take(index_map, channels, axis=1) if index_map.shape[1] > 1 else index_map
 
 
+class Differs(Exception):  # noqa: N818 - it is caught at once
+    """A forward pass does something else than another one."""
+
+
+NOISE = ("aten::empty_like", "aten::empty", "aten::new_empty")
+NOT_IN_TRAINING = ("training", "momentum")  # arguments of a BatchNorm that differ between the modes
+
+
+class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
+    """A forward pass of the same model that is expected to do what another one did, but for dropout.
+
+    No rule is applied: an operation with the same arguments, on the same inputs, makes the same. Dropout and stochastic
+    depth multiply by a mask of random zeros, made by `empty`, `bernoulli` and `div`, and pass on what they multiply.
+
+    Raises:
+        Differs: It does something else.
+    """
+
+    def __init__(self, model: nn.Module, first: Recorded, answers: Mapping[str, Sequence[Any]]) -> None:
+        super().__init__(model, first.groups, answers)
+        self._first, self._position = first, 0
+        self._noise: dict[int, Tensor] = {}
+        self._made: dict[int, int] = {}
+        self.label_tensors(first.tensors)
+
+    def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
+        """Answer as in the other pass, if that was asked there."""
+        value = super().answer(tensors, boolean=boolean, read=read)
+        known, number = self._first.reads, len(self.reads) - 1
+        if number >= len(known) or known[number].place != self.reads[-1].place:
+            raise Differs(f"a value is read at {self.reads[-1].place}")
+        return value
+
+    def record_numbers(self, numbers: tuple[float, ...]) -> None:
+        """Compare the numbers that a tensor is made of."""
+        if self._expected() != (CREATED, (("data", numbers),)):
+            raise Differs("a tensor is made of other numbers")
+        self._position += 1
+
+    def _expected(self) -> tuple[str, Numbers]:
+        if self._position == len(self._first.steps):
+            return "the end", ()
+        step = self._first.steps[self._position]
+        return step.name, step.numbers
+
+    def _apply_rule(self, call: Call) -> None:
+        """Labels come from the other pass; see `record`."""
+
+    def record(self, call: Call) -> None:
+        """Compare an operation with the next one of the other pass, and give its outputs the labels of that."""
+        if self._is_dropout(call) or self._counts_batches(call):
+            return
+        name, numbers = self._expected()
+        if name != call.name or not self._same_numbers(name, numbers, numbers_of(call)):
+            raise Differs(f"{name} became {call.name}")
+        step = self._first.steps[self._position]
+        shapes, expected = call.input_shapes(), step.inputs[: len(call.inputs)]
+        if len(shapes) != len(expected) or any(
+            shape != known or label_of(tensor).maps is not maps
+            for tensor, shape, (known, maps) in zip(call.inputs, shapes, expected, strict=True)
+        ):
+            raise Differs(f"{call.name} gets something else")
+        for output, (_, maps) in zip(call.outputs, step.outputs, strict=False):
+            set_label(output, Label(maps, zeros=(False,) * len(maps)))
+            self._made[id(output)] = self._position
+        self._position += 1
+
+    def _same_numbers(self, name: str, known: Numbers, found: Numbers) -> bool:
+        if known == found or "batch_norm" not in name:
+            return known == found
+        kept, other = ([it for it in numbers if it[0] not in NOT_IN_TRAINING] for numbers in (known, found))
+        return kept == other
+
+    def _counts_batches(self, call: Call) -> bool:
+        return call.name == "aten::add" and self.is_batch_norm(self.module) and call.outputs[0].ndim == 0
+
+    def _is_dropout(self, call: Call) -> bool:
+        """Whether an operation makes or applies a mask of dropout; what it is applied to is passed on."""
+        if call.name in NOISE and self._expected()[0] != call.name:
+            self._noise[id(call.outputs[0])] = call.outputs[0]
+            return True
+        noisy = [id(tensor) in self._noise for tensor in call.inputs]
+        if not any(noisy):
+            return False
+        if call.name in ("aten::bernoulli", "aten::div") and len(noisy) == 1:
+            self._noise[id(call.outputs[0])] = call.outputs[0]
+            return True
+        if call.name != "aten::mul" or noisy != [False, True]:
+            raise Differs(f"{call.name} of random numbers")
+        set_label(call.outputs[0], label_of(call.inputs[0]))
+        self._made[id(call.outputs[0])] = self._made.get(id(call.inputs[0]), -1)
+        return True
+
+    def finish(self, output: Any) -> None:
+        """Compare the end: nothing is left to do, and the same tensors are returned."""
+        if self._position < len(self._first.steps) or len(self.reads) < len(self._first.reads):
+            raise Differs("ends early")
+        if tuple(self._made.get(id(tensor), -1) for tensor in tensors_in(output)) != self._first.returned:
+            raise Differs("returns something else")
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """A forward pass that a trace knows.
@@ -273,8 +374,8 @@ class Replays:
             named = {name for name, _, _ in named_tensors(tracer.model)}
             tracer.label_tensors(left | dict.fromkeys(named - set(left), ()))
             with workshop.running(run.example) as example:
-                tracer.follow(example.arguments, example.by_name)
-            again = replace(tracer.recorded(), tensors=recorded.tensors, atoms=recorded.atoms)
+                output = tracer.follow(example.arguments, example.by_name)
+            again = replace(tracer.recorded(output), tensors=recorded.tensors, atoms=recorded.atoms)
             fresh.append((run, again))
         return replace(self, runs=tuple(fresh))
 

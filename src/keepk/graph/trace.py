@@ -19,10 +19,10 @@ from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
 from keepk.graph.probe import NotRepeatable, Probe
-from keepk.graph.replay import Replays, Run
+from keepk.graph.replay import Echo, Replays, Run
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.solve import solve
-from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
+from keepk.graph.tracer import Recorded, Tracer, named_tensors, output_maps
 from keepk.graph.values import is_raised_by_program, opposite
 from keepk.graph.wiring import Wiring
 from keepk.graph.wrappers import unwrap
@@ -135,8 +135,7 @@ def _for_replays(workshop: Workshop, replays: Replays, wiring: Wiring, watched: 
 class _Watched:
     """The forward passes of a model, traced over the same atoms.
 
-    A pass that does what an earlier one did is dropped, with its facts: most models do in training what they do in
-    eval mode, but for dropout.
+    Most models do in training what they do in eval mode, but for dropout: such a pass is not kept.
     """
 
     workshop: Workshop
@@ -148,8 +147,8 @@ class _Watched:
         while True:
             known = len(self.groups)
             self.runs, self.tracers, self.facts = list[tuple[Run, Recorded]](), list[Tracer](), Facts()
-            self._touched, self._seen, self._asked = set[str](), list[tuple[Any, ...]](), set[tuple[bool, str]]()
-            self.unknown = list[str]()
+            self._touched, self._asked = set[str](), set[tuple[bool, str]]()
+            self.unknown, self._trains = list[str](), True
             for example in self.inputs.examples:
                 self._watch(Run(example))
             self._watch_training()
@@ -162,10 +161,14 @@ class _Watched:
 
     def _watch_training(self) -> None:
         for example in self.inputs.training or self.inputs.examples:
+            run = Run(example, training=True)
+            if self._echoes(run):
+                continue
             try:
-                self._watch(Run(example, training=True))
+                self._watch(run)
             except TrainForwardError as error:
                 self._not_known(error, accepted=self.inputs.train_mode == "accept")
+                self._trains = False
                 # The facts up to the failure stay: they fix what goes into layers that keep their size.
                 tracer, cause = self._latest, error.__cause__
                 self.facts.extend(tracer.facts)
@@ -178,7 +181,7 @@ class _Watched:
         if not accepted and not self.inputs.reports:
             raise error
 
-    def _watch(self, run: Run) -> Tracer:
+    def _watch(self, run: Run) -> None:
         self._latest = tracer = self._new_tracer(run)
         try:
             with self.workshop.running(run.example) as example:
@@ -191,9 +194,7 @@ class _Watched:
             tracer.facts.add_pin(
                 index_map, Reason("is an output of the model", place=_place_of_forward(self.workshop.model))
             )
-        returned = tuple(tracer.made_at.get(id(tensor), -1) for tensor in tensors_in(output))
-        self._keep(run, tracer, returned)
-        return tracer
+        self._keep(run, tracer, tracer.recorded(output))
 
     def _new_tracer(self, run: Run) -> Tracer:
         tracer = Tracer(self.workshop.copy(training=run.training), self.groups, run.answers)
@@ -206,14 +207,24 @@ class _Watched:
             _bind_recurrent(tracer)
         return tracer
 
-    def _keep(self, run: Run, tracer: Tracer, returned: tuple[int, ...]) -> None:
+    def _keep(self, run: Run, tracer: Tracer, recorded: Recorded) -> None:
         self.tracers.append(tracer)
         self._touched |= tracer.touched
-        does = essence(tracer, returned, self._weights_end)
-        if not any(does == other for other in self._seen):
-            self._seen.append(does)
-            self.runs.append((run, tracer.recorded()))
-            self.facts.extend(tracer.facts)
+        self.runs.append((run, recorded))
+        self.facts.extend(tracer.facts)
+
+    def _echoes(self, run: Run) -> bool:
+        """Whether a pass does what one that is known does, but for dropout and the flag of BatchNorms."""
+        for known, recorded in self.runs:
+            if known.example is run.example and known.answers == run.answers and not known.training:
+                echo = Echo(self.workshop.copy(training=run.training), recorded, run.answers)
+                try:
+                    with self.workshop.running(run.example) as example:
+                        echo.finish(echo.follow(example.arguments, example.by_name))
+                except Exception:  # it differs, or fails, which a trace of its own finds out
+                    return False
+                return True
+        return False
 
     def _watch_other_branches(self) -> None:
         """Wherever Python branched on a truth value, run the forward again with the opposite one."""
@@ -231,6 +242,9 @@ class _Watched:
                 other = replace(run, answers={**run.answers, place: opposite(recorded.reads, place)})
                 before = len(self.runs)
                 self._watch_branch(other, place)
+                in_training = replace(other, training=True)
+                if not run.training and self._trains and not self._echoes(in_training):
+                    self._watch_branch(in_training, place)
                 waiting += self.runs[before:]
 
     def _both_known(self, run: Run, place: str) -> bool:
@@ -295,43 +309,6 @@ class _Watched:
         for name in set(tensors) - self._touched:
             for index_map in tensors[name]:
                 self.facts.add_pin(index_map, Reason(why, place=place))
-
-
-def essence(tracer: Tracer, returned: Sequence[int], weights_end: int) -> tuple[Any, ...]:
-    """The operations of a forward pass without dropout and without the flag of BatchNorms, in a form to compare.
-
-    Args:
-        tracer: The trace of the pass.
-        returned: For each tensor that the model returned, the step that made it.
-        weights_end: Ids from here on were made up on the way and are not compared.
-    """
-    steps = [(number, step) for number, step in enumerate(tracer.steps) if not _counts_batches(step, tracer)]
-    found, place_of = list[Any](), dict[int, int]()
-    place = 0
-    while place < len(steps):
-        names = tuple(step.name.removeprefix("aten::") for _, step in steps[place : place + 4])
-        if names[0].startswith(("empty", "new_empty")) and names[1:] == ("bernoulli", "div", "mul"):
-            place += 4  # dropout, stochastic depth: a mask of random zeros, which scales what it lets through
-            continue
-        number, step = steps[place]
-        place_of[number] = len(found)
-        found.append(_compared(step, weights_end))
-        place += 1
-    return (*found, tuple(place_of.get(number, -1) for number in returned))
-
-
-def _counts_batches(step: Step, tracer: Tracer) -> bool:
-    return step.name == "aten::add" and tracer.is_batch_norm(step.module) and step.outputs[0][0] == ()
-
-
-def _compared(step: Step, weights_end: int) -> tuple[Any, ...]:
-    normalises = "batch_norm" in step.name
-    numbers = tuple(it for it in step.numbers if not (normalises and it[0] in ("training", "momentum")))
-    sides = (*step.inputs, *(step.outputs[:1] if normalises else step.outputs))
-    shapes = tuple(
-        (shape, tuple((m.shape, np.where(m < weights_end, m, -1).tobytes()) for m in maps)) for shape, maps in sides
-    )
-    return step.name.removesuffix("_no_training"), step.module, step.taken, numbers, shapes
 
 
 def _place_of_forward(model: nn.Module) -> str:

@@ -111,6 +111,7 @@ class Recorded:
         touched: The names of those that it used.
         atoms: All atoms that were given out by its end.
         groups: By name of a weight, the groups of the convolution that uses it.
+        returned: For each tensor that the model returned, the step that made it; -1 for one that no step made.
     """
 
     steps: Sequence[Step]
@@ -119,6 +120,7 @@ class Recorded:
     touched: frozenset[str]
     atoms: Atoms
     groups: dict[str, int]
+    returned: tuple[int, ...] = ()
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -148,10 +150,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._stack = [""]
         self._modules = dict(model.named_modules())
 
-    def recorded(self) -> Recorded:
+    def recorded(self, output: Any) -> Recorded:
         """The pass that was followed, without the copy of the model that it ran on."""
-        atoms = self.atoms.branch()
-        return Recorded(self.steps, self.reads, self.tensors, frozenset(self.touched), atoms, self.groups)
+        atoms, touched = self.atoms.branch(), frozenset(self.touched)
+        returned = tuple(self.made_at.get(id(tensor), -1) for tensor in tensors_in(output))
+        return Recorded(self.steps, self.reads, self.tensors, touched, atoms, self.groups, returned)
 
     @property
     def module(self) -> str:
@@ -173,7 +176,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             frame = frame.f_back  # type: ignore[assignment]
         return ""
 
-    def label_tensors(self, maps: dict[str, tuple[Map, ...]] | None = None) -> None:
+    def label_tensors(self, maps: Mapping[str, tuple[Map, ...]] | None = None) -> None:
         """Give atoms to every parameter and buffer, or those of an earlier trace."""
         for name, tensor, parameter in named_tensors(self.model):
             found = self._fresh(name, tensor) if maps is None else maps[name]
