@@ -9,6 +9,7 @@ import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ import keepk
 from keepk.cut.record import record_of, was_cut
 from keepk.deploy.arch_json import as_text, digest, from_text
 from keepk.errors import FileError
+from keepk.run import files
+from killing import file_step
 from masked import call, leaves
 from networks import NETWORKS
 
@@ -637,16 +640,20 @@ def test_a_save_that_fails_after_the_commit_says_that_the_new_model_is_there(fol
     assert sorted(contents(folder)) == FILES
 
 
-@pytest.fixture(scope="module")
-def sweeps(tmp_path_factory):
+def job(folder, kind, seconds=300):
     if not hasattr(os, "fork"):
         pytest.skip("the saves are forked")
-    job = Path(__file__).with_name("save_job.py")
-    command = [sys.executable, str(job), str(tmp_path_factory.mktemp("killed"))]
+    script = Path(__file__).with_name("save_job.py")
+    command = [sys.executable, str(script), str(folder), kind]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=seconds)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    return job(tmp_path_factory.mktemp("killed"), "kills")
 
 
 @pytest.mark.parametrize("old", [0, 1], ids=["first save", "next save"])
@@ -656,6 +663,116 @@ def test_a_save_killed_at_any_file_step_leaves_the_old_or_the_new_model(sweeps, 
     assert set(found) == {old, old + 1}
     assert len(found) >= 20
     assert all(names == FILES for names in files)
+
+
+@pytest.mark.parametrize("locks", ["locks", "no locks"])
+def test_processes_that_save_into_one_folder_leave_one_whole_model(tmp_path, locks):
+    """With real processes, killed at random moments; a process that reads meanwhile always finds a whole model."""
+    for what, report in job(tmp_path, locks).items():
+        assert report["same"] == [0, 0, 0, 0, 3], what
+        assert set(report["found"]) <= {1, 2, 3}, what
+        assert report["killed"] >= 3, what
+        assert len(set(report["found"])) >= 2, what
+        if locks == "locks":
+            assert len(report["files"]) == 2, what
+
+
+def at_step(number, work):
+    """Run some work at the n-th file-system step of what comes; what is returned says whether it was reached."""
+    left, ran = number, []
+
+    def count(*call):
+        nonlocal left
+        left -= file_step(*call)
+        if left == 0 and not ran:
+            ran.append(True)
+            sys.setprofile(None)
+            work()
+
+    sys.setprofile(count)
+    return ran
+
+
+def test_without_locks_a_save_between_any_two_steps_of_another_is_harmless(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "try_lock", lambda _: None)
+    folder, steps = tmp_path / "model", 0
+    states = [shrunk(seed, units).state_dict() for seed, units in ((1, (0,)), (2, (1, 2)))]
+    while True:
+        keepk.save(shrunk(), folder)
+        ran = at_step(steps + 1, lambda: keepk.save(shrunk(2, (1, 2)), folder))
+        try:
+            keepk.save(shrunk(1, (0,)), folder)
+        finally:
+            sys.setprofile(None)
+        found = keepk.load(folder, built()).state_dict()
+        assert any(
+            same(state.values(), found.values()) for state in states if found["0.bias"].shape == state["0.bias"].shape
+        )
+        assert same(load_file(folder / "model.safetensors").values(), load_file(one_of(folder)).values())
+        if not ran:
+            break
+        steps += 1
+    assert steps >= 20
+
+
+def one_of(folder):
+    """The file that arch.json names."""
+    return folder / json.loads((folder / "arch.json").read_bytes())["values"]["file"]
+
+
+def test_without_locks_only_old_leftovers_are_deleted(folder, monkeypatch):
+    monkeypatch.setattr(files, "try_lock", lambda _: None)
+    fresh, old = f"model-{'0' * 32}.tmp", f"arch-{'0' * 32}.tmp"
+    for name in (fresh, old):
+        (folder / name).write_bytes(b"left")
+    day_before = (folder / fresh).stat().st_mtime - 2 * files.LEFTOVER_AGE
+    os.utime(folder / old, (day_before, day_before))
+    for seed in (1, 2):
+        keepk.save(shrunk(seed), folder)
+        assert sorted(contents(folder)) == sorted([*FILES, fresh, one_of(folder).name])
+        assert same(keepk.load(folder, built()).state_dict().values(), shrunk(seed).state_dict().values())
+    monkeypatch.undo()
+    keepk.save(shrunk(3), folder)
+    assert sorted(contents(folder)) == FILES
+
+
+def test_a_file_system_without_links_gets_copies(folder, monkeypatch):
+    monkeypatch.setattr(files, "try_lock", lambda _: None)
+    failing(monkeypatch, "link", 1, OSError(95, "Operation not supported"))
+    keepk.save(shrunk(1), folder)
+    assert one_of(folder).read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert same(keepk.load(folder, built()).state_dict().values(), shrunk(1).state_dict().values())
+
+
+def test_a_process_that_stands_still_is_not_waited_for_forever(folder, monkeypatch):
+    before = contents(folder)
+    monkeypatch.setattr(files, "PATIENCE", 0.2)
+    with (folder / files.LOCK).open("ab") as other:
+        assert files.try_lock(other)
+        with pytest.raises(FileError, match=r"another process holds .*lock and has written nothing for .* as it was"):
+            keepk.save(shrunk(1), folder)
+    assert contents(folder) == before | {files.LOCK: b""}
+    keepk.save(shrunk(1), folder)  # the lock of a process that was killed
+    assert sorted(contents(folder)) == FILES
+
+
+def test_windows_has_locks_of_its_own(folder, monkeypatch):
+    """As far as that can be seen from elsewhere: the calls are Windows', and what they do is done by flock."""
+    fcntl = pytest.importorskip("fcntl")
+    calls = []
+
+    def locking(number, mode, count):
+        calls.append((mode, count))
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
+    keepk.save(shrunk(1), folder)
+    assert calls == [(2, 1)]
+    assert sorted(contents(folder)) == FILES
+    monkeypatch.setitem(sys.modules, "msvcrt", None)
+    with (folder / "file").open("ab") as file:
+        assert files.try_lock(file) is None
 
 
 def test_a_part_of_a_model_that_was_shrunk_is_refused(tmp_path):

@@ -12,12 +12,12 @@ from keepk.cut.holders import refuse_holders
 from keepk.deploy.arch_json import from_document, to_document
 from keepk.deploy.description import describe
 from keepk.deploy.folder import read_folder, write_folder
-from keepk.deploy.places import place
 from keepk.deploy.replay import edits_of, refuse_other_model, refuse_shrunk, replay, unpacked
 from keepk.errors import FileError
 from keepk.graph.given import no_model
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
+from keepk.run.files import place
 from keepk.run.packing import pack
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,7 +45,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
         True
     """
     order = "model, path"
-    inner, folder = _user_module(model, "save", order), place(path, "save", order)
+    inner, folder = _user_module(model, "save", order), place(path, "save", order, FileError)
     _refuse_extra_state(inner)
     _refuse_meta(inner, "Materialize the model first.")
     description = describe(inner)
@@ -63,7 +63,7 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
         model: As the user's own constructor makes it, of the dtype of the saved one; on any device that holds values.
     """
     order = "path, model"
-    inner, folder = _user_module(model, "load", order), place(path, "load", order)
+    inner, folder = _user_module(model, "load", order), place(path, "load", order, FileError)
     document, stored = read_folder(folder)
     try:
         refuse_shrunk(inner)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from keepk.deploy.places import place
 from keepk.deploy.runtime import (
     bound,
     difference,
@@ -34,7 +33,7 @@ from keepk.graph.given import likely_slip, no_model, refuse_scripted
 from keepk.graph.shell import Example, Workshop
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
-from keepk.run.files import sync_folder
+from keepk.run.files import place, sync_folder
 
 ROUNDING, COARSE_ROUNDING = 1e-4, 1e-2
 REASON = 400  # letters of what the exporter says; it goes on for pages
@@ -102,7 +101,7 @@ def export_onnx(
     if not isinstance(model, nn.Module):
         raise TraceError(f"export_onnx: {no_model(model)}")
     refuse_scripted("export_onnx", model)
-    target = place(path, "export_onnx", "model, example, path")
+    target = place(path, "export_onnx", "model, example, path", FileError)
     _refuse_tolerance(tolerance)
     require_packages("export_onnx", "onnx", "onnxscript", *(["onnxruntime"] if check else []))
     examples = _examples(Example.of(example), dynamic=dynamic_batch)

@@ -14,6 +14,7 @@ from torch import nn
 
 from keepk.errors import CheckpointError, KeepkError
 from keepk.run.codec import decode, encode
+from keepk.run.files import place
 from keepk.run.folder import INDEX, read_folder, write_folder
 from keepk.run.parts import (
     GeneratorPart,
@@ -27,6 +28,7 @@ from keepk.run.parts import (
 from keepk.run.rng import check_rng_state, rng_state, set_rng_state
 from keepk.run.scheduler import SchedulerPart
 
+_ORDER = "path, then model=, pruner=, optimizer= and the others by name"
 _FOR_INFERENCE = {"model", "ema"}
 _MAY_BE_SEVERAL = {"optimizer", "scheduler", "generator"}
 _PARTS: dict[str, Any] = {
@@ -75,12 +77,13 @@ def save_checkpoint(
         extra: Any tree of plain values, arrays and tensors, such as ``{"epoch": 3, "batch": 17}``.
 
     """
+    folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
     captured = {name: [part.capture() for part in several] for name, several in parts.items()}
     tree, tensors = encode({**captured, "rng": rng_state(), "extra": extra}, name="")
     document = {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}
-    write_folder(Path(path), document, tensors)
+    write_folder(folder, document, tensors)
 
 
 def load_checkpoint(
@@ -112,9 +115,9 @@ def load_checkpoint(
     Everything is read, verified and checked against the objects before the first of them changes. Should one still
     refuse its state, all of them get their old states back, from a copy on the host.
     """
+    folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
-    folder = Path(path)
     document, tensors = read_folder(folder)
     resumes = bool(set(parts) - _FOR_INFERENCE)
     _refuse_other_parts(folder, set(parts), document["parts"], resumes)
