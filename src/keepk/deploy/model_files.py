@@ -9,10 +9,11 @@ from torch.nn.parameter import is_lazy
 
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
-from keepk.deploy.arch_json import from_document, to_document
+from keepk.deploy.arch_json import dense_from, from_document, to_document
 from keepk.deploy.description import describe
 from keepk.deploy.folder import read_folder, write_folder
-from keepk.deploy.replay import edits_of, refuse_other_model, refuse_shrunk, replay, unpacked
+from keepk.deploy.replay import edits_of, refuse_other_model, refuse_other_sizes, refuse_shrunk, replay, unpacked
+from keepk.deploy.sizes import refuse_impossible, widths_of_norms
 from keepk.errors import FileError
 from keepk.graph.given import no_model
 from keepk.graph.tracer import named_tensors
@@ -69,9 +70,12 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
         refuse_shrunk(inner)
         _refuse_extra_state(inner)
         _refuse_meta(inner, "Build the model on the CPU, or call model.to_empty(device=...) and tie its ties again.")
-        saved, given = from_document(document), describe(inner)
-        refuse_other_model(inner, saved, given)
+        dense, given = dense_from(document), describe(inner)
+        refuse_other_model(inner, dense, given)
+        saved = from_document(document, dense, widths_of_norms(inner))
+        refuse_other_sizes(inner, saved)
         values = unpacked(saved, stored)
+        refuse_impossible(inner, saved)
     except FileError as error:
         raise FileError(f"{folder}: {error}") from error
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
