@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from keepk.cut.record import ATTRIBUTE, put_back, record_of
+from keepk.cut.tensors import sharded
 from keepk.cut.undo import Change, Undo, undone_by
+from keepk.errors import ShrinkError
 from keepk.graph.wrappers import named_parameters
 from keepk.plan.names import matches
 
@@ -60,4 +62,9 @@ def alive_weights(model: nn.Module, entry: Mapping[str, Any]) -> int:
     """How many weights of a certified space are not zero."""
     named = named_parameters(model)
     mine = {p for name, p in named.items() if matches(name, entry["select"]) and not matches(name, entry["exclude"])}
+    if found := sharded(model):
+        raise ShrinkError(
+            f"certificate: {found} is sharded over processes, so that the weights that are not zero cannot be counted "
+            f"here. Count, compact and save before sharding, or gather the model into a plain one."
+        )
     return sum(int(parameter.count_nonzero()) for parameter in mine)

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
+from keepk.cut.tensors import sharded
 from keepk.deploy.arch_json import dense_from, from_document, to_document
 from keepk.deploy.description import describe
 from keepk.deploy.folder import read_folder, write_folder
@@ -89,6 +90,11 @@ def _user_module(model: object, verb: str, order: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         swapped = "" if isinstance(model, type) else f" The order is {order}."
         raise FileError(f"{verb}: {no_model(model)}{swapped}")
+    if found := sharded(model):
+        raise FileError(
+            f"{verb}: {found} is sharded over processes, and each of them sees only its own part. {verb.capitalize()} "
+            f"a plain model: shard after keepk.load, and gather the full state_dict into one before keepk.save."
+        )
     return unwrap(model)
 
 
