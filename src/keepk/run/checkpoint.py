@@ -30,6 +30,7 @@ from keepk.run.scheduler import SchedulerPart
 
 _ORDER = "path, then model=, pruner=, optimizer= and the others by name"
 _FOR_INFERENCE = {"model", "ema"}
+_OF_TORCH = {"optimizer", "scheduler", "scaler", "generator"}
 _MAY_BE_SEVERAL = {"optimizer", "scheduler", "generator"}
 _PARTS: dict[str, Any] = {
     "pruner": PrunerPart,
@@ -120,7 +121,10 @@ def load_checkpoint(
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
     document, tensors = read_folder(folder)
     resumes = bool(set(parts) - _FOR_INFERENCE)
-    _refuse_other_parts(folder, set(parts), document["parts"], resumes)
+    held = document.get("parts")
+    if not isinstance(held, list) or not all(isinstance(name, str) for name in held) or "tree" not in document:
+        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
+    _refuse_other_parts(folder, set(parts), held, resumes)
     kept = _copies(parts)
     with ExitStack() as shapes:
         try:
@@ -132,9 +136,10 @@ def load_checkpoint(
             raise CheckpointError(f"{folder / INDEX}: {error}") from error
         except KeepkError:
             raise
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint ({error!r})") from error
-        _restore([pair for name in parts for pair in zip(parts[name], saved[name], strict=True)], shapes, kept)
+        pairs = [(name, *pair) for name in parts for pair in zip(parts[name], saved[name], strict=True)]
+        _restore(folder, pairs, shapes, kept)
         shapes.pop_all()
     if resumes:
         set_rng_state(saved["rng"])
@@ -194,13 +199,20 @@ def _copies(parts: dict[str, list[Part]]) -> list[tuple[Part, Any]]:
     return [(part, host_copy(part.capture())) for part in others]
 
 
-def _restore(pairs: list[tuple[Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
+def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
+    name = ""
     try:
-        for part, state in pairs:
+        for name, part, state in pairs:  # noqa: B007 - it is needed afterwards
             part.restore(state)
-    except BaseException:
+    except BaseException as error:
         shapes.close()  # first, because what was kept is of the old shapes
         for part, state in kept:
             with suppress(Exception):  # who refused the new state may refuse the old one: the others still get theirs
                 part.restore(state)
+        # What a model or an EMA of the user's own raises is for the user; torch says nothing of the checkpoint.
+        if name in _OF_TORCH and isinstance(error, Exception) and not isinstance(error, KeepkError):
+            raise CheckpointError(
+                f"{folder / INDEX}: the {name} refused its state ({type(error).__name__}: {error}). Everything has its "
+                f"old state. Build the same {name}, or use another checkpoint."
+            ) from error
         raise
