@@ -28,7 +28,10 @@ Model = TypeVar("Model", bound=nn.Module)
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model into the folder `path`: its values, and what was cut from it since it was built.
 
-    A kill at any moment leaves the old files or the new ones. The same model gives the same bytes.
+    A kill at any moment leaves the old files or the new ones. The same model gives the same bytes. Processes that save
+    into one folder take turns, and the last one's model stays; ranks that save the same model all succeed. On a file
+    system without locks the folder also keeps the values under a name of their own, to which ``model.safetensors`` is
+    a link.
 
     Args:
         model: Shrunk any number of times, or never.
@@ -58,7 +61,8 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
     """Make a freshly built model the one that was saved in the folder `path`, and return it.
 
     It is cut as the saved one was and filled with its values. Parameter objects, devices, `requires_grad` and train or
-    eval mode stay. Everything is checked first: if anything is refused, the model is as it was.
+    eval mode stay. Everything is checked first: if anything is refused, the model is as it was. Nothing of the folder
+    is trusted: whatever its files say, only tensors and sizes that follow a cut of this very model can change.
 
     Args:
         path: A folder that `save` wrote.

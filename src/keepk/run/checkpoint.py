@@ -55,8 +55,9 @@ def save_checkpoint(
     """Write the state of a run into the folder `path`, whole or not at all.
 
     Besides what is given, the states of the random number generators are saved (Python's, numpy's global one,
-    torch's CPU and CUDA ones). A kill at any moment leaves the old checkpoint or the new one. With several processes,
-    one writes, or each has a folder of its own.
+    torch's CPU and CUDA ones). A kill at any moment leaves the old checkpoint or the new one. Processes that write into
+    one folder take turns, and the last one's checkpoint stays. With several processes, let one write, or give each a
+    folder of its own: their random number generators differ.
 
     >>> import tempfile
     >>> net = nn.Linear(2, 1)

@@ -9,11 +9,13 @@ import errno
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import torch
@@ -87,6 +89,55 @@ def _acquired(folder: Path) -> IO[bytes] | None:
                 errno.ETIMEDOUT, f"another process holds {path} and has written nothing for {PATIENCE:.0f} seconds"
             )
         time.sleep(POLL)
+
+
+@contextmanager
+def own_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside a path, deleted in the end; those that killed processes left there are deleted too.
+
+    A process holds a lock in its folder, so that others can see that it is still running.
+    """
+    with ExitStack() as stack:
+        while True:
+            made_here = TemporaryDirectory(
+                prefix=f".{path.name}-", suffix=".tmp", dir=path.parent, ignore_cleanup_errors=True
+            )
+            folder = Path(stack.enter_context(made_here))
+            if _lock_for_life(folder / LOCK, stack):
+                break  # else another process found the folder before it was locked, and deleted it
+        _delete_abandoned(path, folder)
+        (folder / "files").mkdir()
+        yield folder / "files"
+
+
+def _lock_for_life(lock: Path, stack: ExitStack) -> bool:
+    try:
+        handle = stack.enter_context(lock.open("ab"))
+    except FileNotFoundError:
+        return False
+    return try_lock(handle) is not False and _is_at(handle, lock)
+
+
+def _delete_abandoned(path: Path, own: Path) -> None:
+    names = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}\.tmp")  # as tempfile makes them
+    now = own.stat().st_mtime
+    for folder in path.parent.iterdir():
+        if names.fullmatch(folder.name) and folder != own and folder.is_dir():
+            with suppress(OSError):
+                _delete_if_abandoned(folder, is_old=folder.stat().st_mtime < now - LEFTOVER_AGE)
+
+
+def _delete_if_abandoned(folder: Path, *, is_old: bool) -> None:
+    if not (folder / LOCK).exists():  # made a moment ago, or by a keepk that locked nothing
+        if is_old:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    with (folder / LOCK).open("r+b") as handle:
+        locked = try_lock(handle)
+        if locked is False or (locked is None and not is_old):
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # Windows deletes no open file
 
 
 def try_lock(handle: IO[bytes]) -> bool | None:
