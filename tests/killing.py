@@ -129,7 +129,7 @@ def race(
     report: dict[str, Any] = {"found": [], "killed": 0, "same": same}
     for _ in range(rounds):
         watching = _forked(partial(_keep_reading, folder, read))
-        writers = [_forked(partial(_save_often, folder, save, value)) for value in (1, 2, 3)]
+        writers = [_forked(partial(_save_often, folder, save, value)) for value in chance.sample((1, 2, 3), 3)]
         for writer in chance.sample(writers, chance.randrange(len(writers))):
             time.sleep(chance.uniform(0, 3 * usual))
             os.kill(writer, signal.SIGKILL)
