@@ -5,10 +5,14 @@ One warm process forks every child, so torch is imported once. Calls are counted
 
 import json
 import os
+import random
 import shutil
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -104,3 +108,67 @@ def sweep(
         held, left = in_child(lambda: what_is_left(folder, old))[1]
         found.append(held)
         files.append(left)
+
+
+def race(
+    folder: Path, save: Callable[[Path, int], None], read: Callable[[Path], int], *, rounds: int, seed: int
+) -> dict[str, Any]:
+    """Processes that save into one folder at the same time, some of them killed at some moment.
+
+    First four ranks save the value 3. Then, in each round, three processes save the values 1, 2 and 3 while a fourth
+    one reads the folder; a round begins where the last one ended. After it the folder holds what `read` says, which
+    raises for a folder that is not whole.
+    """
+    ranks = [_forked(partial(_save_often, folder, save, 3)) for _ in range(4)]
+    same = [_ended(rank) for rank in ranks] + [in_child(lambda: read(folder))[1]]
+    chance = random.Random(seed)
+    save(folder, 1)
+    began = time.monotonic()
+    save(folder, 1)
+    usual = time.monotonic() - began
+    report: dict[str, Any] = {"found": [], "killed": 0, "same": same}
+    for _ in range(rounds):
+        watching = _forked(partial(_keep_reading, folder, read))
+        writers = [_forked(partial(_save_often, folder, save, value)) for value in chance.sample((1, 2, 3), 3)]
+        for writer in chance.sample(writers, chance.randrange(len(writers))):
+            time.sleep(chance.uniform(0, 3 * usual))
+            os.kill(writer, signal.SIGKILL)
+        codes = list(map(_ended, writers))
+        os.kill(watching, signal.SIGTERM)
+        codes.append(_ended(watching))
+        if set(codes) - {0, -signal.SIGKILL}:
+            raise RuntimeError(f"a process ended with an error of its own: {codes}")
+        report["killed"] += codes.count(-signal.SIGKILL)
+        report["found"].append(in_child(lambda: read(folder))[1])
+    save(folder, 1)
+    return report | {"files": sorted(path.name for path in folder.iterdir())}
+
+
+def _forked(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # the parent sees the code only
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return child
+
+
+def _ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _save_often(folder: Path, save: Callable[[Path, int], None], value: int) -> None:
+    for _ in range(3):
+        save(folder, value)
+
+
+def _keep_reading(folder: Path, read: Callable[[Path], int]) -> None:
+    told = []
+    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    while not told:
+        read(folder)

@@ -1,14 +1,22 @@
-"""The saves that test_save_load.py kills at each of their file-system steps. Prints a report as JSON."""
+"""The saves that test_save_load.py kills at each of their file-system steps, or lets race each other.
+
+Prints a report as JSON. Arguments: a folder, and "kills", "locks" or "no locks".
+"""
 
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import keepk
-from killing import file_step, kill_after, sweep
+from keepk.run import files
+from killing import file_step, kill_after, race, sweep
+
+ROUNDS = int(os.environ.get("KEEPK_RACES", "8"))
 
 
 def build():
@@ -24,7 +32,7 @@ def made(value: int) -> nn.Module:
     return model
 
 
-MODELS = {value: made(value) for value in (1, 2)}
+MODELS = {value: made(value) for value in (1, 2, 3)}
 
 
 def save_value(folder: Path, value: int, step: int | None = None) -> None:
@@ -51,6 +59,33 @@ def what_is_left(folder: Path, old: int) -> tuple[int, list[str]]:
     return found, sorted(path.name for path in folder.iterdir())
 
 
+def save_checkpoint_value(folder: Path, value: int) -> None:
+    model = build()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    keepk.save_checkpoint(folder, model=model, extra=value)
+
+
+def read_checkpoint_value(folder: Path) -> int:
+    value: int = keepk.load_checkpoint(folder, model=(model := build()))
+    assert all(bool((parameter == value).all()) for parameter in model.parameters())
+    return value
+
+
+def races(folder: Path) -> dict[str, Any]:
+    """Models and checkpoints."""
+    return {
+        "models": race(folder / "models", save_value, read_value, rounds=ROUNDS, seed=0),
+        "checkpoints": race(
+            folder / "checkpoints", save_checkpoint_value, read_checkpoint_value, rounds=ROUNDS, seed=1
+        ),
+    }
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps([sweep(Path(sys.argv[1]) / "model", old, save_value, what_is_left) for old in (0, 1)]))
+    place, kind = Path(sys.argv[1]), sys.argv[2]
+    if kind == "no locks":
+        files.try_lock = lambda _: None
+    kills = (sweep(place / "model", old, save_value, what_is_left) for old in (0, 1))
+    print(json.dumps(list(kills) if kind == "kills" else races(place)))

@@ -1,10 +1,15 @@
 """A checkpoint is whole or not there, is trusted to the bit or refused, and a refused load changes nothing."""
 
+import copy
 import json
+import math
 import os
 import pickle
 import random
+import re
 import resource
+from collections import Counter
+from functools import reduce
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,7 +25,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import keepk
 from keepk import load_checkpoint, save_checkpoint
-from keepk.errors import CheckpointError, StateError
+from keepk.errors import CheckpointError, KeepkError, StateError
 from keepk.run.codec import encode
 from keepk.run.files import safetensors_bytes
 from keepk.run.rng import rng_state
@@ -288,6 +293,166 @@ def test_damage_is_named_and_nothing_changes(tmp_path, damage, message):
     with pytest.raises(CheckpointError, match=message):
         load_checkpoint(tmp_path, **run.parts())
     assert run.bits() == before
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize("place", ["torch", "keepk", "parts", "tree"])
+def test_numbers_that_json_has_no_word_for_are_refused(tmp_path, place, text):
+    """json.loads takes them, and the hash of a document has none."""
+    save_checkpoint(tmp_path, extra=1)
+    index = tmp_path / "checkpoint.json"
+    document = json.loads(index.read_bytes())
+    document[place] = "here"
+    index.write_text(json.dumps(document).replace('"here"', text))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json: (is no JSON|holds what checkpoint\.json never has)"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"parts": None}, r"checkpoint\.json: is not laid out as a checkpoint: it lists no parts"),
+        ({"parts": [[]]}, r"it lists no parts"),
+        ({"tree": 1}, r"got a tree of codec version None"),
+        ({"tree": {"codec": 1, "value": {"rng": {"$size": [2**70]}}}}, r"checkpoint\.json: .*"),
+    ],
+)
+def test_a_forged_checkpoint_is_refused(tmp_path, change, match):
+    save_checkpoint(tmp_path, extra=1)
+    edit(tmp_path, **change)
+    with pytest.raises(CheckpointError, match=match):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "digest"), [("12", "0" * 64), (-1, "0" * 64), (True, "0" * 64), (None, "0" * 64), (8, None), (8, ["x"])]
+)
+def test_a_size_or_hash_that_no_file_can_have_is_refused(tmp_path, size, digest):
+    save_checkpoint(tmp_path, extra=torch.ones(3))
+    edit(tmp_path, tensors={"file": the_tensor_file(tmp_path).name, "size": size, "sha256": digest})
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json: says that tensors-.* has size .*, which no file can"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_forged_tensor_file_is_refused(tmp_path):
+    save_checkpoint(tmp_path, extra=torch.ones(3))
+    for data in (b"", b"12345678", (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]"):
+        the_tensor_file(tmp_path).write_bytes(data)
+        named = {"file": the_tensor_file(tmp_path).name, "size": len(data), "sha256": sha256(data).hexdigest()}
+        edit(tmp_path, tensors=named)
+        with pytest.raises(CheckpointError, match=r"tensors-.*: is no safetensors file .* Use another checkpoint"):
+            load_checkpoint(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe with a name")
+@pytest.mark.parametrize("name", ["checkpoint.json", "tensors"])
+def test_a_pipe_is_not_waited_for(tmp_path, name):
+    save_checkpoint(tmp_path, extra=torch.ones(3))
+    path = the_tensor_file(tmp_path) if name == "tensors" else tmp_path / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        load_checkpoint(tmp_path)
+
+
+def places(tree, path=()):
+    """All places in a document."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield (*path, key)
+        yield from places(tree[key], (*path, key))
+
+
+ODD = [None, True, -1, 2**63, 1.5, "", "x", [], {}, [0], {"$tuple": [1]}, {"$float": "00"}, {"$tensor": "x"}]
+ODD += [{"$device": "zzz"}, {"$dtype": "qint8"}, {"$numpy": ["<f8", "00"]}, {"$defaultdict": ["eval", []]}]
+
+
+def test_a_mutated_checkpoint_is_refused_or_loaded_whole(tmp_path):
+    """With a hash that was computed again: no error of json, torch or numpy, and nothing changes if it is refused."""
+    save_checkpoint(tmp_path, **Run(1).epoch().parts(), extra={"a": [1, (2,), {3: math.nan}]})
+    document, chance, seen = json.loads((tmp_path / "checkpoint.json").read_bytes()), random.Random(0), Counter()
+    every = [path for path in places(document) if path[0] not in ("format", "version", "sha256")]
+    short = [path for path in every if "rng" not in path or chance.random() < 0.02]  # which has thousands of places
+    for _ in range(150):
+        changed = copy.deepcopy(document)
+        *above, key = chance.choice(short)
+        reduce(lambda tree, step: tree[step], above, changed)[key] = chance.choice(ODD)
+        changed.pop("sha256")
+        edit(tmp_path, **changed)
+        run = Run(2).epoch()
+        before = run.bits()
+        try:
+            load_checkpoint(tmp_path, **run.parts())
+        except KeepkError:
+            seen["refused"] += 1
+            assert run.bits() == before
+        else:
+            seen["loaded"] += 1
+    assert min(seen["refused"], seen["loaded"]) > 10
+
+
+class BytesPath:
+    def __fspath__(self):
+        return b"run"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", "got '' as the path, which no file can have. Give a name, such as 'out/net'."),
+        ("run\0", r"got 'run\x00' as the path, which no file can have. Give a name, such as 'out/net'."),
+        ("run\ud800", r"got 'run\ud800' as the path, which no file can have. Give a name, such as 'out/net'."),
+        (BytesPath(), "got b'run' as the path, which no file can have. Give a name, such as 'out/net'."),
+        (b"run", "got bytes as the path. The order is path, then model=, pruner=, optimizer= and the others by name."),
+        (None, "got NoneType as the path. The order is path, then model=, pruner=, optimizer= and the others by name."),
+        (3, "got int as the path. The order is path, then model=, pruner=, optimizer= and the others by name."),
+    ],
+    ids=["empty", "nul", "surrogate", "bytes path", "bytes", "none", "int"],
+)
+def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^save_checkpoint: {re.escape(words)}$"):
+        save_checkpoint(path, extra=1)
+    with pytest.raises(CheckpointError, match=f"^load_checkpoint: {re.escape(words)}$"):
+        load_checkpoint(path)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "/proc/nowhere/run", "/dev/null/run"], ids=["long", "proc", "device"])
+def test_a_path_that_the_system_refuses_is_refused(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r": cannot be written \(.*\)\. Choose a folder that can be"):
+        save_checkpoint(path, extra=1)
+    with pytest.raises(CheckpointError, match="there is no checkpoint to read"):
+        load_checkpoint(path)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_is_read_only_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            save_checkpoint(tmp_path / "run", extra=1)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_read_only_file_system_is_refused(tmp_path, monkeypatch):
+    """As root sees it too: every file that is opened for writing is refused."""
+    real = Path.open
+
+    def opened(self, mode="r", *rest):
+        if "r" not in mode:
+            raise OSError(30, "Read-only file system")
+        return real(self, mode, *rest)
+
+    save_checkpoint(tmp_path, extra=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        with pytest.raises(CheckpointError, match=r"cannot be written \(.*Read-only file system\).* as it was"):
+            save_checkpoint(tmp_path, extra=2)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def other_optimizer(run):

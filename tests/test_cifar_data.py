@@ -1,8 +1,10 @@
 """CIFAR's binary files read exactly or refused, loose or in their archive."""
 
+import gzip
 import hashlib
 import io
 import tarfile
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -339,3 +341,39 @@ def test_a_home_that_serves_something_else_leaves_nothing(tmp_path, home):
     with pytest.raises(DataError, match=r"Put the files(.|\n)*The download failed: (.|\n)*expected md5"):
         cifar10(tmp_path / "data")
     assert {path.name for path in (tmp_path / "data").iterdir()} == {".lock"}
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar, "CIFAR_10", replace(cifar.CIFAR_10, largest=1 << 20))
+    monkeypatch.setattr("keepk.paper.archives.ARCHIVE_REST", 1 << 20)
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb") as file:
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(packed.getvalue())
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz: is too large: .* 7,340,032 bytes"):
+            cifar10(tmp_path, download=False)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    for name in cifar.CIFAR_10.files:
+        (tmp_path / name).write_bytes(packed.getvalue())
+    with pytest.raises(DataError, match=r"data_batch_1\.bin: is too large: expected at most 1,048,576 bytes"):
+        cifar10(tmp_path, download=False)
+
+
+def test_a_sparse_file_in_an_archive_is_refused(tmp_path):
+    """Which says that it has gigabytes of zeros, and holds none of them."""
+    member = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
+    sparse = {"major": "0", "minor": "1", "map": "0,0", "size": "9999999999"}
+    member.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(member, io.BytesIO(b""))
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(content.getvalue())
+    with pytest.raises(DataError, match=r"\(data_batch_1\.bin\): is too large: .* 30,730,000 bytes, got 9,999"):
+        cifar10(tmp_path, download=False)

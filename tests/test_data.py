@@ -5,8 +5,10 @@ import hashlib
 import itertools
 import os
 import struct
+import tracemalloc
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,40 @@ def test_one_wrong_bit_in_a_packed_file_never_gives_another_array(read):
         except DataError:
             refused += 1
     assert refused > 4 * len(PACKED)
+
+
+def bomb(size, head=b""):
+    """A small gzip file that unpacks to so many bytes."""
+    content = BytesIO()
+    with gzip.GzipFile(fileobj=content, mode="wb", compresslevel=9) as packed:
+        packed.write(head)
+        for _ in range(0, size, 1 << 20):
+            packed.write(bytes(1 << 20))
+    return content.getvalue()
+
+
+def test_a_gzip_bomb_is_refused_before_it_fills_the_memory(tmp_path):
+    """Its header may promise whatever it wants to."""
+    path = tmp_path / "file.gz"
+    for head in (b"", bytes.fromhex("00000804 00010000 00010000 00010000 00010000")):
+        path.write_bytes(bomb(64 << 20, head))
+        assert path.stat().st_size < 1 << 17
+        tracemalloc.start()
+        try:
+            with pytest.raises(DataError, match=r"file\.gz: is too large: expected at most 1,048,576 bytes, got more"):
+                read_idx(path, 1 << 20)
+            assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_bomb_in_the_place_of_mnist_is_refused(tmp_path, monkeypatch):
+    small = tuple(replace(file, shape=(2, *file.shape[1:])) for file in data.MNIST_FILES)
+    monkeypatch.setattr(data, "MNIST_FILES", small)
+    for file in small:
+        (tmp_path / f"{file.name}.gz").write_bytes(bomb(16 << 20))
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz: is too large: expected at most [\d,]+ bytes"):
+        mnist(tmp_path, download=False)
 
 
 @pytest.mark.parametrize("content", [SMALL, PACKED], ids=["raw", "packed"])

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -20,6 +21,7 @@ from keepk.deploy.runtime import difference, rows_of, with_rows
 from keepk.errors import FileError, KeepkError, TraceError
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.shell import Example
+from keepk.run import files
 from masked import call, leaves, relative_error
 from networks import NETWORKS
 
@@ -217,6 +219,90 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     refused(tmp_path, model, example, FileError, "cannot be written .*Choose a file in a folder", "missing/net.onnx")
     refused(tmp_path, model, example, FileError, "cannot be written", "net.onnx/net.onnx")
     refused(tmp_path, model, example, FileError, "it is a folder", ".")
+
+
+KILLED = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from keepk.deploy import onnx_files
+def stop(*_):
+    print("here", flush=True)
+    time.sleep(600)
+onnx_files._checked = stop
+onnx_files.export_onnx(nn.Linear(4, 3), torch.ones(2, 4), sys.argv[1])
+"""
+
+
+def half_way(path):
+    """A process that has written its file and goes no further, and the folder where it is."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    before = set(path.parent.iterdir())
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"here\n"
+    (folder,) = set(path.parent.iterdir()) - before
+    return process, folder
+
+
+def test_what_a_killed_export_left_is_deleted_and_what_a_running_one_needs_is_not(tmp_path):
+    path = tmp_path / "net.onnx"
+    killed, _ = half_way(path)
+    running, needed = half_way(path)
+    try:
+        killed.kill()
+        killed.wait(60)
+        others = (
+            tmp_path / ".net.onnx-2-abcdefgh.tmp",
+            tmp_path / ".net.onnx-mine.tmp",
+            tmp_path / ".net.onnx-abcdefgh.tmp",
+        )
+        for other in others[:2]:
+            other.mkdir()
+        others[2].write_bytes(b"a file")
+        export_onnx(nn.Linear(4, 3), torch.ones(2, 4), path)
+        assert sorted(tmp_path.iterdir()) == sorted([path, needed, *others])
+        assert (needed / "files" / "net.onnx").stat().st_size > 100
+    finally:
+        for process in (killed, running):
+            process.kill()
+            process.wait(60)
+            process.stdout.close()
+    export_onnx(nn.Linear(4, 3), torch.ones(2, 4), path)
+    assert sorted(tmp_path.iterdir()) == sorted([path, *others])
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_folder_that_may_be_of_a_running_export_is_deleted_when_it_is_old(tmp_path, monkeypatch, locks):
+    """Without a lock in it, or on a file system that has no locks."""
+    if not locks:
+        monkeypatch.setattr(files, "try_lock", lambda _: None)
+    young, old = tmp_path / ".net.onnx-abcdefgh.tmp", tmp_path / ".net.onnx-01234567.tmp"
+    for folder in (young, old):
+        folder.mkdir()
+        if not locks:
+            (folder / files.LOCK).touch()
+    day_before = young.stat().st_mtime - 2 * files.LEFTOVER_AGE
+    os.utime(old, (day_before, day_before))
+    with files.own_folder(tmp_path / "net.onnx") as own:
+        assert sorted(tmp_path.iterdir()) == sorted([young, own.parent])
+    assert [*tmp_path.iterdir()] == [young]
+
+
+def test_a_folder_that_was_deleted_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
+    real, seen = files._is_at, []
+
+    def deleted(handle, lock):
+        if not seen:
+            lock.unlink()
+            lock.parent.rmdir()
+        seen.append(lock)
+        return real(handle, lock)
+
+    monkeypatch.setattr(files, "_is_at", deleted)
+    with files.own_folder(tmp_path / "net.onnx") as own:
+        assert own.is_dir()
+    assert len(set(seen)) == 2
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_failure_at_the_last_moment_leaves_the_old_file(tmp_path, monkeypatch):

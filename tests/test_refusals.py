@@ -1,16 +1,29 @@
 """Law 8: bad input is refused before the first batch, with what, where, got what, do what; nothing changes."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
 
 import keepk
-from keepk.errors import KeepkError, OptimizerError, RankError, SpaceError, StateError, TraceError
+from keepk.cut.certificate import alive_weights, certified_alive, certify, true_certificate
+from keepk.errors import (
+    CheckpointError,
+    FileError,
+    KeepkError,
+    OptimizerError,
+    RankError,
+    ShrinkError,
+    SpaceError,
+    StateError,
+    TraceError,
+)
 from strategies import mlp
 
 
@@ -255,3 +268,48 @@ def test_sharded_parameters_are_refused(sharded):
         keepk.Pruner(sharded, keepk.weights("*", keep=3))
     with pytest.raises(TraceError, match=r"tensor '0.weight' is sharded over processes. Trace and shrink before"):
         keepk.Pruner(sharded, keepk.channels("0", keep=3), example=torch.zeros(2, 4))
+
+
+@pytest.fixture(params=["DTensor", "FSDP"])
+def pruned_then_sharded(request):
+    """A network that was traced and pruned, and then sharded; with the graph of before and the pruner."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        graph = keepk.trace(net, torch.zeros(2, 4))
+        pruner = keepk.Pruner(net, keepk.weights("*", keep=20, schedule=keepk.OneShot()))
+        pruner.step()
+        if request.param == "DTensor":
+            yield distribute_module(net, init_device_mesh("cpu", (1,))), graph, r"tensor '0\.weight'"
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an FSDP without GPUs
+                whole = FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+            yield nn.Sequential(whole), graph, "module '0'"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, tmp_path):
+    net, graph, what = pruned_then_sharded
+    with pytest.raises(ShrinkError, match=rf"^verify: {what} is sharded over processes\. Trace, verify and shrink"):
+        keepk.verify(net, graph, torch.zeros(2, 4))
+    entry = {"select": ["*"], "exclude": [], "kind": "weights", "kept": 3}
+    with pytest.raises(ShrinkError, match=rf"^certificate: {what} is sharded over processes, .*or gather"):
+        alive_weights(net, entry)
+    certify(net, {"a": entry})
+    for count in (true_certificate, certified_alive):
+        with pytest.raises(ShrinkError, match=rf"^certificate: {what} is sharded"):
+            count(net)
+    with pytest.raises(FileError, match=rf"^save: {what} is sharded over processes.*gather the full state_dict"):
+        keepk.save(net, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    keepk.save(nn.Linear(2, 2), tmp_path / "other")
+    with pytest.raises(FileError, match=rf"^load: {what} is sharded over processes.*shard after keepk\.load"):
+        keepk.load(tmp_path / "other", net)
+
+
+def test_a_sharded_checkpoint_says_how_to_gather(sharded, tmp_path):
+    with pytest.raises(CheckpointError, match=r"'0\.weight'\]: got a DTensor, sharded over processes; gather it"):
+        keepk.save_checkpoint(tmp_path / "new", model=sharded)
+    assert not (tmp_path / "new").exists()

@@ -7,8 +7,12 @@ import pickle
 import re
 import subprocess
 import sys
+import tracemalloc
+from contextlib import suppress
+from functools import partial, reduce
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +26,8 @@ import keepk
 from keepk.cut.record import record_of, was_cut
 from keepk.deploy.arch_json import as_text, digest, from_text
 from keepk.errors import FileError
+from keepk.run import files
+from killing import file_step
 from masked import call, leaves
 from networks import NETWORKS
 
@@ -370,6 +376,261 @@ def test_a_forged_arch_json_is_refused(folder, change, match):
     refused(folder, built(1), match)
 
 
+def setting(path, key, dense, now):
+    return lambda arch: arch["attributes"].setdefault(path, {}).update({key: {"dense": dense, "now": now}})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (setting("1", "eps", 1e-5, 0.5), r"attribute 'eps' of module '1' is no size: got 1e-05"),
+        (setting("1", "padding_mode", "zeros", "circular"), r"'padding_mode' of module '1' is no size: got 'zeros'"),
+        (setting("1", "_forward_hooks", {}, {}), r"'_forward_hooks' of module '1' is not the name of a size"),
+        (setting("1", "training", True, False), r"'training' of module '1' is no size: got True"),
+        (setting("0", "forward", 1, 1), r"forward of module '0' was 1 and is a method"),
+        (setting("0", "weight.0", 9, 9), r"weight of module '0' was 9 and is a Tensor"),
+        (setting("0", "__class__", 1, 1), r"'__class__' of module '0' is not the name of a size"),
+        (setting("0", "out_features", 12, 0), r"got 0 in the place of a whole number from 1 to 12"),
+        (setting("0", "out_features", 12, 13), r"got 13 in the place of a whole number from 1 to 12"),
+        (setting("0", "out_features", 12, 9.0), r"got 9\.0 in the place of"),
+        (setting("0", "out_features", 12, True), r"got True in the place of"),
+        (setting("0", "out_features", 12, 8), r"out_features of module '0' would be 8, but its tensors leave 9"),
+        (setting("0", "in_features", 7, 6), r"in_features of module '0' would be 6, but its tensors leave 7"),
+        (lambda arch: arch["attributes"].pop("3"), r"in_features of module '3' would be 12, but its tensors leave 9"),
+        (setting("9", "width", 12, 9), r"width of module '9' was 12 and is None"),
+        (
+            lambda arch: arch["selections"].update({"1": "0:2147483648"}),
+            r"not a rising run of indices of an axis of 12",
+        ),
+        (lambda arch: arch["selections"].update({"0": "0:9"}), r"module '0' is not a BatchNorm"),
+        (kept("0:2147483648"), r"not a rising run of indices of an axis of 12"),
+        (lambda arch: arch["tensors"]["3.weight"]["kept"].update({"-1": "0:9"}), r"'-1' is no axis of a tensor"),
+        (lambda arch: arch["tensors"]["3.weight"]["kept"].update({"01": "0:9"}), r"'01' is no axis of a tensor"),
+        (lambda arch: arch["tensors"]["3.weight"].update(stride=[2**40, 1]), r"strides .* do not lay out a tensor"),
+        (lambda arch: arch["tensors"]["3.weight"].update(stride=[0, 0]), r"strides .* do not lay out a tensor"),
+        (lambda arch: arch["tensors"]["3.weight"].update(code="x"), r"a tensor has no 'code'"),
+        (lambda arch: arch["headwise"].append([]), r"not laid out as keepk\.save writes it"),
+        (lambda arch: arch["values"].update(size="12"), r"size '12' and sha256 .*, which no file can have"),
+        (lambda arch: arch["values"].update(size=10**5000), r"is no JSON|which no file can have|has [\d,]+ bytes"),
+        (
+            lambda arch: arch.update(certificate={"a": {"kind": "weights", "total": 1, "asked": 1, "kept": 1}}),
+            r"not laid out as keepk\.save writes it \('select'\)",
+        ),
+    ],
+)
+def test_a_hostile_arch_json_sets_nothing(folder, change, match):
+    sys.set_int_max_str_digits(0)
+    try:
+        edited(folder, change)
+    finally:
+        sys.set_int_max_str_digits(4300)
+    refused(folder, built(1), match)
+
+
+def with_dense_hash(arch):
+    """A document whose dense hash is computed again as well, as far as it can be."""
+    tensors = {name: [it["dtype"], it["dense"]] for name, it in arch["tensors"].items() if it.get("persistent", True)}
+    text = json.dumps([arch["modules"], tensors, arch["ties"]], sort_keys=True)
+    arch["dense_sha256"] = sha256(text.encode("ascii")).hexdigest()
+
+
+def test_two_kilobytes_do_not_ask_for_gigabytes(folder):
+    """An axis that the given model does not have is refused before its indices are listed."""
+
+    def change(arch):
+        arch["tensors"]["3.weight"].update(dense=[9, 2**31], kept={"1": f"0:{2**31}"})
+        with_dense_hash(arch)
+
+    edited(folder, change)
+    tracemalloc.start()
+    try:
+        refused(folder, built(1), r"tensor '3\.weight' was float32 \(9, 2147483648\) and is float32 \(9, 12\)")
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
+
+
+class Numbers(nn.Module):
+    """A user's module with a size among its numbers, and a torch layer with numbers that are no sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 12, 3, stride=2, padding=1), nn.Linear(12, 5)
+        self.width, self.depth = 12, 12
+        self.sizes = (12, 7)
+
+    def forward(self, x):
+        h = torch.relu(self.first(x)).mean((2, 3))
+        return self.last(h.view(-1, self.width))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (setting("first", "stride.0", 2, 1), r"stride of module 'first' \(Conv2d\) is not a size"),
+        (setting("first", "padding.1", 1, 1), r"padding of module 'first' \(Conv2d\) is not a size"),
+        (setting("first", "kernel_size.0", 3, 1), r"kernel_size of module 'first' \(Conv2d\) is not a size"),
+        (setting("", "depth", 12, 2), r"depth of module '' would change from 12 to 2, but nothing of 12 was cut"),
+        (setting("", "sizes.1", 7, 2), r"sizes of module '' would change from 7 to 2"),
+        (setting("", "sizes.2", 7, 6), r"sizes of module '' was 7 and is None"),
+        (setting("", "sizes.-1", 7, 6), r"'sizes\.-1' of module '' is not the name of a size"),
+        (setting("", "width", 12, 8), r"width of module '' would change from 12 to 8, but nothing of 12 was cut"),
+    ],
+)
+def test_numbers_that_do_not_follow_the_cut_stay(tmp_path, change, match):
+    model, example = Numbers(), torch.randn(2, 3, 8, 8)
+    keepk.shrink(model, keepk.trace(model, example), [0, 4, 5])
+    keepk.save(model, tmp_path)
+    fresh = keepk.load(tmp_path, Numbers())
+    assert (fresh.width, fresh.depth) == (9, 12)
+    assert same(outputs(model, example), outputs(fresh, example))
+    edited(tmp_path, change)
+    refused(tmp_path, Numbers(), match)
+
+
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    2,
+    9,
+    2**31,
+    2**63,
+    1.5,
+    1e308,
+    "",
+    "0",
+    "0:3",
+    "0:2147483648",
+    "eps",
+    [],
+    {},
+    [0],
+    ["0:2"],
+]
+HOSTILE = {"linear": None} | dict.fromkeys(
+    ["grouped", "dense_block", "multihead_attention", "lstm", "layer_norm", "masked_heads", "split_sizes"]
+)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """Folders of saved models, their documents and how a fresh model is built."""
+    found = {}
+    for name in HOSTILE:
+        if name == "linear":
+            model, build = shrunk(), built
+        else:
+            model, example = NETWORKS[name]()
+            graph = keepk.trace(model, example)
+            keepk.shrink(model, graph, graph.choose(0.4, seed=1, lossy=True))
+            build = partial(lambda name: NETWORKS[name](seed=1)[0], name)
+        folder = tmp_path_factory.mktemp(name)
+        keepk.save(model, folder)
+        found[name] = folder, json.loads((folder / "arch.json").read_bytes()), build
+    return found
+
+
+def places(tree, path=()):
+    """All places in a document."""
+    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield (*path, key)
+        yield from places(tree[key], (*path, key))
+
+
+@st.composite
+def mutations(draw):
+    kind = draw(st.sampled_from(["set", "nudge", "delete", "copy", "attribute"]))
+    return kind, draw(st.integers(0, 10**6)), draw(st.integers(0, 10**6)), draw(st.sampled_from(ODD))
+
+
+def mutate(arch, build, kind, first, second, value):
+    """One change of a document, which may be one that changes nothing."""
+    if kind == "attribute":
+        modules = dict(build().named_modules())
+        path = sorted(modules)[first % len(modules)]
+        attributes = sorted(vars(modules[path]))
+        key = attributes[second % len(attributes)]
+        dense = vars(modules[path])[key]
+        plain = dense if isinstance(dense, int | float | str) else value
+        arch["attributes"].setdefault(path, {})[key] = {"dense": plain, "now": value}
+        return
+    changeable = [path for path in places(arch) if path[0] not in ("about", "format", "version", "sha256")]
+    *above, key = changeable[first % len(changeable)]
+    owner = reduce(lambda tree, step: tree[step], above, arch)
+    if kind == "set":
+        owner[key] = copy.deepcopy(value)
+    elif kind == "nudge" and type(owner[key]) is int:
+        owner[key] += second % 5 - 2
+    elif kind == "nudge" and isinstance(owner[key], str):
+        owner[key] = owner[key].replace(str(second % 10), str(second // 10 % 10), 1)
+    elif kind == "delete":
+        del owner[key]
+    elif kind == "copy":
+        source = changeable[second % len(changeable)]
+        owner[key] = copy.deepcopy(reduce(lambda tree, step: tree[step], source, arch))
+
+
+def as_built(module):
+    """The shapes of a layer that torch makes of another's attributes; None for what is no layer of torch."""
+    bias = getattr(module, "bias", None) is not None
+    with torch.device("meta"):
+        if isinstance(module, nn.Linear):
+            twin = nn.Linear(module.in_features, module.out_features, bias)
+        elif isinstance(module, nn.Conv2d):
+            sizes = (module.in_channels, module.out_channels, module.kernel_size)
+            twin = nn.Conv2d(*sizes, groups=module.groups, bias=bias)
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            twin = nn.BatchNorm2d(module.num_features, affine=module.affine)
+        elif isinstance(module, nn.LayerNorm):
+            twin = nn.LayerNorm(module.normalized_shape, bias=bias)
+        elif isinstance(module, nn.LSTM):
+            twin = nn.LSTM(module.input_size, module.hidden_size, module.num_layers, bidirectional=module.bidirectional)
+        else:
+            return None
+    return {name: tensor.shape for name, tensor in twin.state_dict().items()}
+
+
+def options(model):
+    """Everything on the modules that is neither a tensor nor a size."""
+    return {
+        path: {key: value for key, value in vars(module).items() if not isinstance(value, int | tuple | list | dict)}
+        for path, module in model.named_modules()
+    }
+
+
+@given(
+    name=st.sampled_from(sorted(HOSTILE)), changes=st.lists(mutations(), min_size=1, max_size=2), dense=st.booleans()
+)
+@settings(max_examples=int(os.environ.get("KEEPK_FUZZ", "300")), deadline=None)
+def test_a_mutated_arch_json_is_refused_or_gives_a_model_that_agrees_with_itself(hostile, name, changes, dense):
+    folder, document, build = hostile[name]
+    arch = copy.deepcopy(document)
+    with suppress(LookupError, TypeError, AttributeError):  # the first change may have taken away the second's place
+        for change in changes:
+            mutate(arch, build, *change)
+        if dense:
+            with_dense_hash(arch)
+    arch["sha256"] = digest(arch)
+    (folder / "arch.json").write_text(json.dumps(arch))
+    fresh = build()
+    before = options(fresh)
+    try:
+        keepk.load(folder, fresh)
+    except FileError:
+        assert not was_cut(fresh)
+        return
+    for path, module in fresh.named_modules():
+        if (shapes := as_built(module)) is not None:
+            own = {key: value.shape for key, value in module.state_dict().items() if key in shapes}
+            assert own == shapes, path
+    after = options(fresh)
+    for path, values in before.items():
+        assert {key: after[path][key] for key in values} == values, path
+
+
 @pytest.mark.parametrize("change", [kept("0:9"), dense_hash, lambda arch: arch.update(sha256="0" * 64)])
 def test_an_edited_arch_json_is_refused(folder, change):
     edited(folder, change, rehash=False)
@@ -637,16 +898,20 @@ def test_a_save_that_fails_after_the_commit_says_that_the_new_model_is_there(fol
     assert sorted(contents(folder)) == FILES
 
 
-@pytest.fixture(scope="module")
-def sweeps(tmp_path_factory):
+def job(folder, kind, seconds=300):
     if not hasattr(os, "fork"):
         pytest.skip("the saves are forked")
-    job = Path(__file__).with_name("save_job.py")
-    command = [sys.executable, str(job), str(tmp_path_factory.mktemp("killed"))]
+    script = Path(__file__).with_name("save_job.py")
+    command = [sys.executable, str(script), str(folder), kind]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=seconds)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def sweeps(tmp_path_factory):
+    return job(tmp_path_factory.mktemp("killed"), "kills")
 
 
 @pytest.mark.parametrize("old", [0, 1], ids=["first save", "next save"])
@@ -656,6 +921,116 @@ def test_a_save_killed_at_any_file_step_leaves_the_old_or_the_new_model(sweeps, 
     assert set(found) == {old, old + 1}
     assert len(found) >= 20
     assert all(names == FILES for names in files)
+
+
+@pytest.mark.parametrize("locks", ["locks", "no locks"])
+def test_processes_that_save_into_one_folder_leave_one_whole_model(tmp_path, locks):
+    """With real processes, killed at random moments; a process that reads meanwhile always finds a whole model."""
+    for what, report in job(tmp_path, locks).items():
+        assert report["same"] == [0, 0, 0, 0, 3], what
+        assert set(report["found"]) <= {1, 2, 3}, what
+        assert report["killed"] >= 1, what
+        if locks == "locks":
+            assert len(report["files"]) == 2, what
+
+
+def at_step(number, work):
+    """Run some work at the n-th file-system step of what comes; what is returned says whether it was reached."""
+    left, ran = number, []
+
+    def count(*call):
+        nonlocal left
+        left -= file_step(*call)
+        if left == 0 and not ran:
+            ran.append(True)
+            sys.setprofile(None)
+            work()
+
+    sys.setprofile(count)
+    return ran
+
+
+def test_without_locks_a_save_between_any_two_steps_of_another_is_harmless(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "try_lock", lambda _: None)
+    folder, steps = tmp_path / "model", 0
+    old, first, second = shrunk(), shrunk(1, (0,)), shrunk(2, (1, 2))
+    states = [first.state_dict(), second.state_dict()]
+    while True:
+        keepk.save(old, folder)
+        ran = at_step(steps + 1, lambda: keepk.save(second, folder))
+        try:
+            keepk.save(first, folder)
+        finally:
+            sys.setprofile(None)
+        found = keepk.load(folder, built()).state_dict()
+        assert any(
+            same(state.values(), found.values()) for state in states if found["0.bias"].shape == state["0.bias"].shape
+        )
+        assert same(load_file(folder / "model.safetensors").values(), load_file(one_of(folder)).values())
+        if not ran:
+            break
+        steps += 1
+    assert steps >= 20
+
+
+def one_of(folder):
+    """The file that arch.json names."""
+    return folder / json.loads((folder / "arch.json").read_bytes())["values"]["file"]
+
+
+def test_without_locks_only_old_leftovers_are_deleted(folder, monkeypatch):
+    monkeypatch.setattr(files, "try_lock", lambda _: None)
+    fresh, old = f"model-{'0' * 32}.tmp", f"arch-{'0' * 32}.tmp"
+    for name in (fresh, old):
+        (folder / name).write_bytes(b"left")
+    day_before = (folder / fresh).stat().st_mtime - 2 * files.LEFTOVER_AGE
+    os.utime(folder / old, (day_before, day_before))
+    for seed in (1, 2):
+        keepk.save(shrunk(seed), folder)
+        assert sorted(contents(folder)) == sorted([*FILES, fresh, one_of(folder).name])
+        assert same(keepk.load(folder, built()).state_dict().values(), shrunk(seed).state_dict().values())
+    monkeypatch.undo()
+    keepk.save(shrunk(3), folder)
+    assert sorted(contents(folder)) == FILES
+
+
+def test_a_file_system_without_links_gets_copies(folder, monkeypatch):
+    monkeypatch.setattr(files, "try_lock", lambda _: None)
+    failing(monkeypatch, "link", 1, OSError(95, "Operation not supported"))
+    keepk.save(shrunk(1), folder)
+    assert one_of(folder).read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert same(keepk.load(folder, built()).state_dict().values(), shrunk(1).state_dict().values())
+
+
+def test_a_process_that_stands_still_is_not_waited_for_forever(folder, monkeypatch):
+    before = contents(folder)
+    monkeypatch.setattr(files, "PATIENCE", 0.2)
+    with (folder / files.LOCK).open("ab") as other:
+        assert files.try_lock(other)
+        with pytest.raises(FileError, match=r"another process holds .*lock and has written nothing for .* as it was"):
+            keepk.save(shrunk(1), folder)
+    assert contents(folder) == before | {files.LOCK: b""}
+    keepk.save(shrunk(1), folder)  # the lock of a process that was killed
+    assert sorted(contents(folder)) == FILES
+
+
+def test_windows_has_locks_of_its_own(folder, monkeypatch):
+    """As far as that can be seen from elsewhere: the calls are Windows', and what they do is done by flock."""
+    fcntl = pytest.importorskip("fcntl")
+    calls = []
+
+    def locking(number, mode, count):
+        calls.append((mode, count))
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(locking=locking, LK_NBLCK=2))
+    keepk.save(shrunk(1), folder)
+    assert calls == [(2, 1)]
+    assert sorted(contents(folder)) == FILES
+    monkeypatch.setitem(sys.modules, "msvcrt", None)
+    with (folder / "file").open("ab") as file:
+        assert files.try_lock(file) is None
 
 
 def test_a_part_of_a_model_that_was_shrunk_is_refused(tmp_path):

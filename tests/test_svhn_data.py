@@ -3,6 +3,7 @@
 import hashlib
 import struct
 import sys
+import tracemalloc
 import zlib
 from dataclasses import replace
 
@@ -178,3 +179,18 @@ def test_without_scipy_nothing_is_downloaded(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r'SVHN: scipy, .* is not installed. Run: pip install "keepk\[demo\]"'):
         svhn(tmp_path / "data")
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("order", ["little", "big"])
+def test_a_packed_element_that_is_too_large_is_refused(monkeypatch, order):
+    monkeypatch.setattr(module, "SVHN", replace(module.SVHN, largest=1 << 20))
+    packed = zlib.compress(bytes(64 << 20))
+    header = HEADER[:126] + (b"MI" if order == "big" else b"IM")
+    content = header + (15).to_bytes(4, order) + len(packed).to_bytes(4, order) + packed
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=r"bomb\.mat: is too large: .* 1,048,576 bytes, got more"):
+            read_digits("bomb.mat", content)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

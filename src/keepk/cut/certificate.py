@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from keepk.cut.record import ATTRIBUTE, put_back, record_of
+from keepk.cut.tensors import sharded
 from keepk.cut.undo import Change, Undo, undone_by
+from keepk.errors import ShrinkError
 from keepk.graph.wrappers import named_parameters
 from keepk.plan.names import matches
 
@@ -57,6 +59,11 @@ def untrue_weights(model: nn.Module) -> dict[str, tuple[int, int]]:
 def alive_weights(model: nn.Module, entry: Mapping[str, Any]) -> int:
     """How many weights of a certified space are not zero."""
     named = named_parameters(model)
+    if found := sharded(model):
+        raise ShrinkError(
+            f"certificate: {found} is sharded over processes, so that the weights that are not zero cannot be counted "
+            f"here. Count, compact and save before sharding, or gather the model into a plain one."
+        )
     # As a run selects: a tied parameter is excluded by any of its names.
     excluded = {p for name, p in named.items() if matches(name, entry["exclude"])}
     mine = {p for name, p in named.items() if matches(name, entry["select"])} - excluded

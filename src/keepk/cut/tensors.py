@@ -10,11 +10,12 @@ because shapes differ; where it would not, the gradient would have the old shape
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut
@@ -62,6 +63,18 @@ def refuse_old_losses(tensor: Tensor, name: str) -> Callable[[], None]:
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     handle = node.register_prehook(refuse)
     return handle.remove
+
+
+def sharded(model: nn.Module) -> str | None:
+    """The part of a model that is spread over processes, or None. A process sees only its own share of it."""
+    for path, module in model.named_modules():
+        # By name: the import of FSDP takes long, and not every build of torch has it.
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            return f"module {path!r}" if path else "the model"
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if hasattr(tensor, "device_mesh"):
+            return f"tensor {name!r}"
+    return None
 
 
 def index_tensor(indices: np.ndarray, like: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from keepk.cut.tensors import doomed, silencing
+from keepk.cut.tensors import doomed, sharded, silencing
 from keepk.errors import ShrinkError
 from keepk.graph.blame import passing_through
 from keepk.graph.edits import Edits, Indices
 from keepk.graph.facts import Reason
+from keepk.graph.given import no_model
 from keepk.graph.graph import Graph
 from keepk.graph.replay import Mismatch, Replays
 from keepk.graph.shell import Example, Workshop
@@ -49,16 +50,20 @@ def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, 
         >>> keepk.verify(net, keepk.trace(net, torch.zeros(2, 8)), torch.randn(2, 8)) < 1e-12
         True
     """
+    if not isinstance(model, nn.Module):
+        raise ShrinkError(f"verify: {no_model(model)}")
+    if found := sharded(model):
+        raise ShrinkError(f"verify: {found} is sharded over processes. Trace, verify and shrink before sharding.")
     trial = _Trial(Workshop(unwrap(model), _in_float64(Example.of(example)), None), graph)
     units = graph.choose(share, seed=seed)
-    found = trial.difference(graph.edits(units))
-    if found > TOLERANCE:
+    largest = trial.difference(graph.edits(units))
+    if largest > TOLERANCE:
         raise ShrinkError(
-            f"verify: {len(units)} units removed and the same units masked give outputs that differ by {found:.1e} of "
-            f"the largest, because of {', '.join(trial.guilty(units)) or 'several layers together'}. Leave these "
+            f"verify: {len(units)} units removed and the same units masked give outputs that differ by {largest:.1e} "
+            f"of the largest, because of {', '.join(trial.guilty(units)) or 'several layers together'}. Leave these "
             f"layers out, and look for a rule of your own or for Python that depends on their size."
         )
-    return found
+    return largest
 
 
 class _Trial:

@@ -9,7 +9,9 @@ Runs of indices are written as in Python slices.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -36,6 +38,7 @@ ABOUT = {
 KINDS = ("weights", "channels")
 FORMAT = "keepk.model"
 VERSION = 1
+LARGEST = 2**63 - 1  # that torch has a number for
 
 
 def to_document(description: Description) -> dict[str, Any]:
@@ -52,15 +55,55 @@ def to_document(description: Description) -> dict[str, Any]:
     }
 
 
-def from_document(document: Mapping[str, Any]) -> Description:
-    """The description in a document; refused if it cannot be one."""
-    try:
-        found = _description(document)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise FileError(f"is not laid out as keepk.save writes it ({error})") from error
+def dense_from(document: Mapping[str, Any]) -> Description:
+    """The dense model in a document, without what was cut; refused if it cannot be one.
+
+    Indices are not read yet: a range such as ``0:2147483648`` takes memory, so the axes have to be those of a model
+    that is there. An axis that lost something has an empty list of indices.
+    """
+    with _laid_out():
+        found = Description(
+            modules=_texts(document["modules"]),
+            tensors={name: _dense_entry(written) for name, written in document["tensors"].items()},
+            ties=_texts(document["ties"]),
+            settings=(),
+            selections={},
+            headwise=(),
+            certificate={},
+        )
     if found.dense_sha256() != document.get("dense_sha256"):
         raise FileError("dense_sha256 is not the hash of the modules, tensors and ties that it lists")
     return found
+
+
+def from_document(document: Mapping[str, Any], dense: Description, widths: Mapping[str, int]) -> Description:
+    """The description in a document.
+
+    Args:
+        document: What `to_document` made.
+        dense: What `dense_from` found in it, after it was compared with a model that is there.
+        widths: By path of each BatchNorm of that model, how many channels it has.
+    """
+    with _laid_out():
+        return replace(
+            dense,
+            tensors={name: _cut_entry(dense.tensors[name], it) for name, it in document["tensors"].items()},
+            settings=tuple(_read_settings(document["attributes"])),
+            selections={path: _selection(path, text, widths) for path, text in document["selections"].items()},
+            headwise=tuple(_texts(dict.fromkeys(document["headwise"], ""))),
+            certificate={name: _certificate(name, entry) for name, entry in document.get("certificate", {}).items()},
+        )
+
+
+@contextmanager
+def _laid_out() -> Iterator[None]:
+    """Turn whatever strange values lead to into one error."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"is not laid out as keepk.save writes it ({error})") from error
 
 
 def text_of(document: Mapping[str, Any]) -> str:
@@ -86,7 +129,7 @@ def from_text(text: str, size: int) -> list[int]:
     indices = list[int]()
     for part in text.split(", "):
         first, _, end = part.partition(":")
-        run = range(int(first), int(end or int(first) + 1))
+        run = range(int(first), int(end or int(first) + 1))  # takes no memory, however long
         if not run or run[0] < 0 or run[-1] >= size or (indices and run[0] <= indices[-1]):
             raise ValueError(f"{part!r} is not a rising run of indices of an axis of {size}")
         indices += run
@@ -113,20 +156,6 @@ def _attributes(settings: Sequence[Setting]) -> dict[str, Any]:
     return written
 
 
-def _description(document: Mapping[str, Any]) -> Description:
-    tensors = {name: _read_entry(written) for name, written in document["tensors"].items()}
-    attributes = document["attributes"].items()
-    return Description(
-        modules=dict(document["modules"]),
-        tensors=tensors,
-        ties=dict(document["ties"]),
-        settings=tuple(setting_of(path, key, value) for path, values in attributes for key, value in values.items()),
-        selections={path: _selection(text) for path, text in document["selections"].items()},
-        headwise=tuple(document["headwise"]),
-        certificate={name: _certificate(name, entry) for name, entry in document.get("certificate", {}).items()},
-    )
-
-
 def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
     numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since") if key in written)]
     wrong = [key for key in numbers if type(written[key]) is not int or written[key] < 0]  # a bool is none
@@ -134,32 +163,112 @@ def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
     wrong += [] if written["kind"] in KINDS else ["kind"]
     if wrong:
         raise ValueError(f"{wrong[0]} of the certificate of {name!r} is {written[wrong[0]]!r}")
+    for key in ("select", "exclude"):
+        if not isinstance(written[key], list) or not all(isinstance(glob, str) for glob in written[key]):
+            raise ValueError(f"{key} of the certificate of {name!r} is {written[key]!r}, not a list of names")
     return dict(written)
 
 
-def _read_entry(written: Mapping[str, Any]) -> Entry:
-    dense, stride = tuple(map(int, written["dense"])), written.get("stride")
-    entry = Entry(
-        dtype=str(written["dtype"]),
+def _dense_entry(written: Mapping[str, Any]) -> Entry:
+    if strange := set(written) - {"dtype", "dense", "stride", "persistent", "kept"}:
+        raise ValueError(f"a tensor has no {sorted(strange)[0]!r}")
+    dense = tuple(_number(size, 0, LARGEST) for size in written["dense"])
+    return Entry(
+        dtype=_text(written["dtype"]),
         dense=dense,
-        kept={int(dim): _axis(kept, dense[int(dim)]) for dim, kept in written.get("kept", {}).items()},
-        stride=None if stride is None else tuple(map(int, stride)),
+        kept={_number_in(axis, len(dense)): np.zeros(0, np.int64) for axis in written.get("kept", {})},
+        stride=None,
         persistent=written.get("persistent", True) is True,
     )
-    for dim, kept in entry.kept.items():
-        if kept.ndim == 2 and (dim != 1 or len(kept) != entry.shape[0]):
-            raise ValueError(f"axis {dim} has {len(kept)} rows of indices for {entry.shape[0]} rows")
-    return entry
 
 
-def _axis(written: str | list[str], size: int) -> Indices:
-    if isinstance(written, str):
-        return np.asarray(from_text(written, size), np.int64)
+def _cut_entry(dense: Entry, written: Mapping[str, Any]) -> Entry:
+    kept = dict[int, Indices]()
+    for axis, indices in sorted(written.get("kept", {}).items()):  # rows before columns
+        number = int(axis)
+        if isinstance(indices, str):
+            kept[number] = np.asarray(from_text(indices, dense.dense[number]), np.int64)
+        else:
+            rows = len(kept[0]) if 0 in kept else dense.dense[0]
+            kept[number] = _columns(indices, number, rows, dense.dense[number])
+    entry = replace(dense, kept={axis: kept[axis] for axis in dense.kept})
+    if (stride := written.get("stride")) is not None:
+        stride = tuple(_number(step, 0, LARGEST) for step in stride)
+        if len(stride) != len(entry.shape) or not _is_dense(entry.shape, stride):
+            raise ValueError(f"strides {stride} do not lay out a tensor of shape {entry.shape}")
+    return replace(entry, stride=stride)
+
+
+def _columns(written: list[str], axis: int, rows: int, size: int) -> Indices:
+    if axis != 1 or len(written) != rows:
+        raise ValueError(f"axis {axis} has {len(written)} rows of indices for {rows} rows")
     return np.asarray([from_text(row, size) for row in written], np.int64)
 
 
-def _selection(text: str) -> Indices:
-    return np.asarray(from_text(text, 2**31), np.int64)
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether strides leave no gap and use no number twice; of an axis of one entry, the stride says nothing.
+
+    >>> _is_dense((2, 3), (1, 2)), _is_dense((2, 3), (1, 4)), _is_dense((2, 3), (0, 1))
+    (True, False, False)
+    """
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected and 0 not in shape:
+            return False
+        expected *= size
+    return True
+
+
+def _read_settings(attributes: Mapping[str, Any]) -> Iterator[Setting]:
+    for path, values in attributes.items():
+        for key, value in values.items():
+            name, dot, item = key.partition(".")
+            # Names with an underscore belong to torch or to the model's own workings.
+            if not name.isidentifier() or name.startswith("_") or (dot and not _is_number(item)):
+                raise ValueError(f"attribute {key!r} of module {path!r} is not the name of a size")
+            if set(value) != {"dense", "now"}:
+                raise ValueError(f"attribute {key!r} of module {path!r} has {sorted(value)} instead of dense and now")
+            dense = _size(path, key, value["dense"], LARGEST)
+            yield setting_of(path, key, {"dense": dense, "now": _size(path, key, value["now"], dense)})
+
+
+def _size(path: str, key: str, value: object, largest: int) -> int:
+    try:
+        return _number(value, 1, largest)
+    except ValueError as error:
+        raise ValueError(f"attribute {key!r} of module {path!r} is no size: {error}") from error
+
+
+def _selection(path: str, text: str, widths: Mapping[str, int]) -> Indices:
+    if path not in widths:
+        raise FileError(f"module {path!r} is not a BatchNorm, but reads a selection of channels")
+    return np.asarray(from_text(text, widths[path]), np.int64)
+
+
+def _texts(written: Mapping[str, Any]) -> dict[str, str]:
+    return {_text(key): _text(value) for key, value in written.items()}
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"got {value!r} in the place of a name")
+    return value
+
+
+def _number(value: object, least: int, largest: int) -> int:
+    if type(value) is not int or not least <= value <= largest:  # a bool is none
+        raise ValueError(f"got {value!r} in the place of a whole number from {least} to {largest}")
+    return value
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and text.isascii() and str(int(text[:9])) == text
+
+
+def _number_in(text: str, end: int) -> int:
+    if not _is_number(text) or int(text) >= end:
+        raise ValueError(f"{text!r} is no axis of a tensor that has {end}")
+    return int(text)
 
 
 def _indented(value: Any, depth: int = 1) -> str:

@@ -11,15 +11,17 @@ from torch.nn.parameter import is_lazy
 from keepk.cut.certificate import untrue_weights
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
-from keepk.deploy.arch_json import from_document, to_document
+from keepk.cut.tensors import sharded
+from keepk.deploy.arch_json import dense_from, from_document, to_document
 from keepk.deploy.description import describe
 from keepk.deploy.folder import read_folder, write_folder
-from keepk.deploy.places import place
-from keepk.deploy.replay import edits_of, refuse_other_model, refuse_shrunk, replay, unpacked
+from keepk.deploy.replay import edits_of, refuse_other_model, refuse_other_sizes, refuse_shrunk, replay, unpacked
+from keepk.deploy.sizes import refuse_impossible, widths_of_norms
 from keepk.errors import FileError
 from keepk.graph.given import no_model
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
+from keepk.run.files import place
 from keepk.run.packing import pack
 from keepk.run.pruner import live_pruner
 from keepk.run.watch import told_untrue
@@ -32,6 +34,10 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
 
     A kill at any moment leaves the old files or the new ones. The same model gives the same bytes. A model with more
     units than its last event kept, because pruned ones came back, is refused: its certificate would not be true.
+
+    Processes that save into one folder take turns, and the last one's model stays; ranks that save the same model all
+    succeed. On a file system without locks the folder also keeps the values under a name of their own, to which
+    ``model.safetensors`` is a link.
 
     Args:
         model: Shrunk any number of times, or never.
@@ -52,7 +58,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
         True
     """
     order = "model, path"
-    inner, folder = _user_module(model, "save", order), place(path, "save", order)
+    inner, folder = _user_module(model, "save", order), place(path, "save", order, FileError)
     _refuse_extra_state(inner)
     _refuse_meta(inner, "Materialize the model first.")
     if certificate:
@@ -65,22 +71,26 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
     """Make a freshly built model the one that was saved in the folder `path`, and return it.
 
     It is cut as the saved one was and filled with its values. Parameter objects, devices, `requires_grad` and train or
-    eval mode stay. Everything is checked first: if anything is refused, the model is as it was.
+    eval mode stay. Everything is checked first: if anything is refused, the model is as it was. Nothing of the folder
+    is trusted: whatever its files say, only tensors and sizes that follow a cut of this very model can change.
 
     Args:
         path: A folder that `save` wrote.
         model: As the user's own constructor makes it, of the dtype of the saved one; on any device that holds values.
     """
     order = "path, model"
-    inner, folder = _user_module(model, "load", order), place(path, "load", order)
+    inner, folder = _user_module(model, "load", order), place(path, "load", order, FileError)
     document, stored = read_folder(folder)
     try:
         refuse_shrunk(inner)
         _refuse_extra_state(inner)
         _refuse_meta(inner, "Build the model on the CPU, or call model.to_empty(device=...) and tie its ties again.")
-        saved, given = from_document(document), describe(inner)
-        refuse_other_model(inner, saved, given)
+        dense, given = dense_from(document), describe(inner)
+        refuse_other_model(inner, dense, given)
+        saved = from_document(document, dense, widths_of_norms(inner))
+        refuse_other_sizes(inner, saved)
         values = unpacked(saved, stored)
+        refuse_impossible(inner, saved)
     except FileError as error:
         raise FileError(f"{folder}: {error}") from error
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
@@ -108,6 +118,11 @@ def _user_module(model: object, verb: str, order: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         swapped = "" if isinstance(model, type) else f" The order is {order}."
         raise FileError(f"{verb}: {no_model(model)}{swapped}")
+    if found := sharded(model):
+        raise FileError(
+            f"{verb}: {found} is sharded over processes, and each of them sees only its own part. {verb.capitalize()} "
+            f"a plain model: shard after keepk.load, and gather the full state_dict into one before keepk.save."
+        )
     return unwrap(model)
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from textwrap import shorten
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from keepk.deploy.places import place
 from keepk.deploy.runtime import (
     bound,
     difference,
@@ -34,7 +32,7 @@ from keepk.graph.given import likely_slip, no_model, refuse_scripted
 from keepk.graph.shell import Example, Workshop
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
-from keepk.run.files import sync_folder
+from keepk.run.files import own_folder, place, sync_folder
 
 ROUNDING, COARSE_ROUNDING = 1e-4, 1e-2
 REASON = 400  # letters of what the exporter says; it goes on for pages
@@ -102,7 +100,7 @@ def export_onnx(
     if not isinstance(model, nn.Module):
         raise TraceError(f"export_onnx: {no_model(model)}")
     refuse_scripted("export_onnx", model)
-    target = place(path, "export_onnx", "model, example, path")
+    target = place(path, "export_onnx", "model, example, path", FileError)
     _refuse_tolerance(tolerance)
     require_packages("export_onnx", "onnx", "onnxscript", *(["onnxruntime"] if check else []))
     examples = _examples(Example.of(example), dynamic=dynamic_batch)
@@ -138,12 +136,15 @@ def _examples(example: Example, *, dynamic: bool) -> list[Example]:
 
 @contextmanager
 def _draft(path: Path) -> Iterator[Path]:
-    """Where the file is written and checked: in a folder beside its place, which is gone in the end."""
+    """Where the file is written and checked: in a folder beside its place, which is gone in the end.
+
+    A process that is killed leaves its folder behind, and the next export to the same place deletes it.
+    """
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
-        with TemporaryDirectory(prefix=f".{path.name}-", suffix=".tmp", dir=path.parent) as folder:
-            yield Path(folder) / path.name
+        with own_folder(path) as folder:
+            yield folder / path.name
     except OSError as error:
         raise FileError(
             f"{path}: cannot be written ({error}). Choose a file in a folder that exists and can be written. "

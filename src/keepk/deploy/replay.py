@@ -15,7 +15,7 @@ from keepk.deploy.description import Description, Entry, dense_value
 from keepk.errors import CheckpointError, FileError
 from keepk.graph.edits import Cut, Edits, Selection
 from keepk.graph.tracer import named_tensors
-from keepk.run.packing import dtype_name, unpack
+from keepk.run.packing import DTYPE_CODES, dtype_name, unpack
 
 SHOWN = 3
 
@@ -39,7 +39,15 @@ def refuse_shrunk(model: nn.Module) -> None:
 
 def refuse_other_model(model: nn.Module, saved: Description, given: Description) -> None:
     """Refuse a model of another class, width, dtype or tying, with what differs."""
-    found = [*_differences(saved, given), *_unexpected(dict(model.named_modules()), saved)]
+    _refuse(model, list(_differences(saved, given)))
+
+
+def refuse_other_sizes(model: nn.Module, saved: Description) -> None:
+    """Refuse a model whose attributes are not those of the dense model, or whose layers are of other kinds."""
+    _refuse(model, list(_unexpected(dict(model.named_modules()), saved)))
+
+
+def _refuse(model: nn.Module, found: list[str]) -> None:
     if found:
         more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
         raise FileError(
@@ -72,7 +80,7 @@ def replay(model: nn.Module, saved: Description, given: Description, values: Map
     shrunk = edits.cuts or edits.settings or edits.selections or edits.headwise
     changes = cut_module(model, tensors, edits) if shrunk else []
     for name, entry in saved.tensors.items():
-        if name in given.tensors and given.tensors[name].dense == entry.dense:
+        if name in given.tensors and _fits(values[name], entry, given.tensors[name]):
             changes.append(_fill(tensors[name], entry, values[name]))
     changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
     if saved.certificate != certificate_of(model):
@@ -104,12 +112,13 @@ def _unexpected(modules: Mapping[str, nn.Module], saved: Description) -> Iterato
     for setting in saved.settings:
         module = modules.get(setting.module)
         found = None if module is None else dense_value(module, setting)
-        if module is not None and found != setting.old:
-            yield f"{setting.attribute} of module {setting.module!r} was {setting.old!r} and is {found!r}"
-    for path, kind in (*((p, "a BatchNorm") for p in saved.selections), *((p, "an attention") for p in saved.headwise)):
-        fits = nn.modules.batchnorm._BatchNorm if kind == "a BatchNorm" else nn.MultiheadAttention
-        if path not in modules or not isinstance(modules[path], fits):
-            yield f"module {path!r} is not {kind}"
+        is_number = isinstance(found, int) and not isinstance(found, bool)
+        if not is_number or found != setting.old:
+            shown = repr(found) if is_number or found is None else f"a {type(found).__name__}"
+            yield f"{setting.attribute} of module {setting.module!r} was {setting.old!r} and is {shown}"
+    for path in saved.headwise:
+        if not isinstance(modules.get(path), nn.MultiheadAttention):
+            yield f"module {path!r} is not an attention"
 
 
 def _value(name: str, entry: Entry, stored: Tensor) -> Tensor:
@@ -124,12 +133,17 @@ def _value(name: str, entry: Entry, stored: Tensor) -> Tensor:
     return value
 
 
+def _fits(value: Tensor, saved: Entry, given: Entry) -> bool:
+    """Whether a buffer that is not in the state_dict is still the one that was saved; the others always are."""
+    return saved.dense == given.dense and (saved.dtype == given.dtype or value.dtype in DTYPE_CODES)
+
+
 def _fill(tensor: Tensor, entry: Entry, value: Tensor) -> Change:
     """What keeps its shape and layout keeps its memory, which other tensors may share."""
     stride = entry.stride or torch.empty(entry.shape, device="meta").stride()
     if not entry.kept and tensor.stride() == stride:
         return _fill_in_place(tensor, value)
-    contents = torch.empty_strided(entry.shape, stride, dtype=value.dtype, device=tensor.device).copy_(value)
+    contents = torch.empty_strided(entry.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(value)
 
     def change() -> Undo:
         old, grad = tensor.data, tensor.grad

@@ -10,6 +10,8 @@ from keepk.errors import DataError
 from keepk.paper.data import bad_file, data_folder, unpacked
 from keepk.paper.download import fetch, progress_bar
 
+ARCHIVE_REST = 1 << 24  # bytes of an archive that are none of its files'
+
 
 @dataclass(frozen=True)
 class Source:
@@ -38,12 +40,14 @@ class Published:
         folder: Where in the data folder the files are put; they may also lie there directly.
         files: Their names.
         sources: What is downloaded: each file, or one archive of them all, which is read without unpacking it.
+        largest: How many bytes each file may have, unpacked. What would be more is refused before it fills the memory.
     """
 
     title: str
     folder: str
     files: tuple[str, ...]
     sources: tuple[Source, ...]
+    largest: int
 
     @property
     def archive(self) -> str | None:
@@ -61,7 +65,7 @@ class Published:
         if self._missing(root):
             return self._from_archive(root)
         paths = [path for name in self.files if (path := self._find(root, name))]
-        return {str(path): unpacked(path) for path in paths}
+        return {str(path): unpacked(path, self.largest) for path in paths}
 
     def _missing(self, root: Path) -> list[str]:
         return [name for name in self.files if self._find(root, name) is None]
@@ -99,7 +103,8 @@ class Published:
         archive = self._find_archive(root)
         assert archive is not None  # it was there, or was downloaded
         try:
-            members = _members(unpacked(archive), self.files)
+            content = unpacked(archive, len(self.files) * self.largest + ARCHIVE_REST)
+            members = _members(archive, content, self.files, self.largest)
         except tarfile.TarError as error:
             raise bad_file(archive, "is no archive", "a whole .tar.gz file", str(error)) from error
         if absent := [name for name in self.files if name not in members]:
@@ -108,13 +113,17 @@ class Published:
         return {f"{archive} ({name})": members[name] for name in self.files}
 
 
-def _members(content: bytes, names: tuple[str, ...]) -> Mapping[str, bytes]:
+def _members(archive: Path, content: bytes, names: tuple[str, ...], largest: int) -> Mapping[str, bytes]:
     """By name, the files of a tar archive that are asked for, in whatever folder of it they lie."""
     found = {}
     with tarfile.open(fileobj=BytesIO(content), mode="r:") as tar:
         for member in tar:
             name = PurePosixPath(member.name).name
             if name in names and member.isfile() and (file := tar.extractfile(member)):
+                if member.size > largest:  # a sparse file of any size takes a few bytes
+                    raise bad_file(
+                        f"{archive} ({name})", "is too large", f"at most {largest:,} bytes", f"{member.size:,}"
+                    )
                 found[name] = file.read()
     return found
 

@@ -21,6 +21,7 @@ CIFAR_10 = Published(
             "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", 170_052_171, "c32a1d4ab5d03f1284b67883e8d87530"
         ),
     ),
+    largest=10_000 * (1 + PICTURE_BYTES),
 )
 CIFAR_10_LABELS = {"label": 10}
 CIFAR_100 = Published(
@@ -32,6 +33,7 @@ CIFAR_100 = Published(
             "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz", 168_513_733, "03b5dce01913d631647c71ecec9e9cb8"
         ),
     ),
+    largest=50_000 * (2 + PICTURE_BYTES),
 )
 CIFAR_100_LABELS = {"coarse label": 20, "fine label": 100}
 

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ IDX_DTYPES: dict[int, np.dtype[Any]] = {
     0x0E: np.dtype(">f8"),
 }
 IDX_MAX_DIMS = 32
+IDX_MAX_BYTES = 2 << 30
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -129,14 +130,14 @@ def mnist(folder: str | Path | None = None, *, download: bool = True) -> Mnist:
     )
 
 
-def read_idx(path: str | Path) -> NDArray[Any]:
+def read_idx(path: str | Path, largest: int = IDX_MAX_BYTES) -> NDArray[Any]:
     """The array in an IDX file, raw or gzipped (its first bytes tell), in the machine's byte order.
 
     An IDX file is 00 00, a type, the number of dimensions, each dimension as uint32, then the values; all
-    numbers have their highest byte first.
+    numbers have their highest byte first. More than `largest` bytes are refused, before they are unpacked.
     """
     path = Path(path)
-    content = unpacked(path)
+    content = unpacked(path, largest)
     dtype, shape = _idx_header(path, content)
     offset, count = 4 + 4 * len(shape), prod(shape)
     expected = offset + count * dtype.itemsize
@@ -147,18 +148,32 @@ def read_idx(path: str | Path) -> NDArray[Any]:
     return values.reshape(shape).astype(dtype.newbyteorder("="))
 
 
-def unpacked(path: Path) -> bytes:
-    """The bytes of a file, without its gzip wrapping if it has one."""
+def unpacked(path: Path, largest: int) -> bytes:
+    """The bytes of a file, without its gzip wrapping if it has one; at most `largest` of them are ever in memory.
+
+    A gzip file of a few kilobytes can unpack to gigabytes.
+    """
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error}). Check the path and its permissions.") from error
-    if not content.startswith(GZIP_MAGIC):
-        return content
-    try:
-        return gzip.decompress(content)
+        with path.open("rb") as file:
+            packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+            file.seek(0)
+            source = gzip.GzipFile(fileobj=file) if packed else file
+            content = _at_most(largest + 1, cast("IO[bytes]", source))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise bad_file(path, "is damaged or cut short", "a whole gzip file", str(error)) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}). Check the path and its permissions.") from error
+    if len(content) > largest:
+        raise bad_file(path, "is too large", f"at most {largest:,} bytes", "more of them")
+    return content
+
+
+def _at_most(number: int, source: IO[bytes]) -> bytes:
+    content = bytearray()
+    # In pieces, because a read of many bytes takes memory for all of them first.
+    while len(content) < number and (piece := source.read(min(1 << 20, number - len(content)))):
+        content += piece
+    return bytes(content)
 
 
 def bad_file(path: Path | str, wrong: str, expected: str, got: str) -> DataError:
@@ -194,7 +209,8 @@ def _idx_header(path: Path, content: bytes) -> tuple[np.dtype[Any], tuple[int, .
 
 def _read_published(path: Path, published: IdxFile) -> Tensor:
     """The bytes of a published file, if it holds as many as were published."""
-    values = read_idx(path)
+    # As much as the widest type takes, so that a file of another type is called just that.
+    values = read_idx(path, 4 + 4 * IDX_MAX_DIMS + 8 * prod(published.shape))
     if values.dtype != np.uint8 or values.shape != published.shape:
         expected, got = f"uint8 {list(published.shape)}", f"{values.dtype.name} {list(values.shape)}"
         raise bad_file(path, f"is not the published {published.name}", expected, got)

@@ -1,10 +1,11 @@
 """SVHN, cropped digits: the published training file in two parts, and the test file."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,8 +25,11 @@ SVHN = Published(
         Source(f"{HOME}/train_32x32.mat", 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
         Source(f"{HOME}/test_32x32.mat", 64_275_384, "eb5a983be6a315427106f1b164d9cef3"),
     ),
+    largest=1 << 28,  # of 73,257 pictures and labels, packed or not
 )
 CLASSES = 10
+CHUNK = 1 << 20
+COMPRESSED = 15  # the type of an element of a MATLAB file that is packed by zlib
 
 
 def svhn(folder: str | Path | None = None, *, download: bool = True) -> Pictures:
@@ -44,6 +48,7 @@ def svhn(folder: str | Path | None = None, *, download: bool = True) -> Pictures
 
 def read_digits(where: str, content: bytes) -> Split:
     """The pictures and digits of a MATLAB file (version 5): X [32, 32, 3, N] and y [N, 1], where 10 is the digit 0."""
+    _refuse_more_than(where, content, SVHN.largest)
     arrays = _matlab_arrays(where, content)
     images, labels = (np.asarray(arrays.get(name)) for name in ("X", "y"))
     number = images.shape[-1] if images.ndim else 0
@@ -56,6 +61,27 @@ def read_digits(where: str, content: bytes) -> Split:
         raise bad_file(where, "is damaged", f"a label from 1 to {CLASSES}", f"{labels[place]} at place {place:,}")
     pictures = np.ascontiguousarray(images.transpose(3, 2, 0, 1))
     return Split(torch.from_numpy(pictures), torch.from_numpy(labels % CLASSES))
+
+
+def _refuse_more_than(where: str, content: bytes, largest: int) -> None:
+    """Refuse a MATLAB file whose packed elements are larger than that; scipy would unpack them whole."""
+    order: Literal["little", "big"] = "big" if content[126:128] == b"MI" else "little"
+    place, total = 128, 0
+    while place + 8 <= len(content):
+        kind, size = (int.from_bytes(content[at : at + 4], order) for at in (place, place + 4))
+        data = content[place + 8 : place + 8 + size]
+        place += 8 + size
+        if kind != COMPRESSED:
+            continue
+        unpacker = zlib.decompressobj()
+        try:
+            while data and total <= largest:
+                total += len(unpacker.decompress(data, CHUNK))
+                data = unpacker.unconsumed_tail
+        except zlib.error:
+            return  # scipy says so
+        if total > largest:
+            raise bad_file(where, "is too large", f"at most {largest:,} bytes", "more of them, unpacked")
 
 
 def _matlab_arrays(where: str, content: bytes) -> dict[str, Any]:

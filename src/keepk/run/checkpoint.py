@@ -14,6 +14,7 @@ from torch import nn
 
 from keepk.errors import CheckpointError, KeepkError
 from keepk.run.codec import decode, encode
+from keepk.run.files import place
 from keepk.run.folder import INDEX, read_folder, write_folder
 from keepk.run.parts import (
     GeneratorPart,
@@ -27,7 +28,9 @@ from keepk.run.parts import (
 from keepk.run.rng import check_rng_state, rng_state, set_rng_state
 from keepk.run.scheduler import SchedulerPart
 
+_ORDER = "path, then model=, pruner=, optimizer= and the others by name"
 _FOR_INFERENCE = {"model", "ema"}
+_OF_TORCH = {"optimizer", "scheduler", "scaler", "generator"}
 _MAY_BE_SEVERAL = {"optimizer", "scheduler", "generator"}
 _PARTS: dict[str, Any] = {
     "pruner": PrunerPart,
@@ -52,8 +55,9 @@ def save_checkpoint(
     """Write the state of a run into the folder `path`, whole or not at all.
 
     Besides what is given, the states of the random number generators are saved (Python's, numpy's global one,
-    torch's CPU and CUDA ones). A kill at any moment leaves the old checkpoint or the new one. With several processes,
-    one writes, or each has a folder of its own.
+    torch's CPU and CUDA ones). A kill at any moment leaves the old checkpoint or the new one. Processes that write into
+    one folder take turns, and the last one's checkpoint stays. With several processes, let one write, or give each a
+    folder of its own: their random number generators differ.
 
     >>> import tempfile
     >>> net = nn.Linear(2, 1)
@@ -75,12 +79,13 @@ def save_checkpoint(
         extra: Any tree of plain values, arrays and tensors, such as ``{"epoch": 3, "batch": 17}``.
 
     """
+    folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
     captured = {name: [part.capture() for part in several] for name, several in parts.items()}
     tree, tensors = encode({**captured, "rng": rng_state(), "extra": extra}, name="")
     document = {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}
-    write_folder(Path(path), document, tensors)
+    write_folder(folder, document, tensors)
 
 
 def load_checkpoint(
@@ -112,12 +117,15 @@ def load_checkpoint(
     Everything is read, verified and checked against the objects before the first of them changes. Should one still
     refuse its state, all of them get their old states back, from a copy on the host.
     """
+    folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
-    folder = Path(path)
     document, tensors = read_folder(folder)
     resumes = bool(set(parts) - _FOR_INFERENCE)
-    _refuse_other_parts(folder, set(parts), document["parts"], resumes)
+    held = document.get("parts")
+    if not isinstance(held, list) or not all(isinstance(name, str) for name in held) or "tree" not in document:
+        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
+    _refuse_other_parts(folder, set(parts), held, resumes)
     kept = _copies(parts)
     with ExitStack() as shapes:
         try:
@@ -129,9 +137,10 @@ def load_checkpoint(
             raise CheckpointError(f"{folder / INDEX}: {error}") from error
         except KeepkError:
             raise
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint ({error!r})") from error
-        _restore([pair for name in parts for pair in zip(parts[name], saved[name], strict=True)], shapes, kept)
+        pairs = [(name, *pair) for name in parts for pair in zip(parts[name], saved[name], strict=True)]
+        _restore(folder, pairs, shapes, kept)
         shapes.pop_all()
     if resumes:
         set_rng_state(saved["rng"])
@@ -191,13 +200,20 @@ def _copies(parts: dict[str, list[Part]]) -> list[tuple[Part, Any]]:
     return [(part, host_copy(part.capture())) for part in others]
 
 
-def _restore(pairs: list[tuple[Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
+def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
+    name = ""
     try:
-        for part, state in pairs:
+        for name, part, state in pairs:  # noqa: B007 - it is needed afterwards
             part.restore(state)
-    except BaseException:
+    except BaseException as error:
         shapes.close()  # first, because what was kept is of the old shapes
         for part, state in kept:
             with suppress(Exception):  # who refused the new state may refuse the old one: the others still get theirs
                 part.restore(state)
+        # What a model or an EMA of the user's own raises is for the user; torch says nothing of the checkpoint.
+        if name in _OF_TORCH and isinstance(error, Exception) and not isinstance(error, KeepkError):
+            raise CheckpointError(
+                f"{folder / INDEX}: the {name} refused its state ({type(error).__name__}: {error}). Everything has its "
+                f"old state. Build the same {name}, or use another checkpoint."
+            ) from error
         raise

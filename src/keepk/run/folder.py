@@ -6,7 +6,8 @@
     tensors-<hex>.safetensors    the tensors
 
 The new tensor file is written beside the old one under a fresh name; replacing ``checkpoint.json`` is the
-moment at which the new checkpoint takes the old one's place. One process writes into a folder at a time.
+moment at which the new checkpoint takes the old one's place. Processes that write into one folder take turns, and the
+last one's checkpoint stays; where the file system has no locks, none deletes what another is still writing.
 """
 
 import json
@@ -17,11 +18,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from torch import Tensor
 
 from keepk.errors import CheckpointError
-from keepk.run.files import made, not_written, safetensors_bytes, sweep, sync_folder, write_synced
+from keepk.run.files import alone, made, not_written, safetensors_bytes, sweep, sync_folder, write_synced
 from keepk.run.trusted import Trusted
 from keepk.version import __version__
 
@@ -52,32 +52,40 @@ def write_folder(folder: Path, document: dict[str, Any], tensors: dict[str, Tens
     Each byte is hashed while it is written and no tensor is held twice: SHA-256 is the only cost beyond the disk.
     """
     try:
-        with made(folder):
-            name = _commit(folder, document, tensors)
+        with made(folder), alone(folder) as locked:
+            tensor_file, before = _commit(folder, document, tensors)
+            _settle(folder, tensor_file, before, locked=locked)
     except OSError as error:
         raise CheckpointError(not_written(folder, tensors, error)) from error
-    try:
-        sync_folder(folder)
-        sweep(folder, _OURS, but=name)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: the new checkpoint is there, but may not survive a power cut ({error}). Check the disk."
-        ) from error
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The checkpoint in the folder, verified to the last bit."""
-    document = CHECKPOINT.document(folder)
+    return CHECKPOINT.whole(folder, lambda document: _tensors(folder, document))
+
+
+def _tensors(folder: Path, document: dict[str, Any]) -> dict[str, Tensor]:
     named = document.get("tensors")
     if not isinstance(named, dict) or set(named) != {"file", "size", "sha256"}:
         raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it names no tensor file")
     if not _OURS.fullmatch(str(named["file"])):
         raise CheckpointError(f"{folder / INDEX}: names {named['file']!r}, which is no tensor file of a checkpoint")
-    data = CHECKPOINT.contents(folder / named["file"], named["size"], named["sha256"])
-    return document, safetensors.torch.load(data)
+    return CHECKPOINT.tensors(folder / named["file"], named)
 
 
-def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def _settle(folder: Path, tensor_file: Path, before: Path | None, *, locked: bool) -> None:
+    try:
+        sync_folder(folder)
+        sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={tensor_file, before})
+    except OSError as error:
+        if _named_in_index(folder) != tensor_file:  # another process has replaced it, as if it had come later
+            return
+        raise CheckpointError(
+            f"{folder}: the new checkpoint is there, but may not survive a power cut ({error}). Check the disk."
+        ) from error
+
+
+def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Path, Path | None]:
     token = secrets.token_hex(16)
     tensor_file, draft = folder / f"tensors-{token}.safetensors", folder / f"checkpoint-{token}.json.tmp"
     try:
@@ -87,17 +95,19 @@ def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) 
         text = json.dumps({**document, "sha256": _digest(document)}, allow_nan=False)
         write_synced(draft, iter([text.encode("ascii")]))
         sync_folder(folder)
+        before = _named_in_index(folder)
         os.replace(draft, folder / INDEX)  # noqa: PTH105 - the commit point, by its well-known name
     except BaseException:
         # An interrupt may arrive just after the commit: what the index names must stay.
-        for leftover in {draft, tensor_file} - {folder / _named_in_index(folder)}:
+        for leftover in {draft, tensor_file} - {_named_in_index(folder)}:
             leftover.unlink(missing_ok=True)
         raise
-    return tensor_file.name
+    return tensor_file, before
 
 
-def _named_in_index(folder: Path) -> str:
+def _named_in_index(folder: Path) -> Path | None:
     try:
-        return str(json.loads((folder / INDEX).read_bytes())["tensors"]["file"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return ""
+        name = str(json.loads((folder / INDEX).read_bytes())["tensors"]["file"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return folder / name if _OURS.fullmatch(name) else None

@@ -38,6 +38,8 @@ def unpackable(tensor: Tensor) -> str | None:
     """Why the tensor cannot be stored, or None."""
     if is_lazy(tensor):
         return "an uninitialized parameter; run one batch first"
+    if hasattr(tensor, "device_mesh"):
+        return f"a {type(tensor).__name__}, sharded over processes; gather it with full_tensor() on all of them"
     if type(tensor) not in (Tensor, nn.Parameter):
         return f"a tensor of class {type(tensor).__name__}; convert it to a plain tensor"
     if tensor.is_nested or tensor.layout != torch.strided:

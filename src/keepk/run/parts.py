@@ -108,6 +108,9 @@ class ModulePart:
                 raise CheckpointError(
                     f"{self._name}: {', '.join(strange[:3])} ({len(strange)} in all) {what}. Build the same model."
                 )
+        versions = [it.get("version") for it in saved["metadata"].values()]
+        if not all(isinstance(version, int | None) for version in versions):
+            raise CheckpointError(f"{self._name}: its metadata is not the one of a module. Use another checkpoint.")
         for key, tensor in own.items():
             if isinstance(tensor, Tensor) and not key.endswith("_extra_state"):
                 _refuse_other_tensor(f"{self._name}: {key!r}", tensor, theirs[key])

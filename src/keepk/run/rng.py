@@ -28,6 +28,16 @@ def check_rng_state(saved: dict[str, Any]) -> None:
     sizes = (saved["torch"].numel(), own["torch"].numel())
     if sizes[0] != sizes[1] or saved["python"][0] != own["python"][0]:
         raise CheckpointError("rng: the generators are of another version of Python or torch; use the same ones")
+    try:  # in generators that nobody draws from
+        random.Random().setstate(saved["python"])
+        np.random.RandomState().set_state(saved["numpy"])
+        for state in [saved["torch"], *saved["cuda"]]:
+            _refuse_no_state(state)
+        torch.Generator().set_state(saved["torch"])
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(
+            f"rng: the states of the random number generators are damaged ({error}). Use another checkpoint."
+        ) from error
 
 
 def set_rng_state(saved: dict[str, Any]) -> None:
@@ -37,6 +47,11 @@ def set_rng_state(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["torch"])
     for device, state in zip(range(torch.cuda.device_count()), saved["cuda"], strict=False):
         torch.cuda.set_rng_state(state, device)
+
+
+def _refuse_no_state(state: object) -> None:
+    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+        raise TypeError("a state of torch is not a tensor of bytes")
 
 
 def _cuda_in_use() -> bool:
