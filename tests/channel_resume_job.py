@@ -162,7 +162,7 @@ class Training:
         """All that the run is, to the bit: states, the record of the cuts, random numbers."""
         state = {name: part.state_dict() for name, part in self.parts().items() if name != "generator"}
         # What was cut at once and what was cut bit by bit is recorded in another order.
-        records = json.dumps([record_of(self.model), record_of(self.ema.module)], sort_keys=True)
+        records = json.dumps([record_of(self.model), record_of(self.ema.module)], sort_keys=True, default=list)
         encoded, tensors = encode([state, records, self.generator.get_state(), rng_state()])
         data = b"".join(map(bytes, safetensors_bytes(tensors)))
         return sha256(json.dumps(encoded).encode() + data).hexdigest()

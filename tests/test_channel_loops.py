@@ -321,7 +321,7 @@ def test_an_average_of_a_model_that_reads_selections_changes_no_selection(use_bu
     assert chosen
     for module, channels in chosen.items():
         for who in (model, average.module):
-            assert who.get_submodule(module).selected_channels.tolist() == channels
+            assert who.get_submodule(module).selected_channels.tolist() == channels.tolist()
 
 
 # torch.compile -------------------------------------------------------------------------------------------------------
