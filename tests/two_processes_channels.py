@@ -47,7 +47,7 @@ def sgd(model):
 
 
 def spaces():
-    weights = keepk.weights("conv2.weight", keep=30, schedule=IN_STEPS)
+    weights = keepk.weights("conv2.weight", keep=15, schedule=[200, 70, 40, 15])
     return [weights, keepk.channels("conv*", keep=7, name="conv", schedule=IN_STEPS)]
 
 
@@ -118,7 +118,7 @@ def gradients_are_averaged_after_every_event(rank):
         assert ddp.broadcast_buffers
         optimizer.step()
         its_optimizer.step()
-    assert pruner.kept == {"conv2.weight": 30, "conv": 7}
+    assert pruner.kept == {"conv2.weight": 15, "conv": 7}
 
 
 def train(model, optimizer, seed, rank):
@@ -146,7 +146,7 @@ def all_ranks_stay_the_same(rank):
         parameters = [*model.parameters(), *average.module.parameters()]
         assert_same_everywhere([parameters, [*optimizer.state.values()], pruner.state_dict()])
         assert all(p.shape == s["exp_avg"].shape for p, s in optimizer.state.items())
-    assert pruner.kept == {"conv2.weight": 30, "conv": 7}
+    assert pruner.kept == {"conv2.weight": 15, "conv": 7}
     assert model.conv1.out_channels + model.conv2.out_channels == 7
 
 

@@ -17,7 +17,7 @@ from keepk.cut.undo import Undo, undone_by
 from keepk.errors import KeepkError, PlanError
 from keepk.graph.wrappers import named_parameters, unwrap
 from keepk.plan.numbers import count
-from keepk.plan.phases import Goal, Phase, timeline
+from keepk.plan.phases import Goal, Phase, check_phases, timeline
 from keepk.plan.spaces import Space
 from keepk.run.agree import agreed
 from keepk.run.parties import (
@@ -33,6 +33,7 @@ from keepk.run.parties import (
 from keepk.run.resolve import find_members
 from keepk.run.sides import Event, Shrink, Sides, certificate
 from keepk.run.state import pruner_state, read_pruner_state
+from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
 from keepk.run.weight_side import WeightSide
 
 Wrapper = TypeVar("Wrapper")
@@ -113,10 +114,15 @@ class Pruner:
         refuse_unfit_followers(followers, weights, channels)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
+        rooms = find_rooms(self._model, weights, channels)
+        if phases is not None and channels is not None:
+            check_phases(goals, epochs, phases)
+            goals |= late_goals(goals, channels, rooms, phases)
         plan = timeline(goals, epochs=epochs, phases=phases)
         plan |= channels.settle(plan) if channels else {}
         self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
         refuse_weights_that_end_before_channels(self._plan, weights, channels)
+        refuse_undercut(self._plan, rooms)
         refuse_masked_directions(self._model, weights, channels, shrink)
         self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
         self._frozen: tuple[nn.Parameter, ...] = ()

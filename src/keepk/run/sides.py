@@ -100,7 +100,7 @@ class Sides:
         names = {parameter: name for name, parameter in self.weights.parameters.items()}
         for optimizer in self._optimizers if due else ():
             refuse_foreign_state(optimizer, names)
-        return Event(due, channels, operation, self.weights.decide(due, doomed))
+        return Event(due, channels, operation, self.weights.decide(now, doomed))
 
     def follow(self, event: Event) -> None:
         """Do what was decided: take channels out, then hold what is left at its masks."""

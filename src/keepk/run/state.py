@@ -62,7 +62,8 @@ def read_masks(
             _refuse_wrong_mask(key, saved.masks.get(key), shape_of(key, parameter))
         kept = sum(int(saved.masks[key].sum()) for key in it.parameters)
         planned = plan[name][saved.epoch - 1] if saved.epoch else it.total
-        fewer = bool(saved.channels) and it.keep <= kept < planned  # channels took the others
+        waits = planned == it.total  # and channels may have taken the others
+        fewer = bool(saved.channels) and waits and it.keep <= kept < planned
         if kept != planned and not fewer:
             raise StateError(
                 f"pruner state: the masks of space {name!r} keep {kept}, the plan says {planned}. It is damaged."
