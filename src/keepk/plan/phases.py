@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from keepk.errors import PlanError
-from keepk.plan.names import as_globs, matches, nearest
+from keepk.plan.names import as_globs, matches, nearest, shown
 from keepk.plan.numbers import count
 from keepk.plan.schedules import AnySchedule, plan
 
@@ -36,7 +36,7 @@ class Phase:
         pruned, frozen = as_globs(prune), as_globs(freeze)
         if pruned is None or frozen is None:
             raise PlanError(
-                f"Phase(prune={prune!r}, freeze={freeze!r}): not globs. Give a string or a list of strings."
+                f"Phase(prune={shown(prune)}, freeze={shown(freeze)}): not globs. Give a string or a list of strings."
             )
         object.__setattr__(self, "epochs", count(epochs, "Phase: epochs", PlanError, least=1))
         object.__setattr__(self, "prune", pruned)

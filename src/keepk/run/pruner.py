@@ -1,5 +1,7 @@
 """The `Pruner`: the paper's algorithm beside a user's own training loop."""
 
+import gc
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -9,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from keepk.cut.certificate import Certificate, certificate_of, certified, certify
-from keepk.cut.ddp import disarm, refuse_other_wrapper, rewrapped
+from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.followers import Follower, followed, refuse_no_followers, refuse_strange_followers
 from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
 from keepk.cut.undo import Undo, undone_by
-from keepk.errors import KeepkError, PlanError
+from keepk.errors import KeepkError, PlanError, SpaceError
 from keepk.graph.wrappers import named_parameters, unwrap
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, check_phases, timeline
 from keepk.plan.spaces import Space
-from keepk.run.agree import agreed
+from keepk.run.agree import agreed, are_several, carried_out
 from keepk.run.parties import (
     channel_side,
     checked_optimizers,
@@ -37,6 +39,7 @@ from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
 from keepk.run.weight_side import WeightSide
 
 Wrapper = TypeVar("Wrapper")
+_MADE: "weakref.WeakSet[Pruner]" = weakref.WeakSet()  # every Pruner that somebody still refers to
 
 
 class Pruner:
@@ -75,6 +78,7 @@ class Pruner:
     >>> pruner.done, pruner.kept, sum(int(mask.sum()) for mask in pruner.masks.values())
     (True, {'all': 33}, 33)
 
+    >>> pruner.close()  # a model has one Pruner at a time
     >>> pruner = Pruner(model, [keepk.channels("0", keep=4)], optimizer, example=torch.randn(2, 20))
     >>> pruner.step()
     >>> model
@@ -111,6 +115,7 @@ class Pruner:
         self._followers = followers
         refuse_strange_followers(followers, named_parameters(model))
         channels = channel_side(model, example, of_channels, self._optimizers, followers)
+        _refuse_second(model)
         refuse_unfit_followers(followers, weights, channels)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
@@ -127,6 +132,7 @@ class Pruner:
         self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
+        _MADE.add(self)
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
@@ -198,12 +204,17 @@ class Pruner:
             return wrapper
         device = next(self._model.parameters()).device
         event = agreed(lambda: self._decide(wrapper), lambda it: it.told, device)
-        if wrapper is not None and event.cuts:
-            disarm(wrapper)  # type: ignore[arg-type]  # checked
-        self._sides.follow(event)
-        self._enter_epoch(self._epoch + 1)
-        self._certify()
-        return rewrapped(wrapper) if wrapper is not None and event.cuts else wrapper  # type: ignore[arg-type,return-value]
+        rewraps: Any = wrapper if event.cuts else None
+        try:
+            carried_out(lambda: self._carry_out(event), device)
+        except Exception:
+            if rewraps is not None:
+                disarm(rewraps, TAKEN_BACK)  # it would no longer average gradients, without a word
+            raise
+        if rewraps is None:
+            return wrapper
+        disarm(rewraps)
+        return rewrapped(rewraps)  # type: ignore[return-value]  # of the same class
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values and bool tensors; loads with ``weights_only=True``."""
@@ -245,6 +256,11 @@ class Pruner:
         for handle in self._handles or ():
             handle.remove()
         self._handles = None
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether it still has events to come or holds masks."""
+        return self._handles is not None and (not self.done or bool(self._sides.held))
 
     def __enter__(self) -> "Pruner":
         return self
@@ -291,6 +307,16 @@ class Pruner:
         self._refuse_unusable(wrapper)
         return self._sides.decide(self._plan, self._epoch, wrapper)
 
+    def _carry_out(self, event: Event) -> Undo:
+        """Do what was decided, all or nothing. What is returned takes it back, while other processes may fail."""
+        with ExitStack() as way_back:
+            way_back.callback(self._sides.follow(event, keep_values=are_several()))
+            way_back.callback(self._enter_epoch, self._epoch)
+            self._enter_epoch(self._epoch + 1)
+            for module in self._certified_modules():
+                way_back.callback(certified(module, self._with_others(module))())
+            return way_back.pop_all().close
+
     def _enter_epoch(self, epoch: int) -> None:
         """So many events are behind us: freeze what the phase of the coming epoch freezes."""
         self._epoch = epoch
@@ -309,3 +335,25 @@ class Pruner:
     def _refuse_closed(self) -> None:
         if self._handles is None:
             raise KeepkError("Pruner: it was closed, so masks are no longer held. Make a new one.")
+
+
+def _refuse_second(model: nn.Module) -> None:
+    """Refuse a model that another Pruner is at work on: each would take what the other has promised to keep."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if _at_work(own):
+        gc.collect()  # one that nobody refers to any more does not count
+    for other in _at_work(own):
+        spaces = other.plan
+        named = ", ".join(f"{name!r}" for name in spaces)
+        where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
+        raise SpaceError(
+            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; two would take "
+            f"from each other what they keep. Give one Pruner all the spaces, or close the first: "
+            f"pruner.close(). If no "
+            f"variable refers to it any more, its optimizer does: delete that too."
+        )
+
+
+def _at_work(parameters: set[int]) -> list[Pruner]:
+    """The Pruners at work on a model that has any of these parameters."""
+    return [it for it in _MADE if it._is_at_work and any(id(p) in parameters for p in it.model.parameters())]
