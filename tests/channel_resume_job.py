@@ -81,7 +81,7 @@ class Grouped(nn.Module):
 
 def convnet_spaces(keep=9):
     kept = keepk.channels("conv*", keep=keep, name="channels", schedule=IN_STEPS)
-    weights = keepk.weights("*.weight", exclude="norm*", keep=150, schedule=keepk.Annealing(p0=0.2, n1=1, nu=0.16))
+    weights = keepk.weights("*.weight", exclude="norm*", keep=90, schedule=[500, 300, 150, 100, 95, 90])
     return [weights, kept]
 
 
@@ -91,7 +91,7 @@ def densenet_spaces():
 
 def grouped_spaces():
     kept = keepk.channels(["stem", "grouped", "last"], keep=14, name="channels", schedule=IN_STEPS)
-    return [kept, keepk.weights("out.weight", keep=3, schedule=keepk.Cubic(epochs=4, begin=2))]
+    return [kept, keepk.weights("out.weight", keep=3, schedule=[30, 30, 8, 7, 5, 3])]
 
 
 def momentum(parameters):
@@ -162,7 +162,7 @@ class Training:
         """All that the run is, to the bit: states, the record of the cuts, random numbers."""
         state = {name: part.state_dict() for name, part in self.parts().items() if name != "generator"}
         # What was cut at once and what was cut bit by bit is recorded in another order.
-        records = json.dumps([record_of(self.model), record_of(self.ema.module)], sort_keys=True)
+        records = json.dumps([record_of(self.model), record_of(self.ema.module)], sort_keys=True, default=list)
         encoded, tensors = encode([state, records, self.generator.get_state(), rng_state()])
         data = b"".join(map(bytes, safetensors_bytes(tensors)))
         return sha256(json.dumps(encoded).encode() + data).hexdigest()

@@ -32,7 +32,7 @@ def channels(schedule=(9, 5)):
     return keepk.channels(["0", "3"], keep=5, name="channels", schedule=[21, *schedule])
 
 
-def weights(schedule=(60, 20)):
+def weights(schedule=(45, 20)):
     return keepk.weights("*.weight", exclude="1.weight", keep=20, name="weights", schedule=[120, *schedule])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import keepk
-from keepk.errors import RankError, ShrinkError, SpaceError, StateError
+from keepk.errors import PlanError, RankError, ShrinkError, SpaceError, StateError
 from keepk.graph.units import Units as GraphUnits
 from keepk.run.channel_links import find_links
 from masked import call, leaves, relative_error, without_dropout, zero_slices
@@ -597,7 +597,11 @@ def test_an_event_whose_metric_fails_changes_nothing(failure, error, words, shri
 
 
 @pytest.mark.parametrize("shrink", MODES)
-def test_channels_that_leave_too_few_weights_change_nothing(shrink):
+def test_channels_that_leave_too_few_weights_change_nothing(shrink, monkeypatch):
+    """Such a plan is refused before the run; an event that meets it nevertheless is refused as well."""
+    with pytest.raises(PlanError, match="Keep at most 975 weights, or more channels"):
+        Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
+    monkeypatch.setattr("keepk.run.pruner.refuse_undercut", lambda *_: None)
     run = Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
     run.epoch()
     step(run.model, run.example, run.optimizer)

@@ -88,7 +88,7 @@ class Loops:
         dense = torch.full(cut["shape"], math.nan, dtype=torch.float64)
         for place, row in enumerate(cut["kept"].get("0", range(len(dense)))):
             columns = cut["kept"].get("1", slice(None))
-            if isinstance(columns, list) and isinstance(columns[0], list):
+            if isinstance(columns, list):  # for each row its own
                 columns = columns[place]
             dense[(row, columns) if dense.dim() > 1 else row] = now[place]
         return dense

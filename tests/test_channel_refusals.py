@@ -435,8 +435,8 @@ def test_the_name_that_the_graph_gives_a_layer_selects_it():
     space = next(it for it in keepk.inspect(model, example).spaces if it.name.endswith("in_proj_weight"))
     attention = space.name.rpartition(".")[0]
     for glob in (space.name, attention):
-        pruner = keepk.Pruner(model, keepk.channels(glob, prune=0.5, name="heads"), example=example)
-        assert pruner.certificate["heads"]["total"] == space.units
+        with keepk.Pruner(model, keepk.channels(glob, prune=0.5, name="heads"), example=example) as pruner:
+            assert pruner.certificate["heads"]["total"] == space.units
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ TINY = digits.Recipe(
     dense_epochs=1,
     fine_tune_epochs=1,
     schedule=keepk.Annealing(p0=0.5, n1=1, nu=0.2),
-    head_schedule=keepk.Annealing(p0=0.5, n1=1, nu=0.2),
+    head_schedule=keepk.Cubic(epochs=2),
 )
 TINY_PARITY = Setting(
     goals=(1, 2),
@@ -65,8 +65,7 @@ def test_exactly_k_channels_and_head_weights_are_kept(report):
 
 
 def test_the_history_follows_the_plan(report):
-    channels, head = TINY.schedule(320, 60, None), TINY.head_schedule(33_482, 900, None)
-    plan = [*channels, *[60] * (len(head) - len(channels))]
+    plan = [*TINY.schedule(320, 60, None), *[60] * TINY.head_schedule.epochs]
     assert [epoch.kept for epoch in report.history] == [320, *plan, 60]
     assert [epoch.phase for epoch in report.history] == ["dense"] + ["anneal"] * len(plan) + ["fine-tune"]
 
@@ -189,7 +188,7 @@ def test_the_same_seed_gives_the_same_numbers_and_leaves_the_callers_alone(repor
 
 def test_another_seed_gives_other_numbers(report, tmp_path):
     at_once = keepk.Annealing(p0=0.8, n1=1, nu=0.2)
-    recipe = replace(TINY, fine_tune_epochs=0, schedule=at_once, head_schedule=at_once)
+    recipe = replace(TINY, fine_tune_epochs=0, schedule=at_once)
     other = demo.run(tmp_path, 4, recipe=recipe, parity=TINY_PARITY)
     assert other.history[0] != report.history[0]
     assert other.parity != report.parity

@@ -1,6 +1,7 @@
 """Counts that bind each other, beside brute force over all splits."""
 
 from itertools import pairwise, product
+from time import process_time
 
 import numpy as np
 from hypothesis import given
@@ -53,6 +54,24 @@ def plans(draw, portions):
     keep = draw(st.sampled_from(met(portions)))
     most = met(portions)[-1]
     return (*sorted(draw(st.lists(st.integers(keep, most), max_size=3)), reverse=True), keep)
+
+
+@given(st.sets(st.integers(0, 60), min_size=1, max_size=12).map(sorted))
+def test_runs_are_the_counts(counts):
+    runs = Portion(tuple(counts)).runs()
+    assert [first + step * place for first, step, number in runs for place in range(number)] == counts
+
+
+def test_hundreds_of_thousands_of_units_take_no_time():
+    """One shift for each count would take minutes here."""
+    units = 400_000
+    free, rounded = Portion(tuple(range(3, units + 1))), Portion((*range(8, units, 8), units))
+    began = process_time()
+    assert totals([free]) == (1 << units + 1) - (1 << 3)
+    assert nearest_totals([free, rounded], 10) == [11]
+    assert snapped([free], (units, 1000, 3)) == (units, 1000, 3)
+    assert snapped([rounded], (1001, 11, 8)) == (1000, 8, 8)
+    assert process_time() - began < 5
 
 
 @given(several)

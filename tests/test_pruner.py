@@ -1,5 +1,7 @@
 """The Pruner beside real models: names, ties, wrappers, metrics, states, several processes."""
 
+import copy
+import gc
 import io
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import keepk
-from keepk.errors import RankError, ShrinkError, StateError
+from keepk.errors import RankError, ShrinkError, SpaceError, StateError
 from strategies import mlp, train_step
 
 HERE = Path(__file__).parent
@@ -44,8 +46,8 @@ def test_names_are_found_through_wrappers():
     net = mlp()
     inner = nn.Sequential(torch.compile(net[0], backend="eager"), *net[1:])
     for wrapped in (net, inner, torch.compile(net, backend="eager"), nn.DataParallel(inner)):
-        pruner = keepk.Pruner(wrapped, [keepk.weights("*.weight", keep=7)])
-        assert list(pruner.masks) == ["0.weight", "2.weight", "4.weight"]
+        with keepk.Pruner(wrapped, [keepk.weights("*.weight", keep=7)]) as pruner:
+            assert list(pruner.masks) == ["0.weight", "2.weight", "4.weight"]
 
 
 def test_a_compiled_model_trains_with_masks_held():
@@ -206,19 +208,28 @@ def test_training_without_the_pruners_knowledge_is_refused(plan):
     assert all(map(torch.equal, before, net.parameters()))
 
 
-def test_weights_that_another_run_takes_below_k_are_refused():
-    """One Pruner of weights beside one of channels: K would be undershot without a word."""
+def test_weights_that_a_cut_elsewhere_takes_below_the_plan_are_refused():
+    """keepk.shrink between two events: the plan would be undershot without a word."""
     torch.manual_seed(0)
     net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     weights = keepk.Pruner(net, keepk.weights("*", keep=40, schedule=[60, 50, 40], name="some"), optimizer)
-    channels = keepk.Pruner(net, keepk.channels("0", keep=2), optimizer, example=images)
     weights.step()
-    channels.step()
+    keepk.shrink(net, keepk.trace(net, images), range(6), optimizer=optimizer)
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    with pytest.raises(RankError, match=r"'some': what somebody else has cut left only \d+ .* than the 40 to keep"):
+    with pytest.raises(RankError, match=r"'some': the model was cut elsewhere, which left only \d+ .* the 50 of its"):
         weights.step()
+    assert weights.epoch == 1
     assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_rank_in_step_while_another_is_in_backward_ends_with_an_error():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(HERE / "two_processes.py"), "late"], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all checks passed on rank") == 2
 
 
 @pytest.mark.parametrize("shrink", ["each", "end", "never"])
@@ -275,3 +286,74 @@ def test_a_follower_that_cannot_follow_stops_the_event_before_it_begins(kind, ch
         pruner.step()
     assert pruner.epoch == 0
     assert all(map(torch.equal, before, (*net.parameters(), *by_name.values())))
+
+
+# One Pruner at a time ------------------------------------------------------------------------------------------------
+
+SPACES = {
+    "weights": lambda: keepk.weights("0.*", keep=20, schedule=[30, 20], name="first weights"),
+    "other weights": lambda: keepk.weights("4.*", keep=10, schedule=[20, 10], name="last weights"),
+    "channels": lambda: keepk.channels("0", keep=5, schedule=[6, 5], name="first channels"),
+    "other channels": lambda: keepk.channels("2", keep=5, schedule=[6, 5], name="last channels"),
+}
+
+
+def three_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4))
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("second", SPACES)
+@pytest.mark.parametrize("first", SPACES)
+def test_a_second_pruner_is_refused_until_the_first_is_closed(first, second, trained):
+    net, example = three_layers(), torch.randn(3, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) if trained else None
+    space = SPACES[first]()
+    pruner = keepk.Pruner(net, space, optimizer, example=example)
+    before = copy.deepcopy(net.state_dict())
+    for events, where in ((0, "at epoch 0 of 2"), (1, "at epoch 1 of 2")):
+        for _ in range(events):
+            pruner.step()
+            before = copy.deepcopy(net.state_dict())
+        words = (
+            rf"Pruner: the model has one already, of space '{space.name}', {where}; .* close the first: pruner.close"
+        )
+        with pytest.raises(SpaceError, match=words):
+            keepk.Pruner(net, SPACES[second](), optimizer, example=example)
+        with pytest.raises(SpaceError, match="the model has one already"):
+            keepk.Pruner(nn.Sequential(net), keepk.weights("*", keep=5), optimizer)
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    keepk.Pruner(three_layers(), SPACES[second](), example=example)  # another model
+    pruner.close()
+    again = keepk.Pruner(net, SPACES[second](), optimizer, example=example)
+    again.step()
+    assert again.epoch == 1
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_a_pruner_that_nobody_refers_to_is_forgotten(kind):
+    net, example = three_layers(), torch.randn(3, 8)
+    keepk.Pruner(net, SPACES[kind](), example=example).step()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    first = keepk.Pruner(net, SPACES["other weights"](), optimizer)
+    del first
+    with pytest.raises(SpaceError, match="If no variable refers to it any more, its optimizer does: delete that too"):
+        keepk.Pruner(net, SPACES["other weights"](), torch.optim.SGD(net.parameters(), lr=0.1))
+    del optimizer
+    gc.collect()
+    keepk.Pruner(net, SPACES["other weights"](), torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_a_pruner_that_has_cut_its_last_channel_holds_nothing_and_is_not_in_the_way():
+    """Pruning in rounds: each round a Pruner of its own."""
+    net, example = three_layers(), torch.randn(3, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for keep in (12, 8):
+        pruner = keepk.Pruner(net, keepk.channels("0", keep=keep), optimizer, example=example)
+        pruner.step()
+        assert net[0].out_features == keep
+    masks = keepk.Pruner(net, keepk.weights("4.weight", keep=9), optimizer)
+    masks.step()
+    with pytest.raises(SpaceError, match=r"of space '4\.weight', at the end of its plan; two would"):
+        keepk.Pruner(net, keepk.channels("0", keep=4), optimizer, example=example)

@@ -3,10 +3,12 @@
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.ao.quantization.quantize_fx import prepare_qat_fx
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
@@ -24,6 +26,7 @@ from keepk.errors import (
     StateError,
     TraceError,
 )
+from keepk.plan import spaces
 from strategies import mlp
 
 
@@ -313,3 +316,253 @@ def test_a_sharded_checkpoint_says_how_to_gather(sharded, tmp_path):
     with pytest.raises(CheckpointError, match=r"'0\.weight'\]: got a DTensor, sharded over processes; gather it"):
         keepk.save_checkpoint(tmp_path / "new", model=sharded)
     assert not (tmp_path / "new").exists()
+
+
+# Cures ---------------------------------------------------------------------------------------------------------------
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+PICTURES = torch.zeros(2, 3, 8, 8)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao's and torch's own, on import and of what is deprecated
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
+def test_a_model_that_torchao_quantised_is_to_be_pruned_first(config):
+    quantization = pytest.importorskip("torchao.quantization")
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    graph = keepk.trace(net, torch.zeros(2, 64))
+    quantization.quantize_(net, getattr(quantization, config)())
+    words = r"parameter '0\.weight' is quantised \(Int8Tensor\).* Prune first and quantise afterwards"
+    for space in (keepk.weights("*", keep=50), keepk.channels("0", keep=5)):
+        with pytest.raises(SpaceError, match=words):
+            keepk.Pruner(net, space, example=torch.zeros(2, 64))
+    with pytest.raises(ShrinkError, match=words):
+        keepk.compact(net, torch.zeros(2, 64))
+    with pytest.raises(ShrinkError, match=words):
+        keepk.shrink(net, graph, [0])
+    keepk.Pruner(net, keepk.weights("*.bias", keep=5)).step()  # what is not quantised can be pruned
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that keeps other numbers than it shows, as those of torchao do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
+        raise NotImplementedError(func)
+
+
+def test_a_parameter_of_a_quantised_class_is_refused_whoever_made_it():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    net[0].weight = nn.Parameter(Wrapped(torch.randn(4, 4)), requires_grad=False)
+    with pytest.raises(SpaceError, match=r"'0\.weight' is quantised \(Wrapped\), .* or leave it out"):
+        keepk.Pruner(net, keepk.weights("*", keep=5))
+    with pytest.raises(ShrinkError, match=r"'0\.weight' is quantised \(Wrapped\)"):
+        keepk.compact(net, torch.zeros(2, 4))
+
+
+def prepared_for_training(net):
+    net.train().qconfig = torch.ao.quantization.get_default_qat_qconfig()
+    return torch.ao.quantization.prepare_qat(net)
+
+
+def prepared_and_fused(net):
+    return prepared_for_training(torch.ao.quantization.fuse_modules_qat(net.train(), [["0", "1", "2"]]))
+
+
+def prepared_by_fx(net):
+    mapping = torch.ao.quantization.get_default_qat_qconfig_mapping()
+    return prepare_qat_fx(net.train(), mapping, (PICTURES,))
+
+
+def observed(net):
+    net.eval().qconfig = torch.ao.quantization.get_default_qconfig()
+    net = torch.ao.quantization.prepare(net)
+    net(torch.randn(2, 3, 8, 8))
+    return net
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao.quantization is going to move to torchao
+@pytest.mark.parametrize("prepare", [prepared_for_training, prepared_and_fused, prepared_by_fx, observed])
+def test_a_model_prepared_for_quantisation_is_to_be_pruned_first(prepare):
+    net = prepare(small_net())
+    words = r"space '0': module '.*' is quantised or prepared for that \(torch\.ao\..*Prune first and quantise"
+    with pytest.raises(SpaceError, match=words):
+        keepk.Pruner(net, keepk.channels("0", keep=5), example=PICTURES)
+    with pytest.raises(SpaceError, match="matches no module"):  # a slip is still called by its name
+        keepk.Pruner(net, keepk.channels("no.such", keep=5), example=PICTURES)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dynamically_quantised_model_has_nothing_to_prune():
+    net = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(SpaceError, match=r"the model has no parameters, because module '0' is quantised.* Prune first"):
+        keepk.Pruner(net, keepk.weights("*", keep=5))
+
+
+@pytest.mark.parametrize("make", [keepk.weights, keepk.channels])
+@pytest.mark.parametrize(("keep", "percent", "prune"), [(0.5, "50", "0.5"), (0.025, "2.5", "0.975")])
+def test_a_share_as_keep_is_answered_with_prune(make, keep, percent, prune):
+    words = rf"keep={keep}: got float, but keep= is a count\. To keep {percent} %, say prune={prune};"
+    with pytest.raises(SpaceError, match=words):
+        make("*", keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "cure"),
+    [
+        (keepk.channels, "l1", r"keepk\.metrics\.l1\.$"),
+        (keepk.channels, "l1-l2", r"keepk\.metrics\.l1_l2"),
+        (keepk.channels, "blend", r"keepk\.metrics\.blend\(alpha=0\.5\)\.$"),
+        (keepk.weights, "magnitude", r"keepk\.metrics\.magnitude\.$"),
+        (keepk.weights, "random", r"keepk\.metrics\.random\(seed=0\)\.$"),
+        (keepk.weights, "l1", r"keepk\.metrics\.magnitude .*; keepk\.metrics\.l1 ranks channels\.$"),
+    ],
+)
+def test_the_name_of_a_metric_is_answered_with_the_function(make, name, cure):
+    with pytest.raises(SpaceError, match=rf"metric='{name}' is not callable\. Give the function itself: .*{cure}"):
+        make("*", keep=5, metric=name)
+
+
+def test_every_metric_that_is_named_as_a_cure_exists():
+    for call in (*spaces.OF_WEIGHTS, *spaces.OF_CHANNELS):
+        assert callable(eval(f"keepk.metrics.{call}"))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_scheduler_in_the_place_of_the_optimizer_is_answered_with_its_optimizer(several):
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    ]
+    for scheduler in schedulers:
+        words = rf"got {type(scheduler).__name__}, a learning-rate scheduler\. .* which is its \.optimizer \(SGD\)"
+        with pytest.raises(OptimizerError, match=words):
+            keepk.Pruner(net, keepk.weights("*", keep=5), [optimizer, scheduler] if several else scheduler)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (torch.optim.SGD, r"got the class SGD\. Give SGD\(model\.parameters\(\), \.\.\.\)"),
+        (nn.Sequential(nn.Linear(2, 2)), "got Sequential, a part of the model"),
+        ([nn.Parameter(torch.zeros(2))], "got Parameter, a part of the model"),
+    ],
+)
+def test_other_things_in_the_place_of_the_optimizer(given, words):
+    with pytest.raises(OptimizerError, match=words):
+        keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), given)
+
+
+def test_a_checkpoint_given_to_load_and_a_model_given_to_load_checkpoint(tmp_path):
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    parts = {"model": net, "optimizer": optimizer, "pruner": keepk.Pruner(net, keepk.weights("*", keep=5), optimizer)}
+    keepk.save_checkpoint(tmp_path / "run", **parts)
+    parts["pruner"].step()
+    keepk.save(net, tmp_path / "model")
+    for given in ("run", "run/checkpoint.json"):
+        with pytest.raises(FileError, match=r"run has a checkpoint: read it with keepk\.load_checkpoint\.$"):
+            keepk.load(tmp_path / given, nn.Linear(4, 4))
+    for given in ("model", "model/model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"has a model that keepk\.save wrote: read it with keepk\.load\.$"):
+            keepk.load_checkpoint(tmp_path / given, **parts)
+    with pytest.raises(FileError, match=r"model\.safetensors is a file of one: give .*model\.$"):
+        keepk.load(tmp_path / "model/model.safetensors", nn.Linear(4, 4))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is a file of one: give .*run\.$"):
+        keepk.load_checkpoint(tmp_path / "run/checkpoint.json", **parts)
+
+
+def deep_net():
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))
+
+
+class Talkative:
+    def __repr__(self):
+        return "word\n" * 10_000
+
+
+LARGE = {
+    "a module": deep_net(),
+    "modules": [deep_net()] * 20,
+    "a tensor": torch.randn(500, 500),
+    "tensors": {"a": torch.randn(500, 500), "b": [torch.randn(50)] * 50},
+    "an array": np.zeros((300, 300)),
+    "a long string": "x" * 50_000,
+    "a long list": [None] * 50_000,
+    "an object": Talkative(),
+}
+PLACES = {
+    "spaces": lambda it: keepk.Pruner(nn.Linear(4, 4), it),
+    "phases": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), phases=it),
+    "shrink": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), shrink=it),
+    "epochs": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), epochs=it),
+    "optimizer": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), it),
+    "followers": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), followers=it),
+    "select": lambda it: keepk.weights([it, 3], keep=5),
+    "exclude": lambda it: keepk.weights("*", keep=5, exclude=[it, 3]),
+    "keep": lambda it: keepk.weights("*", keep=it),
+    "prune": lambda it: keepk.channels("*", prune=it),
+    "both": lambda it: keepk.channels("*", prune=it, keep=it),
+    "name": lambda it: keepk.channels("*", keep=3, name=[it]),
+    "metric": lambda it: keepk.channels("*", keep=3, metric=[it]),
+    "layer_floor": lambda it: keepk.channels("*", keep=3, layer_floor=it),
+    "round_to": lambda it: keepk.channels("*", keep=3, round_to=it),
+    "at": lambda it: keepk.channels("*", keep=3, at=[it]),
+    "lossy": lambda it: keepk.channels("*", keep=3, lossy=it),
+    "schedule": lambda it: keepk.channels("*", keep=3, schedule={"of": it}),
+    "entries": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=3, schedule=[it])),
+    "freeze": lambda it: keepk.Phase(3, freeze=[it, 3]),
+    "phase": keepk.Phase,
+    "units": lambda it: keepk.shrink(net := nn.Linear(4, 4), keepk.trace(net, torch.zeros(2, 4)), [it]),
+    "seed": lambda it: keepk.metrics.random(seed=it),
+    "model": lambda it: keepk.Pruner([it], keepk.weights("*", keep=3)),
+    "state": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=3)).load_state_dict(
+        {"version": it, "epoch": it, "spaces": it, "masks": it}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LARGE)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_message_does_not_print_all_of_what_was_given(place, what):
+    with pytest.raises(KeepkError) as refused:
+        PLACES[place](LARGE[what])
+    message = str(refused.value)
+    assert len(message) < 800, message
+    assert "\n" not in message
+
+
+def test_what_a_metric_raised_is_told_in_short():
+    def fails(_weight):
+        raise ValueError(str(deep_net()))
+
+    with pytest.raises(RankError, match=r"^metric fails: failed on .* \(ValueError: Sequential\(.*Correct") as refused:
+        keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=3, metric=fails)).step()
+    assert len(str(refused.value)) < 800
+
+
+def test_a_state_of_another_model_is_told_in_short():
+    large, small = deep_net(), nn.Linear(2, 2)
+    state = keepk.Pruner(large, keepk.weights("*", keep=9, name="all")).state_dict()
+    with pytest.raises(StateError, match=r"is of another model: its parameters are \{.*, here they are \{") as refused:
+        keepk.Pruner(small, keepk.weights("*", keep=3, name="all")).load_state_dict(state)
+    assert len(str(refused.value)) < 800

@@ -45,7 +45,7 @@ def mixed_run(shrink="each"):
     model, example = NETWORKS["conv_bn_flatten"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     spaces = [
-        keepk.weights(["second.weight", "head.weight"], keep=50, name="weights", schedule=[900, 300, 50]),
+        keepk.weights(["second.weight", "head.weight"], keep=50, name="weights", schedule=[900, 250, 50]),
         keepk.channels(["first", "second"], keep=6, name="filters", schedule=[15, 10, 6]),
     ]
     return keepk.Pruner(model, spaces, optimizer, example=example, shrink=shrink), example, optimizer
@@ -55,7 +55,7 @@ def mixed_run(shrink="each"):
 def test_every_number_is_that_of_plain_counting(shrink):
     pruner, example, optimizer = mixed_run(shrink)
     model = pruner.model
-    planned = {"filters": (20, 15, 10, 6), "weights": (1_764, 900, 300, 50)}
+    planned = {"filters": (20, 15, 10, 6), "weights": (1_764, 900, 250, 50)}
     for epoch in range(4):
         found = keepk.report(pruner)
         assert (found.epoch, found.epochs, found.error) == (epoch, 3, None)

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import keepk
 from keepk.cut import changes
+from keepk.cut.record import record_of
 from keepk.errors import ShrinkError
 from masked import call, leaves, masked, relative_error, without_dropout
 from networks import NETWORKS
@@ -667,3 +668,19 @@ def test_nothing_of_the_old_size_stays_in_memory():
     gc.collect()
     tensors_in_memory = (it for it in gc.get_objects() if type(it) in {torch.Tensor, nn.Parameter})
     assert not [it for it in tensors_in_memory if tuple(it.shape) in {(123,), (123, 7), (3, 123)}]
+
+
+def test_copies_of_a_shrunk_model_do_not_visit_every_index():
+    """Each index was once an int object, which every deepcopy of the model looked at."""
+    net = nn.Sequential(nn.Linear(1, 100_000), nn.ReLU(), nn.Linear(100_000, 1))
+    graph = keepk.trace(net, torch.zeros(2, 1))
+    keepk.shrink(net, graph, np.arange(0, 100_000, 2))
+    calls, count = [0], sys.getprofile()
+    sys.setprofile(lambda _frame, event, _: calls.__setitem__(0, calls[0] + (event in ("call", "c_call"))))
+    try:
+        twin = copy.deepcopy(net)
+    finally:
+        sys.setprofile(count)
+    assert calls[0] < 20_000
+    assert record_of(twin) == record_of(net)
+    assert record_of(twin)["tensors"]["0.weight"]["kept"]["0"].tolist() == list(range(1, 100_000, 2))

@@ -1,11 +1,15 @@
 """What `test_two_processes_...` runs under torchrun: every rank asserts, and says so at its end."""
 
+import copy
 import os
+import sys
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import keepk
 from keepk.errors import DisagreementError, RankError, SpaceError
@@ -22,6 +26,8 @@ def main():
     refuse_drift(rank)
     refuse_failure_of_another(rank)
     refuse_a_model_changed_on_one_rank(rank)
+    for make in (torch.optim.SGD, torch.optim.LBFGS):
+        take_back_what_another_rank_could_not_do(rank, make)
     print(f"all checks passed on rank {rank}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
@@ -80,6 +86,59 @@ def refuse_a_model_changed_on_one_rank(rank):
         pruner.step()
 
 
+def take_back_what_another_rank_could_not_do(rank, make):
+    """A rank that fails after all agreed: weights, state, masks and epoch are as before on all of them."""
+    net = mlp()
+    average = AveragedModel(net)
+    optimizer = make(net.parameters(), lr=0.1, **({"momentum": 0.9} if make is torch.optim.SGD else {}))
+    pruner = keepk.Pruner(net, [keepk.weights("*", keep=9, schedule=[20, 9])], optimizer, followers=[average])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    for event in range(2):
+        optimizer.step(closure)
+        before = copy.deepcopy([net.state_dict(), average.state_dict(), optimizer.state_dict(), pruner.state_dict()])
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(pruner._sides, "_hold", out_of_memory)
+            expected = MemoryError if rank == 1 else DisagreementError
+            with pytest.raises(expected, match=r"none left|rank 1: failed while the event was carried out; see its"):
+                pruner.step()
+        after = [net.state_dict(), average.state_dict(), optimizer.state_dict(), pruner.state_dict()]
+        assert repr(after) == repr(before)
+        assert pruner.epoch == event
+        pruner.step()
+        assert pruner.kept == {"*": [20, 9][event]}
+    assert_same_everywhere([mask.int() for mask in pruner.masks.values()])
+
+
+def out_of_memory(*_):
+    raise MemoryError("none left")
+
+
+def step_while_another_is_in_backward(rank):
+    """Collectives that do not meet: the group's timeout ends them, and keepk says what probably happened."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=4))
+    net = DistributedDataParallel(mlp())
+    pruner = keepk.Pruner(net, [keepk.weights("*", keep=9)])
+    before = copy.deepcopy(net.state_dict())
+    if rank == 0:
+        words = r"step: rank 0 got no answer from the other processes \(.*\)\. All .* probably one is still in backward"
+        with pytest.raises(DisagreementError, match=words):
+            pruner.step()
+        assert pruner.epoch == 0
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    else:
+        with pytest.raises(RuntimeError):
+            net(torch.ones(2, 6)).square().mean().backward()
+    print(f"all checks passed on rank {rank}", flush=True)
+    os._exit(0)
+
+
 def assert_same_everywhere(tensors):
     for tensor in tensors:
         from_rank_0 = tensor.clone()
@@ -88,4 +147,4 @@ def assert_same_everywhere(tensors):
 
 
 if __name__ == "__main__":
-    main()
+    step_while_another_is_in_backward(int(os.environ["RANK"])) if "late" in sys.argv else main()

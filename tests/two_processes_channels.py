@@ -47,7 +47,7 @@ def sgd(model):
 
 
 def spaces():
-    weights = keepk.weights("conv2.weight", keep=30, schedule=IN_STEPS)
+    weights = keepk.weights("conv2.weight", keep=15, schedule=[200, 70, 40, 15])
     return [weights, keepk.channels("conv*", keep=7, name="conv", schedule=IN_STEPS)]
 
 
@@ -118,7 +118,7 @@ def gradients_are_averaged_after_every_event(rank):
         assert ddp.broadcast_buffers
         optimizer.step()
         its_optimizer.step()
-    assert pruner.kept == {"conv2.weight": 30, "conv": 7}
+    assert pruner.kept == {"conv2.weight": 15, "conv": 7}
 
 
 def train(model, optimizer, seed, rank):
@@ -146,7 +146,7 @@ def all_ranks_stay_the_same(rank):
         parameters = [*model.parameters(), *average.module.parameters()]
         assert_same_everywhere([parameters, [*optimizer.state.values()], pruner.state_dict()])
         assert all(p.shape == s["exp_avg"].shape for p, s in optimizer.state.items())
-    assert pruner.kept == {"conv2.weight": 30, "conv": 7}
+    assert pruner.kept == {"conv2.weight": 15, "conv": 7}
     assert model.conv1.out_channels + model.conv2.out_channels == 7
 
 
@@ -246,6 +246,28 @@ def a_rank_that_fails_is_named(rank):
     goes_on(ddp, optimizer, pruner, rank)
 
 
+def an_event_that_a_rank_cannot_carry_out_is_taken_back_on_all(rank):
+    """After the agreement: channels are back in the model; the wrapper has lost them, and says so."""
+    ddp, optimizer, pruner = trained(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(pruner._sides, "_hold", out_of_memory)
+        expected = MemoryError if rank == 1 else DisagreementError
+        with (
+            Unchanged(ddp, optimizer, pruner),
+            pytest.raises(expected, match=r"none left|rank 1: failed while the event"),
+        ):
+            pruner.step(ddp)
+    assert pruner.epoch == 0
+    with pytest.raises(ShrinkError, match=r"forward: an event failed on some rank .* Wrap the model again"):
+        loss_of(ddp, 0, rank)
+    goes_on(DistributedDataParallel(ddp.module), optimizer, pruner, rank)
+
+
+def out_of_memory(*_):
+    raise MemoryError("none left")
+
+
 def a_step_without_the_wrapper_is_refused(rank):
     """On all ranks, or on one of them while the others give theirs."""
     ddp, optimizer, pruner = trained(rank)
@@ -333,6 +355,7 @@ CHECKS = (
     a_wrapper_around_a_compiled_model,
     a_wrapper_that_was_deleted_is_not_kept_alive,
     a_rank_whose_metric_differs_is_named,
+    an_event_that_a_rank_cannot_carry_out_is_taken_back_on_all,
     a_rank_that_fails_is_named,
     a_step_without_the_wrapper_is_refused,
     a_strange_wrapper_on_one_rank_lets_nobody_wait,

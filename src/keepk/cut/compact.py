@@ -18,7 +18,7 @@ from keepk.cut.shrink import prepare
 from keepk.cut.undo import Change, Undo, all_or_nothing, replaced
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Edits
-from keepk.graph.given import TraceInputs, TrainMode, ValueBranches, no_model
+from keepk.graph.given import TraceInputs, TrainMode, ValueBranches, no_model, refuse_quantised
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags
 from keepk.graph.shell import META, Example, Workshop
@@ -113,6 +113,7 @@ def compact(
     """
     if not isinstance(model, nn.Module):
         raise ShrinkError(f"compact: {no_model(model)}")
+    refuse_quantised(unwrap(model), ShrinkError)
     inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
     before, note, done = _count(model), "", list[tuple[_Found, Edits]]()
     with ExitStack() as undos, torch.inference_mode(False), torch.no_grad():

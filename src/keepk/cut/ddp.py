@@ -20,11 +20,25 @@ FOREIGN = {
 MEGABYTE = 1024 * 1024
 
 
-def disarm(wrapper: DistributedDataParallel) -> None:
+REPLACED = (
+    "forward: this DistributedDataParallel wrapper was replaced when channels were taken out of its model. "
+    "Go on with what step returned: ddp = pruner.step(ddp)."
+)
+TAKEN_BACK = (
+    "forward: an event failed on some rank after channels were taken out of the model of this DistributedDataParallel "
+    "wrapper. They are back, but the wrapper has lost its hold on them. Wrap the model again."
+)
+
+
+def disarm(wrapper: DistributedDataParallel, why: str = REPLACED) -> None:
     """Take away a wrapper's reducer, and with it its hooks on the parameters; it cannot be used afterwards."""
     wrapper._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # it has no types
     del wrapper.reducer
-    wrapper.register_forward_pre_hook(_refuse_forward)
+
+    def refuse_forward(*_: object) -> NoReturn:
+        raise ShrinkError(why)
+
+    wrapper.register_forward_pre_hook(refuse_forward)
 
 
 def rewrapped(wrapper: DistributedDataParallel) -> DistributedDataParallel:
@@ -52,13 +66,6 @@ def refuse_other_wrapper(wrapper: Any, model: nn.Module) -> None:
                 f"step: the wrapper has {what}, so it cannot be made anew. Delete the wrapper before the event, call "
                 f"step() on every rank, and wrap the model again."
             )
-
-
-def _refuse_forward(*_: object) -> NoReturn:
-    raise ShrinkError(
-        "forward: this DistributedDataParallel wrapper was replaced when channels were taken out of its model. "
-        "Go on with what step returned: ddp = pruner.step(ddp)."
-    )
 
 
 def _options(wrapper: DistributedDataParallel) -> dict[str, Any]:

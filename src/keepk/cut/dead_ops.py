@@ -15,6 +15,7 @@ from keepk.cut.dead_operation import Masks, Operation, Spread
 from keepk.errors import TraceError
 from keepk.graph.call import is_pointwise
 from keepk.graph.rules.pooling import POOLS, SPATIAL
+from keepk.plan.names import shown
 
 Builder: TypeAlias = Callable[[Operation], Spread]
 BUILDERS: dict[str, Builder] = {}
@@ -25,7 +26,7 @@ def _builds(*names: str) -> Callable[[Builder], Builder]:
         for name in names:
             if name in BUILDERS:
                 known = BUILDERS[name].__name__
-                raise TraceError(f"stand-in for {name}: there is one already, {known!r}. An operation has one.")
+                raise TraceError(f"stand-in for {name}: there is one already, {shown(known)}. An operation has one.")
             BUILDERS[name] = builder
         return builder
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from keepk.errors import OptimizerError
 
@@ -93,13 +94,30 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim
 def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
     """Refuse what is no optimizer, or one that trains nothing of the spaces (built from another model)."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(f"optimizer: got {type(optimizer).__name__}. Give a torch.optim.Optimizer, or several.")
+        raise OptimizerError(f"optimizer: {_no_optimizer(optimizer)}")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in parameters):
         raise OptimizerError(
             f"optimizer {type(optimizer).__name__}: holds no parameter of the model. "
             f"Build it from this very model's parameters, after any copy or move."
         )
+
+
+def _no_optimizer(given: object) -> str:
+    """What was given instead of an optimizer, and what to give."""
+    kind = type(given).__name__
+    if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
+        return f"got the class {given.__name__}. Give {given.__name__}(model.parameters(), ...), or several optimizers."
+    if isinstance(given, nn.Module | nn.Parameter):
+        return f"got {kind}, a part of the model. Give the torch.optim.Optimizer that trains it, or several."
+    inner = getattr(given, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        what = "a learning-rate scheduler" if isinstance(given, LRScheduler) else "which holds an optimizer"
+        return (
+            f"got {kind}, {what}. Give the torch.optim.Optimizer itself, which is its .optimizer "
+            f"({type(inner).__name__})."
+        )
+    return f"got {kind}. Give a torch.optim.Optimizer, or several."
 
 
 def _follows(key: str, value: Any, parameter: nn.Parameter) -> bool:

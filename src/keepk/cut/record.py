@@ -1,5 +1,10 @@
-"""The record of what was cut from a model: plain data on the model itself, so that copies and pickles have it too."""
+"""The record of what was cut from a model: plain data on the model itself, so that copies and pickles have it too.
 
+Indices are kept in arrays of machine integers (`array.array`), which a deepcopy copies as one block and `==` compares
+as a list would; a list of Python ints would be visited one by one by every deepcopy of the model.
+"""
+
+from array import array
 from typing import Any
 
 import numpy as np
@@ -22,6 +27,17 @@ def record_of(model: nn.Module) -> dict[str, Any]:
     """
     found = model.__dict__.get(ATTRIBUTE)
     return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
+
+
+def packed(indices: NDArray[np.int64]) -> Any:
+    """Indices as a record keeps them: an array, or a list of arrays where each row has its own.
+
+    >>> packed(np.array([0, 2])), packed(np.array([[0, 2], [1, 3]]))
+    (array('q', [0, 2]), [array('q', [0, 2]), array('q', [1, 3])])
+    """
+    if indices.ndim == 2:
+        return [packed(row) for row in indices]
+    return array("q", np.ascontiguousarray(indices, np.int64).tobytes())
 
 
 def cuts_since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Cut]:
@@ -104,7 +120,7 @@ def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str,
         key = setting.attribute if setting.item is None else f"{setting.attribute}.{setting.item}"
         values[key] = {"dense": values.get(key, {"dense": old})["dense"], "now": setting.new}
     for selection in edits.selections:
-        new["selections"][selection.module] = selection.channels.tolist()
+        new["selections"][selection.module] = packed(selection.channels)
     new["headwise"] = sorted({*new["headwise"], *edits.headwise})
     if "certificate" in new:  # a run that is at work writes its own anew; after it, somebody else was
         new["certificate"] = {
@@ -115,7 +131,7 @@ def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str,
 
 
 def _copied(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of its own that shares the lists of indices, which are replaced and never changed."""
+    """A record of its own that shares the arrays of indices, which are replaced and never changed."""
     nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
     return {**record, **nested, "selections": dict(record["selections"])}
 
@@ -125,11 +141,11 @@ def _composed(entry: dict[str, Any], cut: Cut) -> dict[str, Any]:
     kept = dict(entry["kept"])
     rows = cut.kept.get(0)
     if rows is not None and np.ndim(kept.get("1", [])) == 2:
-        kept["1"] = np.asarray(kept["1"])[rows].tolist()
+        kept["1"] = packed(np.asarray(kept["1"])[rows])
     for axis, indices in cut.kept.items():
         before = np.asarray(kept.get(str(axis), np.arange(entry["shape"][axis])))
         if indices.ndim == 2 and before.ndim == 2:
-            kept[str(axis)] = np.take_along_axis(before, indices, axis=1).tolist()
+            kept[str(axis)] = packed(np.take_along_axis(before, indices, axis=1))
         else:
-            kept[str(axis)] = before[..., indices].tolist()
+            kept[str(axis)] = packed(before[..., indices])
     return kept

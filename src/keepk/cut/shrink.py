@@ -20,9 +20,11 @@ from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
 from keepk.cut.verify import refuse_unfit
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits
+from keepk.graph.given import refuse_quantised
 from keepk.graph.graph import Graph
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
+from keepk.plan.names import shown
 
 
 def shrink(
@@ -99,6 +101,7 @@ def prepare(
 ) -> Prepared:
     """All of a shrink but the last step. `wrapper` is a DDP wrapper that will be gone by then."""
     _refuse_strange(model, graph)
+    refuse_quantised(unwrap(model), ShrinkError)
     refuse_no_followers(followers, model, "shrink")
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
         inner = unwrap(model)
@@ -159,7 +162,8 @@ def _number(unit: Any) -> int:
     plain = unit.tolist() if hasattr(unit, "tolist") else unit
     if not isinstance(plain, int) or isinstance(plain, bool):
         raise ShrinkError(
-            f"shrink: units has {plain!r} ({type(plain).__name__}). Give the units' numbers as ints; of a mask over "
+            f"shrink: units has {shown(plain)} ({type(plain).__name__}). Give the units' numbers as ints; of "
+            f"a mask over "
             f"all units, numpy.flatnonzero(mask)."
         )
     return plain
@@ -171,7 +175,7 @@ def _refuse_share(units: object) -> None:
     except TypeError:
         share = units if isinstance(units, float) else 0.5
         raise ShrinkError(
-            f"shrink: units={units!r}. Give the units' numbers; a share is graph.choose({share})."
+            f"shrink: units={shown(units)}. Give the units' numbers; a share is graph.choose({share})."
         ) from None
 
 

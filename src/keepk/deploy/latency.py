@@ -33,6 +33,7 @@ from keepk.graph.given import likely_slip, no_model
 from keepk.graph.shell import Example
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
+from keepk.plan.names import shown
 from keepk.show.tables import Table
 
 if TYPE_CHECKING:
@@ -272,15 +273,17 @@ def _devices(models: Sequence[nn.Module], example: Example) -> list[torch.device
 def _sizes(batches: int | Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(batches) if isinstance(batches, Sequence) else (batches,)
     if not sizes or not all(map(_is_count, sizes)):
-        raise KeepkError(f"latency: batches={batches!r}. Give one or more whole numbers from 1 on, such as (1, 32).")
+        raise KeepkError(
+            f"latency: batches={shown(batches)}. Give one or more whole numbers from 1 on, such as (1, 32)."
+        )
     return sizes
 
 
 def _refuse_numbers(repeats: int, threads: int | None) -> None:
     if not _is_count(repeats):
-        raise KeepkError(f"latency: repeats={repeats!r}. Give a whole number from 1 on.")
+        raise KeepkError(f"latency: repeats={shown(repeats)}. Give a whole number from 1 on.")
     if threads is not None and not _is_count(threads):
-        raise KeepkError(f"latency: threads={threads!r}. Give a whole number from 1 on, or None for torch's own.")
+        raise KeepkError(f"latency: threads={shown(threads)}. Give a whole number from 1 on, or None for torch's own.")
 
 
 def _is_count(value: object) -> bool:
@@ -290,7 +293,7 @@ def _is_count(value: object) -> bool:
 def _refuse_runtimes(runtimes: Sequence[str], devices: Sequence[torch.device]) -> None:
     unknown = [runtime for runtime in runtimes if runtime not in RUNTIMES]
     if unknown or not runtimes:
-        raise KeepkError(f"latency: runtimes={runtimes!r}. Choose from {', '.join(RUNTIMES)}.")
+        raise KeepkError(f"latency: runtimes={shown(runtimes)}. Choose from {', '.join(RUNTIMES)}.")
     if "onnxruntime" not in runtimes:
         return
     require_packages("latency", "onnx", "onnxscript", "onnxruntime")

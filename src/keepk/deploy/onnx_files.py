@@ -32,6 +32,7 @@ from keepk.graph.given import likely_slip, no_model, refuse_scripted
 from keepk.graph.shell import Example, Workshop
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
+from keepk.plan.names import shown
 from keepk.run.files import own_folder, place, sync_folder
 
 ROUNDING, COARSE_ROUNDING = 1e-4, 1e-2
@@ -122,7 +123,8 @@ def _refuse_tolerance(tolerance: object) -> None:
     is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     if tolerance is not None and not (is_number and tolerance >= 0):  # type: ignore[operator]  # a number, as was seen
         raise FileError(
-            f"export_onnx: tolerance={tolerance!r}. Give a number from 0 on, such as 1e-4, or None for the usual one."
+            f"export_onnx: tolerance={shown(tolerance)}. Give a number from 0 on, such as 1e-4, or None for "
+            f"the usual one."
         )
 
 

@@ -1,6 +1,6 @@
 """What was given in the place of a model or an example, in the words of a refusal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -8,8 +8,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from keepk.errors import TraceError
+from keepk.errors import KeepkError, TraceError
 from keepk.graph.shell import Example
+
+# Modules that torch or torchao put in the place of float ones, or beside them. Stubs and fused float modules compute as
+# they did, so they are none.
+QUANTISED = (
+    "torch.ao.nn.quantized",
+    "torch.ao.nn.qat",
+    "torch.ao.nn.intrinsic.qat",
+    "torch.ao.nn.intrinsic.quantized",
+    "torch.ao.quantization.fake_quantize",
+    "torch.ao.quantization.observer",
+    "torchao.quantization",
+)
 
 TrainMode = Literal["check", "accept"]
 ValueBranches = Literal["check", "accept"]
@@ -83,6 +95,37 @@ def refuse_scripted(verb: str, model: nn.Module) -> None:
                 f"{verb}: {where} is TorchScript ({type(module).__name__}). Give the nn.Module as it was before "
                 f"torch.jit.script or torch.jit.trace, and compile it afterwards."
             )
+
+
+def quantised_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is of a subclass that keeps other numbers than it shows, such as those of torchao."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    sharded = hasattr(tensor, "device_mesh")  # a DTensor
+    return not plain and not sharded and hasattr(type(tensor), "__tensor_flatten__")
+
+
+def refuse_quantised(model: nn.Module, error: type[KeepkError], names: Container[str] | None = None) -> None:
+    """Refuse parameters that are quantised already; all of a model's, or those of these names."""
+    for name, parameter in model.named_parameters():
+        if quantised_tensor(parameter) and (names is None or name in names):
+            raise error(
+                f"parameter {name!r} is quantised ({type(parameter).__name__}), so it can be neither ranked nor cut. "
+                f"Prune first and quantise afterwards: give the model as it was before that."
+            )
+
+
+def quantised_module(model: nn.Module) -> str:
+    """The first module that is quantised or prepared for it, in words; empty if there is none.
+
+    >>> quantised_module(nn.Sequential(nn.Linear(2, 2)))
+    ''
+    """
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith(QUANTISED):
+            return (
+                f"module {path!r} is quantised or prepared for that ({type(module).__module__}.{type(module).__name__})"
+            )
+    return ""
 
 
 def is_shape(example: Example) -> bool:

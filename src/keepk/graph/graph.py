@@ -20,6 +20,7 @@ from keepk.graph.shares import Going, first_of, one, share_of, uneven_share
 from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 from keepk.graph.wiring import Constant, Wiring
+from keepk.plan.names import shown
 from keepk.plan.numbers import exact_share
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Graph:
         exact = exact_share(share, "choose: share", ShrinkError)
         size = len(self.units)
         if seed is not None and (not isinstance(seed, int) or seed < 0):
-            raise ShrinkError(f"choose: seed={seed!r}. Give an int of 0 or more, or None for the first ones.")
+            raise ShrinkError(f"choose: seed={shown(seed)}. Give an int of 0 or more, or None for the first ones.")
         rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
         return self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
 

@@ -10,6 +10,7 @@ import torch
 
 from keepk.errors import TraceError
 from keepk.graph.call import Call, is_pointwise
+from keepk.plan.names import shown
 
 Rule: TypeAlias = Callable[[Call], None]
 
@@ -41,7 +42,7 @@ def rule(*operations: Any) -> Callable[[Rule], Rule]:
             name = _name(operation)
             if name in RULES:
                 known = RULES[name].__name__
-                raise TraceError(f"rule for {name}: there is one already, {known!r}. An operation has one rule.")
+                raise TraceError(f"rule for {name}: there is one already, {shown(known)}. An operation has one rule.")
             RULES[name] = function
         return function
 
@@ -66,6 +67,7 @@ def _name(operation: Any) -> str:
     if isinstance(operation, torch.library.CustomOpDef):  # type: ignore[attr-defined]  # public, and not exported
         return operation._qualname
     raise TraceError(
-        f"rule: got {operation!r} ({type(operation).__name__}). Give an operation such as torch.ops.mylib.scale, or "
+        f"rule: got {shown(operation)} ({type(operation).__name__}). Give an operation such as "
+        f"torch.ops.mylib.scale, or "
         f"its name, 'mylib::scale'."
     )

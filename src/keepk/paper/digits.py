@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 import keepk
 from keepk.paper.data import Split
+from keepk.plan.schedules import plan
 from keepk.plan.spaces import Space
 from keepk.run.report import EpochRecord, LayerCount, layer_counts
 from keepk.show.run_report import SpaceReport
 
 CHANNELS, HEAD = "channels", "head weights"
-# The head's plan ends later than the channels': a channel that goes takes its weights of the head along, and as many as
-# are asked for must still be there.
+CONVOLUTIONS = {"conv1": 64, "conv2": 128, "conv3": 128}
 CHANNEL_SCHEDULE = keepk.Annealing(p0=0.75, n1=16, nu=0.02, mu=1)
-HEAD_SCHEDULE = keepk.Annealing(p0=0.8, n1=16, nu=0.0125, mu=2)
+HEAD_SCHEDULE = keepk.Cubic(epochs=7)
 Record = Callable[[EpochRecord, str], None]
 
 
@@ -34,7 +34,7 @@ class Recipe:
     dense_epochs: int = 10
     fine_tune_epochs: int = 14
     schedule: keepk.Annealing = CHANNEL_SCHEDULE
-    head_schedule: keepk.Annealing = HEAD_SCHEDULE
+    head_schedule: keepk.Cubic = HEAD_SCHEDULE
     dense_rate: float = 0.05
     dense_batch: int = 64
     pruning_rate: float = 0.03
@@ -105,12 +105,22 @@ def spaces(recipe: Recipe) -> list[Space]:
     ]
 
 
+def phases(recipe: Recipe) -> list[keepk.Phase]:
+    """Channels first: one that goes takes its weights of the head along, so those are counted after the last went."""
+    channels = plan(recipe.schedule, sum(CONVOLUTIONS.values()), recipe.keep)
+    return [
+        keepk.Phase(len(channels), prune=CHANNELS),
+        keepk.Phase(recipe.head_schedule.epochs or 1, prune=HEAD),
+    ]
+
+
 def prune(model: DigitsNet, digits: Digits, recipe: Recipe, record: Record) -> Kept:
-    """Anneal to exactly K channels and K' head weights while the network shrinks, then fine-tune what is left."""
+    """Anneal to exactly K channels while the network shrinks, then to K' head weights, then fine-tune what is left."""
     channels, weights = widths(model), head_sizes(model)
     optimizer = _sgd(model, recipe.pruning_rate, recipe.decay)
 
-    with keepk.Pruner(model, spaces(recipe), optimizer, example=digits.train.images[:2]) as pruner:
+    example = digits.train.images[:2]
+    with keepk.Pruner(model, spaces(recipe), optimizer, phases=phases(recipe), example=example) as pruner:
         rates = [recipe.pruning_rate] * pruner.epochs + _falling(recipe.pruning_rate, recipe.fine_tune_epochs)
         for epoch, rate in enumerate(rates):
             train_one_epoch(model, digits.train, optimizer, rate=rate, batch=recipe.pruning_batch)
@@ -151,7 +161,8 @@ def accuracy(model: nn.Module, split: Split) -> float:
 def epochs_of(recipe: Recipe) -> int:
     """How many epochs are trained in all; a recipe that cannot be followed is refused here."""
     with torch.random.fork_rng(devices=[]):
-        pruner = keepk.Pruner(DigitsNet(), spaces(recipe), example=torch.zeros(2, 1, 8, 8))
+        example = torch.zeros(2, 1, 8, 8)
+        pruner = keepk.Pruner(DigitsNet(), spaces(recipe), phases=phases(recipe), example=example)
     return recipe.dense_epochs + pruner.epochs + recipe.fine_tune_epochs
 
 

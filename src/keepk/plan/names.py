@@ -1,8 +1,10 @@
-"""Globs over dotted names, and the names nearest to one that matched nothing."""
+"""Globs over dotted names, the names nearest to one that matched nothing, and values of users in error messages."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from reprlib import Repr
+from typing import Any
 
 
 def as_globs(globs: object) -> tuple[str, ...] | None:
@@ -32,3 +34,50 @@ def nearest(name: str, known: Sequence[str], most: int = 3) -> str:
     """The known names that look most like `name`, or the first few, for an error's last words."""
     close = get_close_matches(name, known, n=most, cutoff=0.4) or list(known[:most])
     return ", ".join(repr(candidate) for candidate in close) or "none at all"
+
+
+class _Short(Repr):
+    """A repr of bounded length on one line, which does not go into modules and tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = 6
+        self.maxlevel = 3
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        """A module by its class, a tensor or an array by its shape, anything else by the beginning of its repr."""
+        kind = type(x).__name__
+        if hasattr(type(x), "named_modules"):
+            return f"<{kind}>"
+        if hasattr(type(x), "shape") and hasattr(type(x), "dtype"):
+            return f"<{kind} of shape {tuple(x.shape)}>"
+        return super().repr_instance(x, level)
+
+    def repr1(self, x: Any, level: int) -> str:
+        # By default a class named like a builtin type is taken for one; a ModuleList has no literal.
+        plain = type(x).__module__ in ("builtins", "collections", "array")
+        return super().repr1(x, level) if plain else self.repr_instance(x, level)
+
+
+_SHORT = _Short()
+
+
+def shown(value: object) -> str:
+    """What a user gave, for an error message: its repr on one line, at most about two lines of text long.
+
+    >>> shown("fc*"), shown([1, 2]), shown(range(3)), shown(list(range(100)))
+    ("'fc*'", '[1, 2]', 'range(0, 3)', '[0, 1, 2, 3, 4, 5, ...]')
+    """
+    return shortened(_SHORT.repr(value), 200)
+
+
+def shortened(text: str, most: int = 400) -> str:
+    """A text on one line, without its middle if it is long.
+
+    >>> shortened("one  two", 20), shortened("abcdefghijklmnopqrstuvwxyz", 11)
+    ('one two', 'abcd...wxyz')
+    """
+    line = " ".join(text.split())
+    half = (most - 3) // 2
+    return line if len(line) <= most else f"{line[:half]}...{line[-half:]}"

@@ -7,6 +7,7 @@ from math import floor
 from numbers import Integral, Rational, Real
 
 from keepk.errors import KeepkError
+from keepk.plan.names import shown
 
 
 def exact_share(value: object, what: str, error: Callable[[str], KeepkError]) -> Fraction:
@@ -24,7 +25,7 @@ def exact_share(value: object, what: str, error: Callable[[str], KeepkError]) ->
 def exact_number(value: object, what: str, error: Callable[[str], KeepkError]) -> Fraction:
     """A finite, non-negative number as an exact rational of its decimals."""
     if isinstance(value, bool) or not isinstance(value, Real | Decimal):
-        raise error(f"{what}={value!r}: got {type(value).__name__}. Give a number.")
+        raise error(f"{what}={shown(value)}: got {type(value).__name__}. Give a number.")
     try:
         number = Fraction(value) if isinstance(value, Rational) else Fraction(str(value))
     except ValueError:
@@ -37,7 +38,7 @@ def exact_number(value: object, what: str, error: Callable[[str], KeepkError]) -
 def count(value: object, what: str, error: Callable[[str], KeepkError], *, least: int) -> int:
     """An int of at least `least`; a bool or a float is refused, even where Python would let it pass."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise error(f"{what}={value!r}: got {type(value).__name__}. Give an int of at least {least}.")
+        raise error(f"{what}={shown(value)}: got {type(value).__name__}. Give an int of at least {least}.")
     if value < least:
         raise error(f"{what}={value}: too small. Give an int of at least {least}.")
     return int(value)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from keepk.errors import PlanError
-from keepk.plan.names import as_globs, matches, nearest
+from keepk.plan.names import as_globs, matches, nearest, shown
 from keepk.plan.numbers import count
 from keepk.plan.schedules import AnySchedule, plan
 
@@ -36,7 +36,7 @@ class Phase:
         pruned, frozen = as_globs(prune), as_globs(freeze)
         if pruned is None or frozen is None:
             raise PlanError(
-                f"Phase(prune={prune!r}, freeze={freeze!r}): not globs. Give a string or a list of strings."
+                f"Phase(prune={shown(prune)}, freeze={shown(freeze)}): not globs. Give a string or a list of strings."
             )
         object.__setattr__(self, "epochs", count(epochs, "Phase: epochs", PlanError, least=1))
         object.__setattr__(self, "prune", pruned)
@@ -48,11 +48,12 @@ Plan: TypeAlias = Mapping[str, tuple[int, ...]]  # by space, how many units are 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the plan of one space needs to know: M, K and its schedule."""
+    """What the plan of one space needs to know: M, K, its schedule, and what that starts from if not from M."""
 
     total: int
     keep: int
     schedule: AnySchedule
+    start: int | None = None
 
 
 def timeline(
@@ -71,11 +72,12 @@ def timeline(
         plans = {name: _plan_of(name, goal, epochs) for name, goal in goals.items()}
         length = max(map(len, plans.values()))
         return {name: counts + (goals[name].keep,) * (length - len(counts)) for name, counts in plans.items()}
-    _check_phases(goals, epochs, phases)
-    return {name: _through_phases(name, goal, phases) for name, goal in goals.items()}
+    check_phases(goals, epochs, phases)
+    return {name: through_phases(name, goal, phases) for name, goal in goals.items()}
 
 
-def _through_phases(name: str, goal: Goal, phases: Sequence[Phase]) -> tuple[int, ...]:
+def through_phases(name: str, goal: Goal, phases: Sequence[Phase]) -> tuple[int, ...]:
+    """The plan of one space, which advances in its own phases."""
     own = [matches(name, phase.prune) for phase in phases]
     counts = _plan_of(name, goal, sum(phase.epochs for phase, mine in zip(phases, own, strict=True) if mine))
     spent, left, whole = 0, goal.total, list[int]()
@@ -89,12 +91,13 @@ def _through_phases(name: str, goal: Goal, phases: Sequence[Phase]) -> tuple[int
 
 def _plan_of(name: str, goal: Goal, epochs: int | None) -> tuple[int, ...]:
     try:
-        return plan(goal.schedule, goal.total, goal.keep, epochs=epochs)
+        return plan(goal.schedule, goal.start or goal.total, goal.keep, epochs=epochs)
     except PlanError as refused:
         raise PlanError(f"space {name!r}: {refused}") from None
 
 
-def _check_phases(goals: Mapping[str, Goal], epochs: int | None, phases: Sequence[Phase]) -> None:
+def check_phases(goals: Mapping[str, Goal], epochs: int | None, phases: Sequence[Phase]) -> None:
+    """Refuse phases of another length, of spaces that do not exist, or none for one that does."""
     length = sum(phase.epochs for phase in phases)
     if epochs is not None and epochs != length:
         raise PlanError(f"epochs={epochs}, but the phases have {length} epochs. Leave epochs out, or let them agree.")

@@ -7,7 +7,7 @@ to lead to K, and whoever splits in another way has to find another.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,21 @@ class Portion:
         """The part of it between two bounds."""
         return Portion(self.counts[bisect_left(self.counts, least) : bisect_right(self.counts, most)])
 
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """The counts as runs of equal steps: (first, step, number of counts).
+
+        >>> list(Portion((8, 16, 24, 30)).runs()), list(Portion((5,)).runs())
+        ([(8, 8, 3), (30, 1, 1)], [(5, 1, 1)])
+        """
+        counts, steps, begin = self.counts, self.steps, 0
+        turns = np.flatnonzero(steps[1:] != steps[:-1]) + 1  # where a step differs from the one before it
+        ends = [*turns.tolist(), len(counts) - 1]
+        for end in ends:  # the number of the last count that the steps so far lead to
+            if begin <= end:
+                step = int(steps[begin]) if begin < end else 1
+                yield counts[begin], step, end - begin + 1
+                begin = end + 1
+
     @property
     def steps(self) -> NDArray[np.int64]:
         """From each count to the next."""
@@ -43,10 +58,20 @@ def totals(portions: Iterable[Portion]) -> int:
     met = 1
     for portion in portions:
         with_one_more = 0
-        for count in portion.counts:
-            with_one_more |= met << count
+        for first, step, number in portion.runs():
+            with_one_more |= _shifted(met, step, number) << first
         met = with_one_more
     return met
+
+
+def _shifted(bits: int, step: int, number: int) -> int:
+    """The union of `bits` shifted by 0, step, 2 step, ..., `number` of them; each round doubles what is there."""
+    done = 1
+    while done < number:
+        more = min(done, number - done)
+        bits |= bits << step * more
+        done += more
+    return bits
 
 
 def nearest_totals(portions: Sequence[Portion], wanted: int) -> list[int]:
@@ -55,7 +80,10 @@ def nearest_totals(portions: Sequence[Portion], wanted: int) -> list[int]:
     >>> nearest_totals([Portion((3, 6)), Portion((5,))], 10), nearest_totals([Portion((3, 6)), Portion((5,))], 11)
     ([8, 11], [11])
     """
-    met = totals(portions)
+    return _nearest_set(totals(portions), wanted)
+
+
+def _nearest_set(met: int, wanted: int) -> list[int]:
     if met >> wanted & 1:
         return [wanted]
     below, above = met & ((1 << wanted) - 1), met >> wanted
@@ -166,11 +194,12 @@ def snapped(portions: Sequence[Portion], falling: Sequence[int]) -> tuple[int, .
     (32, 24, 24)
     """
     if has_even_steps(portions):
-        return tuple(_nearest(portions, total, falling[-1]) for total in falling)
+        met = totals(portions)
+        return tuple(_nearest(met, total, falling[-1]) for total in falling)
     plan, least = list[int](), tuple(portion.counts[0] for portion in portions)
     for total in reversed(falling):
         room = [portion.within(low, portion.counts[-1]) for portion, low in zip(portions, least, strict=True)]
-        near = _nearest(room, total, falling[-1])
+        near = _nearest(totals(room), total, falling[-1])
         here = split(room, near, even_gains(room))
         assert here is not None  # the nearest total can be met
         plan.append(near)
@@ -178,7 +207,7 @@ def snapped(portions: Sequence[Portion], falling: Sequence[int]) -> tuple[int, .
     return tuple(reversed(plan))
 
 
-def _nearest(portions: Sequence[Portion], total: int, keep: int) -> int:
-    """The nearest total, not below K; of two the lower."""
-    near = [found for found in nearest_totals(portions, total) if found >= keep]
+def _nearest(met: int, total: int, keep: int) -> int:
+    """The nearest of the totals that can be met, not below K; of two the lower."""
+    near = [found for found in _nearest_set(met, total) if found >= keep]
     return min(near, key=lambda found: abs(found - total))

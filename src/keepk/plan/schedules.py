@@ -13,6 +13,7 @@ from math import floor
 from typing import Any, Protocol, TypeAlias
 
 from keepk.errors import KeepkError, PlanError
+from keepk.plan.names import shortened, shown
 from keepk.plan.numbers import count, exact_number, exact_share
 
 LONGEST = 1_000_000  # epochs; a longer plan is a slip in nu
@@ -216,7 +217,8 @@ def checked_schedule(given: Any, what: str) -> AnySchedule:
         return given  # type: ignore[no-any-return]  # what it answers is checked when it is asked
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise PlanError(
-            f"{what}={given!r}: got {type(given).__name__}. Give keepk.Cubic(epochs=...), a callable or a list of ints."
+            f"{what}={shown(given)}: got {type(given).__name__}. Give keepk.Cubic(epochs=...), a callable or "
+            f"a list of ints."
         )
     return tuple(given) if isinstance(given, list) else given
 
@@ -225,8 +227,8 @@ def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tu
     schedule = checked_schedule(schedule, "plan: schedule")
     answer = _called(schedule, total, keep, epochs) if callable(schedule) else schedule
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
-        raise PlanError(f"schedule {schedule!r}: got {type(answer).__name__}. Give a sequence of ints.")
-    read = partial(count, what=f"schedule {schedule!r}: an entry", error=PlanError, least=0)
+        raise PlanError(f"schedule {shown(schedule)}: got {type(answer).__name__}. Give a sequence of ints.")
+    read = partial(count, what=f"schedule {shown(schedule)}: an entry", error=PlanError, least=0)
     return tuple(read(entry) for entry in answer)
 
 
@@ -237,8 +239,10 @@ def _called(schedule: Callable[..., Any], total: int, keep: int, epochs: int | N
         raise
     except Exception as error:
         raise PlanError(
-            f"schedule {schedule!r}: failed on ({total}, {keep}, {epochs}), which are M, K and the epochs, or None for "
-            f"its own length ({type(error).__name__}: {error}). Give a function of these three to a sequence of ints."
+            f"schedule {shown(schedule)}: failed on ({total}, {keep}, {epochs}), which are M, K and the "
+            f"epochs, or None for "
+            f"its own length ({type(error).__name__}: {shortened(str(error))}). Give a function of these "
+            f"three to a sequence of ints."
         ) from error
 
 
@@ -271,7 +275,8 @@ def _misses(schedule: AnySchedule, counts: tuple[int, ...], keep: int, needed: i
     reached = f"ends at {counts[-1]}" if counts else "is empty"
     remedy = f"It needs {needed} epochs" if needed else f"Let it end at exactly {keep}"
     return PlanError(
-        f"schedule {schedule!r}: after {len(counts)} epochs the plan {reached}, not at the {keep} to keep. {remedy}."
+        f"schedule {shown(schedule)}: after {len(counts)} epochs the plan {reached}, not at the {keep} "
+        f"to keep. {remedy}."
     )
 
 

@@ -2,12 +2,28 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from keepk.errors import SpaceError
-from keepk.plan.names import as_globs
+from keepk.plan.names import as_globs, shown
 from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
+
+# What keepk.metrics has, as it is written in a call; a name given as a string is answered with it.
+OF_WEIGHTS = ("magnitude", "random(seed=0)")
+OF_CHANNELS = (
+    "l1",
+    "l2",
+    "l1_l2",
+    "product",
+    "outgoing",
+    "bn_scale",
+    'norm("l2")',
+    "blend(alpha=0.5)",
+    "random(seed=0)",
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,7 @@ def weights(
     globs, excluded = _globs("weights", select, exclude, such_as="fc*")
     called = _called("weights", name, globs)
     keep = _checked_count(called, keep, prune)
-    _refuse_no_metric(called, metric)
+    _refuse_no_metric(called, metric, OF_WEIGHTS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
     return WeightSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor)
@@ -146,15 +162,15 @@ def channels(
     globs, excluded = _globs("channels", select, exclude, such_as="features.*")
     called = _called("channels", name, globs)
     keep = _checked_count(called, keep, prune)
-    _refuse_no_metric(called, metric)
+    _refuse_no_metric(called, metric, OF_CHANNELS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=1)
     if at not in ("output", "input"):
-        raise SpaceError(f'space {called!r}: at={at!r}. Give "output" or "input".')
+        raise SpaceError(f'space {called!r}: at={shown(at)}. Give "output" or "input".')
     if round_to is not None:
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
     if not isinstance(lossy, bool):
-        raise SpaceError(f"space {called!r}: lossy={lossy!r}: got {type(lossy).__name__}. Give True or False.")
+        raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Give True or False.")
     return ChannelSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy)
 
 
@@ -162,7 +178,7 @@ def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[t
     globs, excluded = as_globs(select), as_globs(exclude)
     if not globs or excluded is None:
         raise SpaceError(
-            f"{function}(select={select!r}, exclude={exclude!r}): not globs. "
+            f"{function}(select={shown(select)}, exclude={shown(exclude)}): not globs. "
             f"Give a string or a list of strings, such as {such_as!r}."
         )
     return globs, excluded
@@ -172,22 +188,45 @@ def _called(function: str, name: object, globs: tuple[str, ...]) -> str:
     if name is None:
         return "+".join(globs)
     if not isinstance(name, str) or not name:
-        raise SpaceError(f"{function}(name={name!r}): not a name. Give a string.")
+        raise SpaceError(f"{function}(name={shown(name)}): not a name. Give a string.")
     return name
 
 
 def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
     """`keep`, if exactly one of the two is given and it is what it should be."""
     if (keep is None) == (prune is None):
-        got = "neither keep= nor prune=" if keep is None else f"both keep={keep} and prune={prune}"
+        got = "neither keep= nor prune=" if keep is None else f"both keep={shown(keep)} and prune={shown(prune)}"
         raise SpaceError(f"space {called!r}: got {got}. Give exactly one of them.")
     if prune is not None:
         if exact_share(prune, f"space {called!r}: prune", SpaceError) == 1:
             raise SpaceError(f"space {called!r}: prune={prune} keeps none. Prune less, or give keep=.")
         return None
+    if isinstance(keep, float) and 0 < keep < 1:
+        kept = Fraction(str(keep))
+        raise SpaceError(
+            f"space {called!r}: keep={keep}: got float, but keep= is a count. To keep {float(100 * kept):g} %, say "
+            f"prune={float(1 - kept):g}; to keep a number of units, give an int."
+        )
     return count(keep, f"space {called!r}: keep", SpaceError, least=1)
 
 
-def _refuse_no_metric(called: str, metric: object) -> None:
-    if metric is not None and not callable(metric):
-        raise SpaceError(f"space {called!r}: metric={metric!r} is not callable. Give a function, see keepk.metrics.")
+def _refuse_no_metric(called: str, metric: object, metrics: Sequence[str]) -> None:
+    if metric is None or callable(metric):
+        return
+    remedy = "Give a function, see keepk.metrics"
+    if isinstance(metric, str):
+        calls = {call.partition("(")[0]: call for call in metrics}
+        likely = get_close_matches(metric, calls, n=1 if metric in calls else 3, cutoff=0.4) or list(calls)[:3]
+        remedy = f"Give the function itself: {' or '.join(f'keepk.metrics.{calls[it]}' for it in likely)}"
+        if metric not in calls and metric in names_of(OF_CHANNELS):
+            remedy += f"; keepk.metrics.{metric} ranks channels"
+    raise SpaceError(f"space {called!r}: metric={shown(metric)} is not callable. {remedy}.")
+
+
+def names_of(calls: Sequence[str]) -> list[str]:
+    """The names of functions without their arguments.
+
+    >>> names_of(["l1", 'norm("l2")'])
+    ['l1', 'norm']
+    """
+    return [call.partition("(")[0] for call in calls]

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from keepk.errors import KeepkError, RankError
+from keepk.plan.names import shortened
 
 
 def called(metric: Callable[..., Any]) -> str:
@@ -36,5 +37,5 @@ def failure_told(metric: Callable[..., Any], where: str, without_gradient: Itera
         if missing is not None and "NoneType" in str(error):
             remedy = f"Parameter {missing!r} has no gradient. Call step() after backward() and before zero_grad()."
         raise RankError(
-            f"metric {called(metric)}: failed on {where} ({type(error).__name__}: {error}). {remedy}"
+            f"metric {called(metric)}: failed on {where} ({type(error).__name__}: {shortened(str(error))}). {remedy}"
         ) from error

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from keepk.errors import RankError
+from keepk.plan.names import shown
 from keepk.plan.numbers import exact_share
 from keepk.rank.asking import called, failure_told
 from keepk.rank.layers import Layer, Slices
@@ -41,7 +42,8 @@ class Norm:
     def __post_init__(self) -> None:
         if self.kind not in ("l1", "l2", "l1_l2") or self.of not in (None, "producer", "reader"):
             raise RankError(
-                f'norm(kind={self.kind!r}, of={self.of!r}): unknown. Give "l1", "l2" or "l1_l2", of "producer", '
+                f'norm(kind={shown(self.kind)}, of={shown(self.of)}): unknown. Give "l1", "l2" or "l1_l2", of '
+                f'"producer", '
                 f'"reader" or None.'
             )
 
@@ -155,7 +157,7 @@ def blend(
     """
     share = float(exact_share(alpha, "blend: alpha", RankError))
     if over not in ("space", "layer"):
-        raise RankError(f'blend(over={over!r}): unknown. Give "space" or "layer".')
+        raise RankError(f'blend(over={shown(over)}): unknown. Give "space" or "layer".')
     return Blend(((share, scale), (1 - share, weights)), over)
 
 

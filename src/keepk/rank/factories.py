@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keepk.errors import SpaceError
+from keepk.plan.names import shown
 from keepk.rank.channel_metrics import Blend, blend, norm
 from keepk.rank.metrics import random
 
@@ -20,7 +21,7 @@ def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:
         refuse_uncalled(term, space)
     made = next((call for factory, call in CALLS if factory is metric), None)
     if made is not None or isinstance(metric, type):
-        name = getattr(metric, "__name__", metric)
+        name = getattr(metric, "__name__", None) or shown(metric)
         raise SpaceError(
             f"space {space!r}: metric={name} makes metrics, and is none: a metric gives a tensor with one score for "
             f"each unit. Call it: {made or f'{name}(...)'}."

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from keepk.errors import RankError
+from keepk.plan.names import shown
 from keepk.rank.asking import called, failure_told
 from keepk.rank.layers import Layer
 
@@ -38,7 +39,7 @@ def random(seed: int) -> Callable[..., Tensor]:
     True
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise RankError(f"random(seed={seed!r}): got {type(seed).__name__}. Give an int.")
+        raise RankError(f"random(seed={shown(seed)}): got {type(seed).__name__}. Give an int.")
 
     def score(weight: Tensor | Layer, name: str = "") -> Tensor:
         if isinstance(weight, Layer):

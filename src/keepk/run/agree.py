@@ -1,4 +1,8 @@
-"""Several processes keep the same set, or none of them prunes."""
+"""Several processes keep the same set, or none of them prunes.
+
+An event is decided, compared, and carried out; then the processes compare once more whether all of them could. One that
+fails, before or after, answers first and raises afterwards, so that the others learn its rank and stop as well.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -7,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from keepk.cut.undo import Undo
 from keepk.errors import DisagreementError
+from keepk.plan.names import shortened
 
 T = TypeVar("T")
 BLOCK = 1 << 20
@@ -18,17 +24,15 @@ def agreed(decide: Callable[[], T], masks: Callable[[T], Iterable[Tensor]], devi
 
     A process whose `decide` raises still answers the others, so that nobody waits for it.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not are_several():
         return decide()
-    decision, failure = None, None
+    decision, failure, digest = None, None, None
     try:
         decision = decide()
+        digest = fingerprint(masks(decision))
     except Exception as error:
         failure = error
-    digest = None if failure else fingerprint(masks(decision))  # type: ignore[arg-type]  # decided: no failure
-    answers = _exchange(digest, device)
-    if failure:
-        raise failure
+    answers = _answers(digest, failure, device)
     failed = [rank for rank, answer in enumerate(answers) if answer is None]
     if failed:
         raise DisagreementError(
@@ -42,6 +46,56 @@ def agreed(decide: Callable[[], T], masks: Callable[[T], Iterable[Tensor]], devi
             f"and let the metric see averaged gradients only."
         )
     return decision  # type: ignore[return-value]  # decided: no failure
+
+
+def carried_out(act: Callable[[], Undo], device: torch.device) -> None:
+    """Do something in all processes, or take it back in all of them.
+
+    `act` is all or nothing by itself, and returns what takes it back.
+    """
+    if not are_several():
+        act()
+        return
+    undo, failure = None, None
+    try:
+        undo = act()
+    except Exception as error:
+        failure = error
+    try:
+        answers = _answers(None if failure else 0, failure, device)
+        failed = [rank for rank, answer in enumerate(answers) if answer is None]
+        if failed:
+            raise DisagreementError(
+                f"rank {_listed(failed)}: failed while the event was carried out; see its own error. "
+                f"It was taken back on the other ranks, so nothing was pruned."
+            )
+    except DisagreementError:
+        if undo is not None:
+            undo()
+        raise
+
+
+def are_several() -> bool:
+    """Whether other processes take part in the run."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _answers(digest: int | None, failure: Exception | None, device: torch.device) -> list[int | None]:
+    """What every process says, None from one that failed; this process's own failure is raised once it is told."""
+    try:
+        answers = _exchange(digest, device)
+    except RuntimeError as error:
+        if failure:
+            raise failure from None
+        raise DisagreementError(
+            f"step: rank {dist.get_rank()} got no answer from the other processes ({shortened(str(error))}). "
+            f"All of them "
+            f"call step() at the same point of the run; probably one is still in backward or in another epoch, or has "
+            f"ended: see its own output. Nothing was pruned."
+        ) from error
+    if failure:
+        raise failure
+    return answers
 
 
 def fingerprint(masks: Iterable[Tensor]) -> int:

@@ -49,6 +49,10 @@ class ChannelMembers:
     links: Links
 
 
+class NoChannelsError(SpaceError):
+    """A glob finds modules, but no channel that can go."""
+
+
 def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[ChannelSpace]) -> dict[str, ChannelMembers]:
     """The channels of every space, checked: each glob finds some, none is in two spaces, K can be met."""
     found = dict[str, ChannelMembers]()
@@ -128,21 +132,21 @@ def _any(names: Iterable[str], globs: Iterable[str]) -> bool:
 def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequence[GraphSpace]) -> None:
     where = f"space {space.name!r}: select={glob!r}"
     if lossy:
-        raise SpaceError(
+        raise NoChannelsError(
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
             f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
         )
     names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
     if _any(names, [glob]):
-        raise SpaceError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
+        raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
     role = Role.PRODUCER if space.at == "output" else Role.READER
     for fixed in graph.fixed:
         if matches(_module_of(fixed.tensor), [glob]) and graph.wiring.roles.get((fixed.tensor, fixed.axis)) is role:
-            raise SpaceError(
+            raise NoChannelsError(
                 f"{where} matches no channel that can go: axis {fixed.axis} of {fixed.tensor!r} is fixed, {fixed.why}. "
                 f"keepk.inspect(model, example) lists what can shrink."
             )
-    raise SpaceError(
+    raise NoChannelsError(
         f"{where} matches modules, but none with channels at its {space.at}. "
         f"Nearest modules that have some: {nearest(glob, list(dict.fromkeys(names)))}."
     )

@@ -9,13 +9,14 @@ from torch import nn
 from keepk.cut.followers import Follower, parameters_of, refuse_missing, tensors_of
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.errors import PlanError, SpaceError
-from keepk.graph.given import TraceInputs, no_model
+from keepk.graph.given import TraceInputs, no_model, quantised_module, refuse_quantised
 from keepk.graph.trace import trace_inputs
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import unwrap
+from keepk.plan.names import shown
 from keepk.plan.phases import Phase, Plan
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
-from keepk.run.channel_members import find_channels
+from keepk.run.channel_members import NoChannelsError, find_channels
 from keepk.run.channel_side import ChannelSide
 from keepk.run.resolve import find_frozen
 from keepk.run.surgery import Replayed, Surgery
@@ -29,14 +30,14 @@ def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: ob
     listed = [spaces] if isinstance(spaces, Space) else spaces
     if not isinstance(listed, list | tuple) or not listed or not all(isinstance(it, Space) for it in listed):
         raise SpaceError(
-            f"Pruner: spaces={spaces!r}. Give a list of keepk.weights(...) and keepk.channels(...), at least one."
+            f"Pruner: spaces={shown(spaces)}. Give a list of keepk.weights(...) and keepk.channels(...), at least one."
         )
     if phases is not None and not (
         isinstance(phases, list | tuple) and phases and all(isinstance(it, Phase) for it in phases)
     ):
-        raise PlanError(f"Pruner: phases={phases!r}. Give a list of keepk.Phase(...), at least one.")
-    if shrink not in ("each", "end", "never"):
-        raise PlanError(f'Pruner: shrink={shrink!r}. Give "each", "end" or "never".')
+        raise PlanError(f"Pruner: phases={shown(phases)}. Give a list of keepk.Phase(...), at least one.")
+    if not isinstance(shrink, str) or shrink not in ("each", "end", "never"):
+        raise PlanError(f'Pruner: shrink={shown(shrink)}. Give "each", "end" or "never".')
 
 
 def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], list[ChannelSpace]]:
@@ -69,8 +70,17 @@ def channel_side(
     inner = unwrap(model)
     graph = trace_inputs(inner, inputs)
     modules = [name for name, _ in inner.named_modules(remove_duplicate=False)]
-    surgery = Surgery(inner, graph, optimizers, followers, replayed)
-    side = ChannelSide(graph, inner, find_channels(graph, modules, spaces), surgery)
+    try:
+        found = find_channels(graph, modules, spaces)
+    except NoChannelsError as error:
+        if not (quantised := quantised_module(inner)):
+            raise
+        raise SpaceError(
+            f"{str(error).partition(': select=')[0]}: {quantised}, so its channels cannot be followed. "
+            f"Prune first and quantise afterwards: give the model as it was before it was prepared."
+        ) from error
+    side = ChannelSide(graph, inner, found, Surgery(inner, graph, optimizers, followers, replayed))
+    refuse_quantised(inner, SpaceError, side.touched)
     _refuse_without_values(side)
     with torch.no_grad():
         side.try_metrics()
@@ -126,7 +136,8 @@ def checked_optimizers(
     model: nn.Module, given: Any, names: Mapping[nn.Parameter, str], freezes: bool
 ) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers of a run, if all of them train the model and keep state that can follow."""
-    optimizers = () if given is None else tuple(given) if isinstance(given, Iterable) else (given,)
+    several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
+    optimizers = () if given is None else tuple(given) if several else (given,)
     for optimizer in optimizers:
         refuse_stranger(optimizer, [*model.parameters()])
         refuse_factored(optimizer)

@@ -1,5 +1,6 @@
 """The `Pruner`: the paper's algorithm beside a user's own training loop."""
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count as count_up
@@ -11,18 +12,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from keepk.cut.certificate import Certificate, certificate_of, certified, certify
-from keepk.cut.ddp import disarm, refuse_other_wrapper, rewrapped
+from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.followers import Follower, followed, refuse_no_followers, refuse_strange_followers
 from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
 from keepk.cut.undo import Undo, undone_by
-from keepk.errors import KeepkError, PlanError
+from keepk.errors import KeepkError, PlanError, SpaceError
 from keepk.graph.given import TraceInputs, TrainMode, ValueBranches
 from keepk.graph.wrappers import named_parameters, unwrap
 from keepk.plan.numbers import count
-from keepk.plan.phases import Goal, Phase, timeline
+from keepk.plan.phases import Goal, Phase, check_phases, timeline
 from keepk.plan.spaces import Space
-from keepk.run.agree import agreed
+from keepk.run.agree import agreed, are_several, carried_out
 from keepk.run.parties import (
     channel_side,
     checked_optimizers,
@@ -37,6 +38,7 @@ from keepk.run.resolve import find_members
 from keepk.run.sides import Event, Shrink, Sides, certificate
 from keepk.run.state import pruner_state, read_pruner_state
 from keepk.run.surgery import Replayed
+from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
 from keepk.run.weight_side import WeightSide
 
 Wrapper = TypeVar("Wrapper")
@@ -86,6 +88,7 @@ class Pruner:
     >>> pruner.done, pruner.kept, sum(int(mask.sum()) for mask in pruner.masks.values())
     (True, {'all': 33}, 33)
 
+    >>> pruner.close()  # a model has one Pruner at a time
     >>> pruner = Pruner(model, [keepk.channels("0", keep=4)], optimizer, example=torch.randn(2, 20))
     >>> pruner.step()
     >>> model
@@ -132,14 +135,20 @@ class Pruner:
         # Channels that are masked until the end are replayed at once: later there is no way back.
         replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
         channels = channel_side(model, inputs, of_channels, self._optimizers, followers, replayed)
+        _refuse_second(model)
         refuse_unfit_followers(followers, weights, channels)
         members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
         goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
         self._totals = {name: goal.total for name, goal in goals.items()}
+        rooms = find_rooms(self._model, weights, channels)
+        if phases is not None and channels is not None:
+            check_phases(goals, epochs, phases)
+            goals |= late_goals(goals, channels, rooms, phases)
         plan = timeline(goals, epochs=epochs, phases=phases)
         plan |= channels.settle(plan) if channels else {}
         self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
         refuse_weights_that_end_before_channels(self._plan, weights, channels)
+        refuse_undercut(self._plan, rooms)
         refuse_masked_directions(self._model, weights, channels, shrink)
         self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
         self._watch = weights.watch
@@ -231,14 +240,19 @@ class Pruner:
             return wrapper
         device = next(self._model.parameters()).device
         event = agreed(lambda: self._decide(wrapper), lambda it: it.told, device)
-        if wrapper is not None and event.cuts:
-            disarm(wrapper)  # type: ignore[arg-type]  # checked
-        self._sides.follow(event)
         before, now = self._planned(self._epoch), self._planned(self._epoch + 1)
+        rewraps: Any = wrapper if event.cuts else None
+        try:
+            carried_out(lambda: self._carry_out(event), device)
+        except Exception:
+            if rewraps is not None:
+                disarm(rewraps, TAKEN_BACK)  # it would no longer average gradients, without a word
+            raise
         self._watch.event(fell=any(now[name] < before[name] for name in now))
-        self._enter_epoch(self._epoch + 1)
-        self._certify()
-        return rewrapped(wrapper) if wrapper is not None and event.cuts else wrapper  # type: ignore[arg-type,return-value]
+        if rewraps is None:
+            return wrapper
+        disarm(rewraps)
+        return rewrapped(rewraps)  # type: ignore[return-value]  # of the same class
 
     @torch.no_grad()
     def apply_masks(self) -> None:
@@ -323,6 +337,11 @@ class Pruner:
             handle.remove()
         self._handles = None
 
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether it still has events to come or holds masks."""
+        return self._handles is not None and (not self.done or bool(self._sides.held))
+
     def __enter__(self) -> "Pruner":
         return self
 
@@ -385,6 +404,16 @@ class Pruner:
             self._watch.hasty(self._planned(self._epoch), self._planned(self._epoch + 1), self.epochs)
         return self._sides.decide(self._plan, self._epoch, wrapper)
 
+    def _carry_out(self, event: Event) -> Undo:
+        """Do what was decided, all or nothing. What is returned takes it back, while other processes may fail."""
+        with ExitStack() as way_back:
+            way_back.callback(self._sides.follow(event, keep_values=are_several()))
+            way_back.callback(self._enter_epoch, self._epoch)
+            self._enter_epoch(self._epoch + 1)
+            for module in self._certified_modules():
+                way_back.callback(certified(module, self._with_others(module))())
+            return way_back.pop_all().close
+
     def _enter_epoch(self, epoch: int) -> None:
         """So many events are behind us: freeze what the phase of the coming epoch freezes."""
         self._epoch = epoch
@@ -409,3 +438,27 @@ def live_pruner(model: nn.Module) -> Pruner | None:
     """The latest Pruner of an unwrapped model that was not closed; None if nobody has one any more."""
     found = [pruner for pruner in list(_LIVE.values()) if pruner.model is model and not pruner.closed]
     return found[-1] if found else None
+
+
+def _refuse_second(model: nn.Module) -> None:
+    """Refuse a model that another Pruner is at work on: each would take what the other has promised to keep."""
+    own = {id(parameter) for parameter in model.parameters()}
+    if _at_work(own):
+        gc.collect()  # one that nobody refers to any more does not count
+    for other in _at_work(own):
+        spaces = other.plan
+        named = ", ".join(f"{name!r}" for name in spaces)
+        where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
+        raise SpaceError(
+            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; two would take "
+            f"from each other what they keep. Give one Pruner all the spaces, or close the first: "
+            f"pruner.close(). If no "
+            f"variable refers to it any more, its optimizer does: delete that too."
+        )
+
+
+def _at_work(parameters: set[int]) -> list[Pruner]:
+    """The Pruners at work on a model that has any of these parameters."""
+    return [
+        it for it in list(_LIVE.values()) if it._is_at_work and any(id(p) in parameters for p in it.model.parameters())
+    ]

@@ -8,6 +8,7 @@ from torch import nn
 
 from keepk.cut.memory import sharing_memory
 from keepk.errors import RankError, SpaceError
+from keepk.graph.given import quantised_module, quantised_tensor
 from keepk.graph.wrappers import named_parameters
 from keepk.plan.names import matches, nearest
 from keepk.plan.spaces import WeightSpace
@@ -38,6 +39,11 @@ def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, M
     named = named_parameters(model)
     found = dict[str, Members]()
     taken = dict[nn.Parameter, str]()
+    if spaces and not named and (quantised := quantised_module(model)):
+        raise SpaceError(
+            f"space {spaces[0].name!r}: the model has no parameters, because {quantised}. Prune first and quantise "
+            f"afterwards: give the model as it was before that."
+        )
     for space in spaces:
         refuse_uncalled(space.metric, space.name)
         _refuse_metric_of_channels(space)
@@ -124,6 +130,11 @@ def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -
         raise SpaceError(f"{where} has no shape yet. Run one forward pass of the lazy module first.")
     if hasattr(parameter, "device_mesh"):
         raise SpaceError(f"{where} is sharded over processes. Prune before sharding, or exclude it.")
+    if quantised_tensor(parameter):
+        raise SpaceError(
+            f"{where} is quantised ({type(parameter).__name__}), so it cannot be ranked. Prune first and quantise "
+            f"afterwards, or leave it out with exclude={name!r}."
+        )
     if parameter.dtype not in RANKABLE or parameter.layout != torch.strided:
         raise SpaceError(
             f"{where} is {parameter.dtype}, {parameter.layout}. Only dense real float weights can be ranked; "

@@ -1,6 +1,7 @@
 """Weights and channels of one run together: what an event decides, and doing it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.followers import Follower, refuse_strange_followers, zero_followers
+from keepk.cut.followers import Follower, parameters_of, refuse_strange_followers, zero_followers
 from keepk.cut.hold import Held, Masks, held
-from keepk.cut.optimizer_state import refuse_foreign_state, restart_flat_history
+from keepk.cut.optimizer_state import flat_history, refuse_foreign_state, restart_flat_history, state_per_weight
 from keepk.cut.record import cuts_since, record_of
 from keepk.cut.tensors import left_of
 from keepk.cut.undo import Undo
@@ -108,14 +109,23 @@ class Sides:
         names = {parameter: name for name, parameter in self.weights.parameters.items()}
         for optimizer in self._optimizers if due else ():
             refuse_foreign_state(optimizer, names)
-        return Event(due, channels, operation, self.weights.decide(due, doomed))
+        return Event(due, channels, operation, self.weights.decide(now, doomed))
 
-    def follow(self, event: Event) -> None:
-        """Do what was decided: take channels out, then hold what is left at its masks."""
+    def follow(self, event: Event, *, keep_values: bool = False) -> Undo:
+        """Do what was decided, all or nothing: take channels out, then hold what is left at its masks.
+
+        What is returned takes it back; the values of weights that become zero only if they were to be kept.
+        """
+        with ExitStack() as way_back:
+            way_back.callback(self.snapshot())
+            self._follow(event, way_back, keep_values)
+            return way_back.pop_all().close
+
+    def _follow(self, event: Event, way_back: ExitStack, keep_values: bool) -> None:
         masks = {**self.weights.dead, **event.masks}
         if event.operation is not None and self.channels is not None:
             masks = event.operation.after(masks)
-            event.operation.apply()
+            way_back.callback(event.operation.apply())
             self._silenced = {} if event.cuts else self.channels.surgery.doomed(event.operation)
         if event.channels is not None and self.channels is not None:
             self.channels.follow(event.channels, event.operation.gone if event.operation else NONE)
@@ -123,6 +133,8 @@ class Sides:
         self.weights.follow(masks, self.weights.counts(masks) if event.operation else event.due)
         self.weights.certify()
         if event.masks or event.operation:
+            if keep_values:
+                way_back.callback(self._values())
             self._hold()
         else:
             for it in self.held:  # exact after every event, also after one at which nothing goes
@@ -253,6 +265,28 @@ class Sides:
         operation = channels.surgery.operation(channels.dead, event.removed, physical=physical, wrapper=wrapper)
         channels.refuse_other_counts(event, operation.gone)
         return operation
+
+    def _values(self) -> Undo:
+        """The weights and the state that the masks are about to make zero; what is returned puts them back."""
+        parameters, dead = named_parameters(self._model), {**self._silenced, **self.weights.dead}
+        tensors = [(parameters[name].detach(), mask) for name, mask in dead.items()]
+        for optimizer in self._optimizers:
+            tensors += [(it, m) for name, m in dead.items() for it in state_per_weight(optimizer, parameters[name])]
+        for follower in self._followers:
+            found = parameters_of(follower)
+            tensors += [(found[name].detach(), mask) for name, mask in dead.items() if name in found]
+        places = [(tensor, mask.to(tensor.device) & (tensor != 0)) for tensor, mask in tensors]
+        values = [(tensor, place, tensor[place]) for tensor, place in places]
+        histories = [flat_history(optimizer) for optimizer in self._optimizers]
+
+        def put_back() -> None:
+            with torch.no_grad():
+                for tensor, place, value in values:
+                    tensor[place] = value
+            for restore in histories:
+                restore()
+
+        return put_back
 
     def _hold_masks(self) -> Masks:
         """Make the masks ready for every update of the model as it is now."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from keepk.errors import StateError
+from keepk.plan.names import shown
 from keepk.plan.phases import Plan
 from keepk.run.channel_side import ChannelSide
 from keepk.run.resolve import Members
@@ -40,13 +41,13 @@ def read_pruner_state(state: Mapping[str, Any], weights: WeightSide, channels: C
     """A state, if it is one of this very model and plan."""
     if not isinstance(state, Mapping) or not {"version", "epoch", "spaces", "masks"} <= set(state):
         raise StateError("pruner state: not the state of a Pruner. Give what state_dict() returned.")
-    if state["version"] != VERSION:
-        raise StateError(f"pruner state: version {state['version']!r}, but this keepk reads version {VERSION}.")
+    if not isinstance(state["version"], int) or state["version"] != VERSION:
+        raise StateError(f"pruner state: version {shown(state['version'])}, but this keepk reads version {VERSION}.")
     _refuse_other_run(state["spaces"], _described(weights.members, channels, plan))
     epoch = state["epoch"]
     length = len(next(iter(plan.values())))
     if isinstance(epoch, bool) or not isinstance(epoch, int) or not 0 <= epoch <= length:
-        raise StateError(f"pruner state: epoch {epoch!r}, but the plan has {length} epochs. The state is damaged.")
+        raise StateError(f"pruner state: epoch {shown(epoch)}, but the plan has {length} epochs. The state is damaged.")
     saved = Saved(epoch, state["masks"], state.get("channels", {}))
     if channels is not None:
         channels.refuse_other_state(saved.channels, epoch)
@@ -62,7 +63,8 @@ def read_masks(
             _refuse_wrong_mask(key, saved.masks.get(key), shape_of(key, parameter))
         kept = sum(int(saved.masks[key].sum()) for key in it.parameters)
         planned = plan[name][saved.epoch - 1] if saved.epoch else it.total
-        fewer = bool(saved.channels) and it.keep <= kept < planned  # channels took the others
+        waits = planned == it.total  # and channels may have taken the others
+        fewer = bool(saved.channels) and waits and it.keep <= kept < planned
         if kept != planned and not fewer:
             raise StateError(
                 f"pruner state: the masks of space {name!r} keep {kept}, the plan says {planned}. It is damaged."
@@ -87,8 +89,9 @@ def _refuse_other_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         for key, what in (("parameters", "model"), ("plan", "plan")):
             if saved[name][key] != own[name][key]:
                 raise StateError(
-                    f"pruner state: space {name!r} is of another {what}: its {key} are {saved[name][key]}, "
-                    f"here they are {own[name][key]}. Load it into the same model with the same spaces and epochs."
+                    f"pruner state: space {name!r} is of another {what}: its {key} are {shown(saved[name][key])}, "
+                    f"here they are {shown(own[name][key])}. Load it into the same model with the same spaces and "
+                    f"epochs."
                 )
 
 

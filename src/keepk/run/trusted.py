@@ -64,7 +64,8 @@ class Trusted:
         try:
             document = json.loads(_regular_bytes(path), parse_constant=_refuse_constant)
         except OSError as error:
-            raise self.error(f"{path}: there is no {self.noun} to read ({error}). {self.source}") from error
+            wanted = f"there is no {self.noun} to read ({error}). {self.source}{_meant(folder, self.name)}"
+            raise self.error(f"{path}: {wanted}") from error
         except (ValueError, RecursionError) as error:
             raise self.error(f"{path}: is no JSON, so it was cut short or edited ({error}). {self.remedy}") from error
         if not isinstance(document, dict) or document.get("format") != self.format:
@@ -127,3 +128,20 @@ def _regular_bytes(path: Path, size: int | None = None) -> bytes:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"it holds {name}")
+
+
+READ_BY = {
+    "checkpoint.json": ("a checkpoint", "keepk.load_checkpoint"),
+    "arch.json": ("a model that keepk.save wrote", "keepk.load"),
+}
+
+
+def _meant(given: Path, name: str) -> str:
+    """What to do with a folder of the other kind, or with a file of a folder; nothing where that is not known."""
+    folder = given.parent if given.is_file() else given
+    if given.is_file() and (folder / name).is_file():
+        return f" {given.name} is a file of one: give {folder}."
+    for other, (what, function) in READ_BY.items():
+        if other != name and (folder / other).is_file():
+            return f" {folder} has {what}: read it with {function}."
+    return ""

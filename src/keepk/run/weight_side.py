@@ -47,30 +47,37 @@ class WeightSide:
             for name, it in self.members.items()
         }
 
-    def decide(self, due: Mapping[str, int], doomed: Masks) -> Masks:
+    def decide(self, planned: Mapping[str, int], doomed: Masks) -> Masks:
         """The new dead masks of what changes: weights of channels that go, then the lowest-ranked. Reads only.
 
-        `due` says how many are left of each space; where channels that go leave fewer, those few stay.
+        `planned` says how many are left of each space; where channels that go leave fewer, the event is refused.
         """
         own = self.parameters
         refuse_other_parameters(self._model, own, SpaceError)
         before = {name: self._with(name, mask) for name, mask in doomed.items() if name in own}
         left = self.counts({**self.dead, **before}) if before else self.kept
-        for name, members in self.members.items():
-            if left[name] < members.keep:
-                why = "the channels that stay have" if before else "what somebody else has cut left"
-                raise RankError(
-                    f"space {name!r}: {why} only {left[name]} of its weights, fewer than the {members.keep} to keep. "
-                    f"Keep more channels, or fewer weights."
-                )
         cuts = list[tuple[Ranked, Cut]]()
-        for name, keep in due.items():
+        for name, keep in planned.items():
+            self._refuse_undercut(name, keep, left[name], by_channels=bool(before))
             if keep < left[name]:
                 ranked = self._ranked(self.members[name], before)
                 found = cut_points(ranked, keep)
                 self._warn_of_ranking(self.members[name], left[name], found)
                 cuts += zip(ranked, found, strict=True)
         return {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
+
+    def _refuse_undercut(self, name: str, planned: int, left: int, *, by_channels: bool) -> None:
+        members = self.members[name]
+        waits = planned == members.total  # its plan has not begun, so channels may take weights along
+        wanted, what = (members.keep, "to keep") if waits else (planned, "of its plan at this event")
+        if left >= wanted:
+            return
+        why = "the channels that stay have" if by_channels else "the model was cut elsewhere, which left"
+        raise RankError(
+            f"space {name!r}: {why} only {left} of its weights, fewer than the {wanted} {what}. "
+            f"Nothing was pruned. Keep more channels or fewer weights, or prune weights after channels, in phases "
+            f"(keepk.Phase)."
+        )
 
     def follow(self, dead: Masks, counts: Mapping[str, int]) -> None:
         """Take note that these are the masks now, and the counts of the spaces that they changed."""

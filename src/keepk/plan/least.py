@@ -1,0 +1,257 @@
+"""The least sum of products of counts whose totals are given: how few weights channels may leave.
+
+A weight of a convolution is left if its output channel and its input channel are, so the weights left in a tensor are
+a product of two counts, and those of a network a sum of such products. Which channels stay is not known beforehand,
+only how many in all. `least` bounds the sum from below over every way to keep that many.
+
+The bound is exact while the search is small. It branches on the range of one count at a time and bounds each part by
+McCormick's planes: for x in [a, b] and y in [c, d], both a y + c x - a c and b y + d x - b d are at most x y, and so is
+every mixture of them. A mixture makes the sum linear, and a linear sum is least where the cheapest counts are filled
+first. The mixtures are improved by subgradient steps.
+
+>>> counts = [Count(range(1, 17), "c"), Count(range(1, 17), "c")]  # two layers of 16 channels, at least 1 of each
+>>> middle = Product(1, (Factor(0, {0: 1.0}), Factor(0, {1: 1.0})))  # the weight between them
+>>> least([middle], counts, {"c": 12})  # 1 and 11 channels
+11
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import ceil, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+PARTS = 200  # of the search, after which the bound is good enough
+STEPS = 25  # of the mixtures in each part
+SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class Count:
+    """A number that is not known: the values that it may have, in rising order, and the total that it belongs to."""
+
+    values: Sequence[int]
+    total: str | None
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A constant plus multiples of counts, by their places; multiples are not negative, nor is the value ever."""
+
+    constant: float
+    multiples: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Product:
+    """A scale times the product of its factors."""
+
+    scale: float
+    factors: tuple[Factor, ...]
+
+    def value(self, counts: Sequence[float]) -> float:
+        """What it is for these counts."""
+        factors = (it.constant + sum(by * counts[place] for place, by in it.multiples.items()) for it in self.factors)
+        return self.scale * prod(factors)
+
+
+def least(
+    products: Sequence[Product], counts: Sequence[Count], totals: Mapping[str, int], enough: int | None = None
+) -> int:
+    """A lower bound of the sum of products over all counts with these totals.
+
+    Args:
+        products: The terms of the sum.
+        counts: The numbers that they are made of.
+        totals: By name of a total, what its counts add up to.
+        enough: The search ends as soon as the bound is known to be at least this, or some counts to be below it.
+    """
+    search = _Search(products, counts, totals)
+    first = search.part(*search.whole)
+    if first is None:
+        raise ValueError(f"no counts have the totals {dict(totals)}")
+    best, heap, number = first.reached, [(first.bound, 0, first)], 0
+    while heap:
+        bound, _, part = heap[0]
+        done = bound > best - 1 + SLACK or number >= PARTS
+        if done or (enough is not None and (bound > enough - 1 + SLACK or best < enough)):
+            break
+        heappop(heap)
+        for low, high in search.halves(part):
+            half = search.part(low, high, best)
+            if half is not None:
+                number += 1
+                best = min(best, half.reached)
+                heappush(heap, (max(half.bound, bound), number, half))
+    lowest = min(heap[0][0], best) if heap else best
+    return ceil(lowest - SLACK)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A part of the search: its ranges, a lower bound, the point of that bound, and the sum reached at a real point."""
+
+    low: Floats
+    high: Floats
+    bound: float
+    point: Floats
+    reached: float
+
+
+class _Search:
+    def __init__(self, products: Sequence[Product], counts: Sequence[Count], totals: Mapping[str, int]) -> None:
+        self._counts = counts
+        self._groups = [
+            (np.array([place for place, count in enumerate(counts) if count.total == name], int), float(total))
+            for name, total in totals.items()
+        ]
+        self._loose = np.array([place for place, count in enumerate(counts) if count.total not in totals], int)
+        self.whole = self._ranges([0.0] * len(counts), [float("inf")] * len(counts))
+        simple = [self._two_factors(product) for product in products]
+        self._constant = sum(scale for scale, factors in simple if not factors)
+        varying = [(scale, factors) for scale, factors in simple if factors]
+        self._scale = np.array([scale for scale, _ in varying])
+        self._x = self._matrix([factors[0] for _, factors in varying])
+        self._y = self._matrix([factors[1] if len(factors) > 1 else Factor(1, {}) for _, factors in varying])
+
+    def part(self, low: Floats, high: Floats, best: float = float("inf")) -> _Part | None:
+        """A part with its bound; None if no counts of it have the totals, or if all of them are worse than `best`."""
+        low, high = self._tightened(low, high)
+        if (low > high).any() or any(not low[g].sum() <= total <= high[g].sum() for g, total in self._groups):
+            return None
+        planes = self._planes(low, high)
+        ends = [np.full(len(self._scale), share) for share in (0.0, 1.0, 0.5)]
+        mixture = max(ends, key=lambda it: self._bounded(planes, it, low, high)[0])
+        found = _Part(low, high, -np.inf, low, np.inf)
+        for step in range(STEPS):
+            bound, point, difference = self._bounded(planes, mixture, low, high)
+            reached = min(found.reached, self._sum(point) if self._allowed(point) else np.inf)
+            kept = (bound, point) if bound > found.bound else (found.bound, found.point)
+            found = _Part(low, high, *kept, reached)
+            aim = min(reached, best)
+            squared = float(difference @ difference)
+            if found.bound > aim - 1 + SLACK or squared == 0:
+                break
+            length = (aim - bound) / squared if np.isfinite(aim) else abs(bound) / squared
+            mixture = np.clip(mixture + length / (1 + step / 8) * difference, 0, 1)
+        return None if found.bound > best - 1 + SLACK and found.reached > best - 1 + SLACK else found
+
+    def halves(self, part: _Part) -> list[tuple[Floats, Floats]]:
+        """The part cut in two at the range that its bound misses most by; nothing if it is a single point."""
+        width = part.high - part.low
+        xs, ys = (constant + matrix @ part.point for constant, matrix in (self._x, self._y))
+        planes = self._planes(part.low, part.high)
+        missed = np.maximum(self._scale * xs * ys - np.maximum(*(p[2] + p[0] * xs + p[1] * ys for p in planes)), 0)
+        blame = ((missed[:, None] + SLACK) * (self._x[1] + self._y[1])).sum(axis=0) * width
+        place = int(np.argmax(blame if blame.any() else width))
+        if width[place] == 0:
+            return []
+        middle = np.floor((part.low[place] + part.high[place]) / 2)
+        upper, lower = part.high.copy(), part.low.copy()
+        upper[place], lower[place] = middle, middle + 1
+        return [(part.low, upper), (lower, part.high)]
+
+    def _two_factors(self, product: Product) -> tuple[float, list[Factor]]:
+        """The scale and at most two factors that vary; more of them count with the least that they can be."""
+        scale, varying = product.scale, list[Factor]()
+        for factor in product.factors:
+            if factor.multiples and len(varying) < 2:
+                varying.append(factor)
+            else:
+                constant, matrix = self._matrix([factor])
+                scale *= float(constant[0] + self._extremes(matrix, *self.whole)[0])
+        return scale, varying
+
+    def _matrix(self, factors: Sequence[Factor]) -> tuple[Floats, Floats]:
+        matrix = np.zeros((len(factors), len(self._counts)))
+        for row, factor in enumerate(factors):
+            for place, by in factor.multiples.items():
+                matrix[row, place] += by
+        return np.array([factor.constant for factor in factors], float), matrix
+
+    def _ranges(self, low: Sequence[float], high: Sequence[float]) -> tuple[Floats, Floats]:
+        """The ranges drawn in to values that the counts may have."""
+        bounds = list[tuple[float, float]]()
+        for count, least_, most in zip(self._counts, low, high, strict=True):
+            begin, end = bisect_left(count.values, least_), bisect_right(count.values, most)
+            bounds.append((count.values[begin], count.values[end - 1]) if begin < end else (1.0, 0.0))
+        found = np.array(bounds, float).reshape(-1, 2)
+        return found[:, 0], found[:, 1]
+
+    def _tightened(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
+        for _ in range(3):
+            before, low, high = (low, high), low.copy(), high.copy()
+            for places, total in self._groups:
+                others_low, others_high = low[places].sum() - low[places], high[places].sum() - high[places]
+                low[places], high[places] = (
+                    np.maximum(low[places], total - others_high),
+                    np.minimum(high[places], total - others_low),
+                )
+            low, high = self._ranges(low.tolist(), high.tolist())
+            if (low > high).any() or (np.array_equal(low, before[0]) and np.array_equal(high, before[1])):
+                break
+        return low, high
+
+    def _planes(self, low: Floats, high: Floats) -> tuple[tuple[Floats, Floats, Floats], ...]:
+        """Two planes below each product: multiples of x and of y, and a constant."""
+        (x_constant, x), (y_constant, y) = self._x, self._y
+        x_low, y_low = x_constant + self._extremes(x, low, high), y_constant + self._extremes(y, low, high)
+        x_high, y_high = x_constant - self._extremes(-x, low, high), y_constant - self._extremes(-y, low, high)
+        s = self._scale
+        return (s * y_low, s * x_low, -s * x_low * y_low), (s * y_high, s * x_high, -s * x_high * y_high)
+
+    def _bounded(
+        self, planes: tuple[tuple[Floats, Floats, Floats], ...], mixture: Floats, low: Floats, high: Floats
+    ) -> tuple[float, Floats, Floats]:
+        """The bound by a mixture of the planes, its point, and by how much the second plane is higher there."""
+        (x_constant, x), (y_constant, y) = self._x, self._y
+        of_x, of_y, constant = (
+            (1 - mixture) * one + mixture * other for one, other in zip(planes[0], planes[1], strict=True)
+        )
+        slopes = of_x @ x + of_y @ y
+        point = self._cheapest(slopes, low, high)
+        bound = self._constant + float((constant + of_x * x_constant + of_y * y_constant).sum() + slopes @ point)
+        xs, ys = x_constant + x @ point, y_constant + y @ point
+        heights = [plane[2] + plane[0] * xs + plane[1] * ys for plane in planes]
+        return bound, point, heights[1] - heights[0]
+
+    def _cheapest(self, slopes: Floats, low: Floats, high: Floats) -> Floats:
+        """The counts with the least linear sum: the cheapest of each total are filled first."""
+        point = low.copy()
+        for places, total in self._groups:
+            order = places[np.argsort(slopes[places], kind="stable")]
+            room = (high - low)[order]
+            before = np.cumsum(room) - room
+            point[order] += np.clip(total - low[places].sum() - before, 0, room)
+        loose = self._loose[slopes[self._loose] < 0]
+        point[loose] = high[loose]
+        return point
+
+    def _extremes(self, matrix: Floats, low: Floats, high: Floats) -> Floats:
+        """The least value of each row's linear sum."""
+        least_ = matrix @ low
+        for places, total in self._groups:
+            part = matrix[:, places]
+            order = np.argsort(part, axis=1, kind="stable")
+            room = (high - low)[places][order]
+            before = np.cumsum(room, axis=1) - room
+            added = np.clip(total - low[places].sum() - before, 0, room)
+            least_ = least_ + (np.take_along_axis(part, order, axis=1) * added).sum(axis=1)
+        falls = np.minimum(matrix[:, self._loose], 0) * (high - low)[self._loose]
+        extremes: Floats = least_ + falls.sum(axis=1)
+        return extremes
+
+    def _sum(self, point: Floats) -> float:
+        (x_constant, x), (y_constant, y) = self._x, self._y
+        return self._constant + float((self._scale * (x_constant + x @ point) * (y_constant + y @ point)).sum())
+
+    def _allowed(self, point: Floats) -> bool:
+        pairs = zip(self._counts, point.tolist(), strict=True)
+        return all(
+            (at := bisect_left(count.values, value)) < len(count.values) and count.values[at] == value
+            for count, value in pairs
+        )

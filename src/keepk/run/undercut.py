@@ -1,0 +1,277 @@
+"""Weights beside channels: how few weights the channels that stay may have, and plans that ask for more.
+
+Channels are decided first, and a weight is there only while its channels are. Before a run it is known how many
+channels stay, but not which: the least number of weights that any of these choices leaves bounds the plan of the
+weights.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torch import nn
+
+from keepk.errors import PlanError
+from keepk.graph.edits import Indices
+from keepk.graph.graph import Graph
+from keepk.graph.maps import Flags
+from keepk.graph.tracer import named_tensors
+from keepk.plan.least import Count, Factor, Product, least
+from keepk.plan.names import matches
+from keepk.plan.phases import Goal, Phase, Plan, through_phases
+from keepk.run.channel_members import ChannelMembers
+from keepk.run.channel_side import ChannelSide
+from keepk.run.resolve import Members
+from keepk.run.weight_side import WeightSide
+
+SHOWN = 12  # counts of a plan in an error
+
+
+class Room:
+    """How many weights of a space the channels leave at least, for given numbers of channels."""
+
+    def __init__(self, model: nn.Module, members: Members, channels: ChannelSide) -> None:
+        self.members, self.channels = members, channels.members
+        self._known = dict[tuple[tuple[int, ...], int | None], int]()
+        names = {parameter: name for name, parameter, is_one in named_tensors(model) if is_one}
+        own = [names[parameter] for parameter in members.parameters.values()]
+        self._sorts = _Sorts(channels.graph, channels.members, own)
+        self._products = [self._sorts.product(name) for name in own]
+        self.is_shared = any(factor.multiples for product in self._products for factor in product.factors)
+
+    def least(self, kept: Mapping[str, int], enough: int | None = None) -> int:
+        """The least number of weights that are left while each channel space keeps so many; see `plan.least`."""
+        key = tuple(kept[name] for name in self.channels), enough
+        if key not in self._known:
+            gone = sum(it.total - kept[name] for name, it in self.channels.items())
+            totals = {name: kept[name] for name in self.channels}
+            self._known[key] = least(self._products, self._sorts.counts(gone), totals, enough)
+        return self._known[key]
+
+
+class _Sorts:
+    """Units of the same layer with the same number of slices in the same tensors, of which so many stay.
+
+    A unit that belongs to no space stays, unless it goes with another: what a BatchNorm reads goes with its source, and
+    a source with the last that reads it.
+    """
+
+    def __init__(self, graph: Graph, spaces: Mapping[str, ChannelMembers], tensors: Sequence[str]) -> None:
+        self._graph = graph
+        self._counts = list[Count]()
+        self._spare = dict[int, tuple[int, int]]()  # by count: its units, and how many others go before one of them
+        self._affine = list[tuple[int, float, float]]()  # by sort: its count, and the constant and multiple in it
+        self._sort = np.full(len(graph.units) + 1, -1)  # by unit; the last entry is for what belongs to none
+        self._sizes = list[int]()
+        self._is_counted = np.zeros(len(graph.units) + 1, bool)
+        for members in spaces.values():
+            self._is_counted[members.units] = True
+        self._mortal = _mortal(graph, self._is_counted)
+        self._leader = _leaders(graph, self._is_counted | self._mortal)
+        marks = self._marks(tensors)
+        for name, members in spaces.items():
+            for choice in members.choices:
+                if not self._add_bound(name, choice.blocks, choice.portion.counts, marks):
+                    self._add_free(name, members, choice.blocks, choice.portion.counts, marks)
+        self._add_loose(marks)
+        self._sort = self._sort[self._leader]
+
+    def counts(self, gone: int) -> list[Count]:
+        """The counts, after so many channels of all spaces are gone."""
+        found = list(self._counts)
+        for place, (size, readings) in self._spare.items():
+            found[place] = Count(range(max(1, size - gone // readings if readings else 1), size + 1), None)
+        return found
+
+    def product(self, tensor: str) -> Product:
+        """How many numbers of a tensor are left."""
+        shape, owners = self._graph.shape(tensor), self._graph.owners(tensor)
+        rest = [size for axis, size in enumerate(shape) if axis not in owners]
+        factors = [self._factor(it) if it.ndim == 1 else self._row_factor(it, owners.get(0)) for it in owners.values()]
+        return Product(float(np.prod(rest, dtype=np.float64)), tuple(factors))
+
+    def _factor(self, owners: Indices) -> Factor:
+        """How many indices of an axis are left."""
+        sorts, numbers = np.unique(self._sort[owners], return_counts=True)
+        constant, multiples = 0.0, dict[int, float]()
+        for sort, number in zip(sorts.tolist(), numbers.tolist(), strict=True):
+            if sort < 0:
+                constant += number
+                continue
+            place, offset, slope = self._affine[sort]
+            each = number / self._sizes[sort]  # indices by unit
+            constant += each * offset
+            multiples[place] = multiples.get(place, 0.0) + each * slope
+        return Factor(constant, multiples)
+
+    def _row_factor(self, owners: Indices, rows: Indices | None) -> Factor:
+        """How many in-channels of a grouped convolution each row has left; equally many, whichever the row."""
+        leaders = self._leader[owners]
+        if rows is not None and (leaders == self._leader[rows][:, None]).all():
+            return Factor(owners.shape[1], {})  # they go with their row
+        found = [self._factor(row) for row in np.unique(owners, axis=0)]
+        return found[0] if all(it == found[0] for it in found) else Factor(1, {})
+
+    def _marks(self, tensors: Iterable[str]) -> Indices:
+        """By unit a number that tells apart which tensors have how many of its slices, those that go along too."""
+        marks = np.zeros(len(self._graph.units) + 1, np.int64)
+        random = np.random.default_rng(0)
+        for tensor in tensors:
+            for owners in self._graph.owners(tensor).values():
+                np.add.at(marks, self._leader[owners].ravel(), random.integers(1, 2**62))
+        return marks
+
+    def _add_bound(self, name: str, blocks: Sequence[Indices], counts: Sequence[int], marks: Indices) -> bool:
+        """Blocks that lose equally many, if the units of each are alike: one count says what is left of them all."""
+        if len(blocks) == 1 or any(len(np.unique(marks[block])) > 1 for block in blocks):
+            return False
+        self._counts.append(Count(counts, name))
+        total = sum(map(len, blocks))
+        for block in blocks:
+            self._add(block, len(self._counts) - 1, len(block) - total / len(blocks), 1 / len(blocks))
+        return True
+
+    def _add_free(
+        self, name: str, members: ChannelMembers, blocks: Sequence[Indices], counts: Sequence[int], marks: Indices
+    ) -> None:
+        most_gone = (sum(map(len, blocks)) - counts[0]) // len(blocks)
+        for block in blocks:
+            homes = self._graph.units.space[block]
+            for home in np.unique(homes).tolist():
+                layer = block[homes == home]
+                kept = max(len(layer) - most_gone, min(members.space.layer_floor, len(layer)) * (len(blocks) == 1))
+                sorts = [layer[marks[layer] == mark] for mark in np.unique(marks[layer])]
+                whole = len(sorts) == 1 and len(layer) == len(block) == counts[-1]
+                for units in sorts:
+                    low = max(0, kept - (len(layer) - len(units)))
+                    self._counts.append(Count(counts if whole else range(low, len(units) + 1), name))
+                    self._add(units, len(self._counts) - 1, 0, 1)
+
+    def _add_loose(self, marks: Indices) -> None:
+        """Units of no space that may go, though no plan counts them: at most as many as others that go before them."""
+        links = self._graph.links()
+        for space in self._graph.spaces:
+            for mark in np.unique(marks[space.units]).tolist():
+                units = space.units[(marks[space.units] == mark) & self._mortal[space.units]]
+                if len(units):
+                    numbers = np.bincount(links[:, 0], minlength=len(self._graph.units))[units]
+                    direct = self._is_counted[links[np.isin(links[:, 0], units), 1]].all()
+                    self._counts.append(Count(range(1, len(units) + 1), None))
+                    self._spare[len(self._counts) - 1] = len(units), int(numbers.min()) if direct else 0
+                    self._add(units, len(self._counts) - 1, 0, 1)
+
+    def _add(self, units: Indices, count: int, offset: float, slope: float) -> None:
+        self._sort[units] = len(self._affine)
+        self._affine.append((count, offset, slope))
+        self._sizes.append(len(units))
+
+
+def _mortal(graph: Graph, counted: Flags) -> Flags:
+    """Which units of no space may go by themselves: sources when nobody reads them, readings of several sources."""
+    sources, readers = graph.links().T
+    used = np.isin(graph.units.classes, graph.solution.used)
+    mortal = np.zeros(len(counted), bool)
+    mortal[:-1] = (np.bincount(sources, minlength=len(used)) > 0) & ~used & ~counted[:-1]
+    for _ in range(len(graph.spaces)):  # a source that somebody reads who stays, stays
+        mortal[sources[~(mortal | counted)[readers]]] = False
+    several = np.flatnonzero(np.bincount(readers, minlength=len(used)) > 1)
+    mortal[several[~counted[several]]] = True
+    return mortal
+
+
+def _leaders(graph: Graph, independent: Flags) -> Indices:
+    """By unit the one that it goes with: the source that it reads, or itself where it is independent of that."""
+    leader = np.arange(len(independent))
+    sources, readers = graph.links().T
+    follows = ~independent[readers]
+    for _ in range(len(graph.spaces)):  # a source may be a reading of another
+        before = leader.copy()
+        leader[readers[follows]] = leader[sources[follows]]
+        if (leader == before).all():
+            break
+    return leader
+
+
+def late_goals(
+    goals: Mapping[str, Goal], channels: ChannelSide, rooms: Mapping[str, Room], phases: Sequence[Phase]
+) -> dict[str, Goal]:
+    """The goals of weights whose phases come after channels went: they start from what is sure to be left by then.
+
+    A schedule that started from all of its weights would ask for more than there are. Lists of counts are left alone.
+    """
+    found = dict[str, Goal]()
+    plan = channels.settle({name: through_phases(name, goals[name], phases) for name in channels.members})
+    for name, room in rooms.items():
+        first = next(place for place, phase in enumerate(phases) if matches(name, phase.prune))
+        begin = sum(phase.epochs for phase in phases[:first])
+        if begin and callable(room.members.space.schedule):
+            left = room.least({other: plan[other][begin - 1] for other in room.channels})
+            if room.members.keep <= left < room.members.total:
+                found[name] = replace(goals[name], start=left)
+    return found
+
+
+def refuse_undercut(plan: Plan, rooms: Mapping[str, Room]) -> None:
+    """Refuse a plan that asks for more weights than the channels that stay are sure to have.
+
+    At epochs before the plan of the weights begins nothing is asked for, so channels may take weights along.
+    """
+    for name, room in rooms.items():
+        kept = [{other: plan[other][epoch] for other in room.channels} for epoch in range(len(plan[name]))]
+        for epoch, count in enumerate(plan[name]):
+            if count < room.members.total and room.least(kept[epoch], enough=count) < count:
+                limits = [room.least(it) for it in kept]
+                raise PlanError(_undercut(plan, room.members, list(room.channels.values()), epoch, limits))
+
+
+def _undercut(
+    plan: Plan, members: Members, channels: Sequence[ChannelMembers], epoch: int, limits: Sequence[int]
+) -> str:
+    name = members.space.name
+    asks = (
+        f"space {name!r}: keeps {plan[name][epoch]} weights at epoch {epoch + 1}, but the channels that stay then may "
+        f"have as few as {limits[epoch]} of its {members.total}"
+    )
+    if members.keep > limits[-1]:
+        return (
+            f"{asks}, and {limits[-1]} at the end. Keep at most {limits[-1]} weights, or more channels; a higher "
+            f"layer_floor= of the channels makes more weights certain."
+        )
+    said = f"{asks}. Counts that always fit, by epoch: {_short(limits)}. Let its schedule keep at most so many"
+    last = max(_length(plan, it) for it in channels)
+    begin = next(e for e, count in enumerate(plan[name]) if count < members.total)
+    if begin >= last:
+        return f"{said}."
+    names = [it.space.name for it in channels]
+    after = f"keepk.Phase({last}, prune={_listed(names)}), keepk.Phase({_length(plan, members)}, prune={name!r})"
+    clash = any(matches(name, [it]) or matches(it, [name]) for it in names)
+    return (
+        f"{said}, or prune weights after channels, in phases: Pruner(phases=[{after}])"
+        f"{', with a name= for each space' if clash else ''}; up to {limits[-1]} fit then."
+    )
+
+
+def _length(plan: Plan, members: Members | ChannelMembers) -> int:
+    """How many epochs the schedule of a space takes."""
+    if not callable(members.space.schedule):
+        return len(members.space.schedule)
+    return plan[members.space.name].index(members.keep) + 1
+
+
+def _listed(names: Sequence[str]) -> str:
+    return repr(names[0]) if len(names) == 1 else repr(list(names))
+
+
+def _short(counts: Sequence[int]) -> str:
+    if len(counts) <= SHOWN:
+        return ", ".join(map(str, counts))
+    half = SHOWN // 2
+    return f"{', '.join(map(str, counts[:half]))}, ..., {', '.join(map(str, counts[-half:]))}"
+
+
+def find_rooms(model: nn.Module, weights: WeightSide, channels: ChannelSide | None) -> dict[str, Room]:
+    """By weight space that has weights of channels that may go: how few of them may be left."""
+    if channels is None:
+        return {}
+    rooms = {name: Room(model, members, channels) for name, members in weights.members.items()}
+    return {name: room for name, room in rooms.items() if room.is_shared}
