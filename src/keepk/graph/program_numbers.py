@@ -7,6 +7,7 @@ import numpy as np
 from torch import nn
 
 from keepk.graph.maps import Flags, Map, fibres, predict, support
+from keepk.graph.replay import MAY_DIFFER
 from keepk.graph.tracer import Step
 from keepk.graph.wiring import Constant
 
@@ -23,12 +24,25 @@ class ProgramNumbers:
 
     def at(self, number: int) -> Iterator[Constant]:
         """Attributes of an operation's module and its parents that are the old size of a dim with channels."""
-        step = self.steps[number]
-        for shape, maps in step.tensors:
-            for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
-                for path in upwards(step.module):
-                    for attribute, item in holding(self.modules.get(path), shape[dim]):
-                        yield Constant(path, attribute, item, shape, maps, dim)
+        for step in self._of_one_call(number):
+            for shape, maps in step.tensors:
+                for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
+                    for path in upwards(step.module):
+                        for attribute, item in holding(self.modules.get(path), shape[dim]):
+                            yield Constant(path, attribute, item, shape, maps, dim)
+
+    def _of_one_call(self, number: int) -> Iterator[Step]:
+        """The step, and the movements that follow it on the same line.
+
+        A reshape that copies is a clone and a view. It fails before either of them runs, so the clone is blamed, but
+        the number in the way is a size of the view.
+        """
+        first = self.steps[number]
+        yield first
+        for step in self.steps[number + 1 :]:
+            if step.name not in MAY_DIFFER or (step.module, step.place) != (first.module, first.place):
+                return
+            yield step
 
     def too_large(self, number: int, alive: Flags) -> Iterator[Constant]:
         """Those of something that should have shrunk."""
@@ -40,7 +54,9 @@ class ProgramNumbers:
     def siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
         """The same attribute in every module of that class, wherever the same line did the same operation."""
         yield constant
-        origin = self.steps[number]
+        origin = next(
+            step for step in self._of_one_call(number) if any(maps is constant.maps for _, maps in step.tensors)
+        )
         up = len(origin.module.split(".")) - len(constant.module.split(".")) if constant.module else None
         tensor = next(i for i, (_, maps) in enumerate(origin.tensors) if maps is constant.maps)
         for step in self.steps:
