@@ -5,7 +5,7 @@ from torch import Tensor
 from keepk.graph.algebra import Operand
 from keepk.graph.call import Call
 from keepk.graph.label import label_of
-from keepk.graph.maps import Map, aligned
+from keepk.graph.maps import Map, aligned, support
 from keepk.graph.table import rule
 
 
@@ -93,9 +93,41 @@ def _refuse_sum_of_nonzero(call: Call, left: Tensor, right: Tensor) -> None:
 
 
 def _product_zero(left: Tensor, right: Tensor) -> bool:
-    """A removed row or column is zero if its own factor is."""
-    labels = [label_of(tensor) for tensor in (left, right)]
-    return all(label.zero for label in labels if label.maps)
+    """A removed row or column is zero if its own factor is. A factor with channels along the sum alone has neither."""
+    summed = ((left, left.ndim - 1), (right, max(right.ndim - 2, 0)))
+    zeros = [
+        label_of(tensor).zero
+        for tensor, dim in summed
+        if any(set(support(index_map)) - {dim} for index_map in label_of(tensor).maps)
+    ]
+    return bool(zeros) and all(zeros)
+
+
+@rule("_trilinear")
+def bilinear(call: Call) -> None:
+    """Sum over i and j of left (n, i) times weight (o, i, j) times right (n, j), in the joint index space (n, o, i, j).
+
+    A product with one input, then one with the other. Nothing but `torch.nn.functional.bilinear` calls it.
+    """
+    left, weight, right = call["i1"], call["i2"], call["i3"]
+    layout = [list(call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
+    if layout != [[1, 3], [0], [1, 2], [2, 3]]:
+        call.pin_inputs("a trilinear product of this layout has no rule")
+        return
+    rows, (outs, lefts, rights) = left.shape[0], weight.shape
+    inner = Operand([m[None] for m in call.maps(weight)], (1, outs, lefts, rights))
+    one = Operand([m[:, None, :, None] for m in call.maps(left)], (rows, 1, lefts, 1))
+    other = Operand([m[:, None, None, :] for m in call.maps(right)], (rows, 1, 1, rights))
+    half = Operand(call.contract((one, inner), 2, "is multiplied"), (rows, outs, 1, rights))
+    maps = call.contract((half, other), 3, "is multiplied")
+    call.weight_of(weight, read=1, produced=0)
+    call.weight_of(weight, read=2, produced=0)
+    for tensor in (left, right):
+        call.read_by(call.module or "model", call.maps(tensor), (1,))
+        if not (label_of(tensor).zero or label_of(weight).zero):
+            for index_map in call.maps(tensor):
+                call.lossy(index_map, (1,), "sums over channels that do not vanish")
+    call.leave([m[:, :, 0, 0] for m in maps], zero=label_of(weight).zero)
 
 
 @rule("_grouped_mm")
