@@ -210,6 +210,42 @@ def test_a_width_that_must_be_a_multiple_is_kept_one():
     assert "Must keep a multiple\n  of 8 units: wide\n      other widths do not fit: RuntimeError: strides" in report
 
 
+class AlignedTwice(nn.Module):
+    """Half of each width fits, and the uneven shares do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 24), nn.Linear(24, 24), nn.Linear(24, 3)
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            x = layer(x).relu()
+            if x.shape[1] % 4:
+                raise RuntimeError("strides should be multiple of 16 bytes")
+        return self.head(x.view(-1, x.shape[1]))
+
+
+def test_a_width_that_fails_with_an_uneven_share_is_kept_a_multiple():
+    graph = check_both_modes(AlignedTwice().double(), torch.randn(5, 4, dtype=torch.float64))
+    assert [(space.name, space.multiple) for space in graph.spaces] == [("first", 8), ("second", 8)]
+
+
+def test_multiples_that_do_not_help_are_not_asked_for():
+    class Literal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(4, 24), nn.Linear(24, 16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            if (wide := self.first(x).relu()).shape[1] != 24:
+                raise RuntimeError("24 it is")
+            return self.head(self.second(wide.view(-1, wide.shape[1])).relu())
+
+    graph = keepk.trace(Literal(), torch.randn(5, 4))
+    assert [(space.name, space.multiple) for space in graph.spaces] == [("second", 1)]
+    assert "24 it is" in reasons(graph, "first.weight", 0)[0]
+
+
 def test_exactly_k_with_a_width_that_must_be_a_multiple():
     example = torch.randn(5, 4)
     for keep in (17, 33, 50):

@@ -224,3 +224,39 @@ class ScaleFromDefault(nn.Module):
     def forward(self, x):
         parts = (layer(x).unsqueeze(1) for layer in (self.query, self.key, self.value))
         return self.out(F.scaled_dot_product_attention(*parts).squeeze(1))
+
+
+@network("reshape_that_copies", "exact", "qkv.weight", 0, example=sequences)
+class ReshapeThatCopies(nn.Module):
+    """The width of all heads is an attribute of its own, and the reshape that uses it is a clone and a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = 4, 6, 24
+        self.qkv, self.proj = nn.Linear(7, 72), nn.Linear(24, 5)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        x = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        return self.proj(x.transpose(1, 2).reshape(batch, length, self.attn_dim))
+
+
+@network("one_norm_for_all_heads", "exact", "value.weight", 0, example=sequences)
+class OneNormForAllHeads(nn.Module):
+    """With one of two heads left, the norm's weight has the shape of what it scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 6
+        self.query, self.key, self.value = (nn.Linear(7, 12) for _ in range(3))
+        self.scale, self.out = nn.Parameter(torch.ones(6)), nn.Linear(12, 5)
+
+    def forward(self, x):
+        query, key, value = (layer(x).unflatten(-1, (-1, self.size)) for layer in (self.query, self.key, self.value))
+        query, key, value = (part.transpose(1, 2) for part in (self.normed(query), self.normed(key), value))
+        return self.out(joined((query @ key.transpose(2, 3)).softmax(-1) @ value))
+
+    def normed(self, x):
+        return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))

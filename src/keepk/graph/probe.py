@@ -85,7 +85,7 @@ class Probe:
                 found = self._align(lossy=lossy)
                 if found is None:
                     return
-            elif not self._repaired(found, units) and not self._tied(found):
+            elif not self._repaired(found, units) and not self._tied(found) and not self._fits_aligned(found, units):
                 self._give_up(found, units)
             failing = max(found.step, 0)
         self._fix_all(self._steps[failing], lossy=lossy)
@@ -108,16 +108,34 @@ class Probe:
             if found.others:  # a position that is written in the model's Python
                 self._give_up(found, units)
                 return found
-            found, atoms = self._blamed(found, units)
-            classes = self.graph.units.classes
-            if not np.isin(self.graph.solution.classes[atoms], classes[units]).any():
-                found, culprits = self._culprits(found, units)
-                atoms = classes[culprits].astype(np.int32)
-            step = self._steps[max(found.step, 0)]
-            reason = Reason(f"other widths do not fit: {found.why}"[:200], step.name, step.module, step.place)
-            self._aligned.append(Bound(atoms, reason))
+            self._aligned.append(self._to_align(found, units))
             self.graph = self._solved()
         return found
+
+    def _to_align(self, found: Mismatch, units: Indices) -> Bound:
+        """The atoms of which a multiple must be left, so that an operation fits."""
+        found, atoms = self._blamed(found, units)
+        classes = self.graph.units.classes
+        if not np.isin(self.graph.solution.classes[atoms], classes[units]).any():
+            found, culprits = self._culprits(found, units)
+            atoms = classes[culprits].astype(np.int32)
+        step = self._steps[max(found.step, 0)]
+        reason = Reason(f"other widths do not fit: {found.why}"[:200], step.name, step.module, step.place)
+        return Bound(atoms, reason)
+
+    def _fits_aligned(self, found: Mismatch, units: Indices) -> bool:
+        """Where torch refuses a width, whether a multiple of 8 nearby gets further; it must then be one."""
+        if not found.raised:
+            return False
+        before, lossy = len(self._aligned), bool(self.graph.units.lossy[units].any())
+        self._aligned.append(self._to_align(found, units))
+        self.graph = self._solved()
+        _, after = self._first_failure(lossy=lossy)
+        if after is None or after.step > found.step:
+            return True
+        del self._aligned[before:]
+        self.graph = self._solved()
+        return False
 
     def _fix_all(self, step: Step, *, lossy: bool) -> None:
         """Nothing is known of what was not tried out to the end."""
@@ -162,7 +180,7 @@ class Probe:
         except Mismatch as mismatch:
             return mismatch
         except Exception as error:  # whatever the user's forward raises, a size that it cannot have made it do so
-            return Mismatch(replay.position, f"{type(error).__name__}: {error}")
+            return Mismatch(replay.position, f"{type(error).__name__}: {error}", raised=True)
         return None
 
     def _repaired(self, found: Mismatch, units: Indices) -> bool:

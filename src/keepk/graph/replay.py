@@ -22,17 +22,22 @@ from keepk.graph.union import Classes
 # Whether a reshape copies depends on sizes, so these come and go between two runs.
 MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
 MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
-# A linear layer is one operation or two, as its input's strides are.
-ADDMM, MM, ADD = "aten::addmm", "aten::mm", "aten::add"
+# A linear layer is one operation or two (a product and a sum), and its product has a batch or not, depending on the
+# strides of its input.
+ADDMM, ADD = "aten::addmm", "aten::add"
+PRODUCTS = ("aten::mm", "aten::bmm")
 
 
 class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
     """The cut copy did something else than predicted."""
 
-    def __init__(self, step: int, why: str, *, number: bool = False, others: bool = False) -> None:
+    def __init__(
+        self, step: int, why: str, *, number: bool = False, others: bool = False, raised: bool = False
+    ) -> None:
         super().__init__(why)
         self.step, self.why = step, why
         self.number, self.others = number, others  # a value is another one; the size is right, the channels are not
+        self.raised = raised  # by torch or the user's forward, before there was anything to compare
 
 
 class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
@@ -56,6 +61,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         self._known = first.atoms.count
         self._position = 0
         self._doubtful: int | None = None
+        self._equalities = 0  # how many of the facts were there before the operation under way
         left = {name: tuple(restrict_all(maps, alive) or ()) for name, maps in first.tensors.items()}
         named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self.label_tensors(left | dict.fromkeys(named - set(left), ()))
@@ -100,7 +106,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Mismatch(blamed, f"{call.name} gave {len(call.outputs)} parts, expected {len(step.outputs)}")
         for output, (shape, maps) in zip(call.outputs, step.outputs, strict=True):
             self._compare(call, output, shape, maps, blamed)
-        self._doubtful = None
+        self._doubtful, self._equalities = None, len(self.facts.equal)
 
     def _matching_movement(self, call: Call) -> Step | None:
         """The step that an operation which only moves data repeats, if there is one with its shape."""
@@ -129,11 +135,14 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             return steps[number]
         if call.name == "aten::index_select" and self.module in self._selected:
             return None
-        if there == ADDMM and call.name in (MM, ADD):
+        if there == ADDMM and call.name in (*PRODUCTS, ADD):
             self._position = number + 1 if call.name == ADD else self._position
             return None
-        if there in (MM, ADD) and call.name == ADDMM:
+        if there in (*PRODUCTS, ADD) and call.name == ADDMM:
             self._position = next((n + 1 for n in range(number, len(steps)) if steps[n].name == ADD), number + 1)
+            return None
+        if there in PRODUCTS and call.name in PRODUCTS:
+            self._position = number + 1
             return None
         raise Mismatch(self.position, f"{there} became {call.name}")
 
@@ -185,12 +194,31 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if wanted.shape != found.shape:
             return False
         known, fresh = (found > 0) & (found < self._known), found >= self._known
-        if (self._classes[found[known]] != self._classes[wanted[known]]).any():
+        other = self._classes[found[known]] != self._classes[wanted[known]]
+        if other.any() and not self._met(found[known][other], wanted[known][other]):
             return False
         if not fresh.any():
             return True
         pairs = np.stack([found[fresh], self._classes[wanted[fresh]]])
         return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
+
+    def _met(self, found: Map, wanted: Map) -> bool:
+        """Whether the operation brought each of these pairs of channels together, place by place.
+
+        With one head left, the weight of a norm that all heads share has the shape of what it scales, and the result
+        may carry the ids of either.
+        """
+        pairs = {
+            pair
+            for equal in self.facts.equal[self._equalities :]
+            for pair in zip(self._class_of(equal.parents), self._class_of(equal.cells), strict=True)
+        }
+        together = zip(self._class_of(found), self._class_of(wanted), strict=True)
+        return all((one, other) in pairs or (other, one) in pairs for one, other in together)
+
+    def _class_of(self, atoms: Map) -> list[int]:
+        """The classes of known atoms; fresh ones, which are in no class, are numbered as they are."""
+        return [int(self._classes[atom]) if atom < self._known else -atom for atom in atoms.tolist()]
 
 
 def _selected(index_map: Map, channels: Indices) -> Map:
