@@ -1,5 +1,7 @@
 """Attention: by hand, fused, grouped queries, and torch's own modules."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -260,3 +262,100 @@ class OneNormForAllHeads(nn.Module):
 
     def normed(self, x):
         return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Attending(nn.Module):
+    """Attention whose number of heads and width of all heads are kept elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 24) for _ in range(3))
+        self.out = nn.Linear(24, 8)
+
+    def attend(self, x, sizes):
+        batch, length, _ = x.shape
+        query, key, value = (heads(layer(x), sizes.heads) for layer in (self.query, self.key, self.value))
+        x = (query @ key.transpose(2, 3)).softmax(-1) @ value
+        return self.out(x.transpose(1, 2).reshape(batch, length, sizes.width))
+
+
+class Sizes(nn.Module):
+    """A module without parameters that others ask."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.width = 4, 24
+
+
+class WithSizes(Attending):
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, x):
+        return self.attend(x, self.sizes)
+
+
+class Blocks(nn.Module):
+    """Two attentions between two layers."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(7, 8), nn.ModuleList(blocks), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@network("heads_in_a_child", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInAChild(Blocks):
+    def __init__(self):
+        super().__init__(WithSizes(Sizes()), WithSizes(Sizes()))
+
+
+@network("heads_in_a_shared_child", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInASharedChild(Blocks):
+    """Both blocks have one number of heads, so they lose equally many."""
+
+    def __init__(self):
+        sizes = Sizes()
+        super().__init__(WithSizes(sizes), WithSizes(sizes))
+
+
+@network("heads_in_a_config", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInAConfig(Blocks):
+    """One object for both blocks: each gets a copy of its own, so that they may keep different heads."""
+
+    def __init__(self):
+        sizes = SimpleNamespace(heads=4, width=24, layers=2)
+        super().__init__(WithSizes(sizes), WithSizes(sizes))
+
+
+@network("heads_of_the_child_that_the_parent_runs", "exact", "inner.value.weight", 0, example=sequences)
+class HeadsOfTheChildThatTheParentRuns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(7, 8), WithSizes(Sizes()), nn.Linear(8, 5)
+        del self.inner.sizes
+        self.inner.heads, self.inner.width = 4, 24
+
+    def forward(self, x):
+        return self.head(self.inner.attend(self.first(x), self.inner))
+
+
+class InDict(Attending):
+    def __init__(self):
+        super().__init__()
+        self.options = {"heads": 4, "width": 24, "layers": 4}
+
+    def forward(self, x):
+        return self.attend(x, SimpleNamespace(**self.options))
+
+
+@network("heads_in_a_dict", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInADict(Blocks):
+    def __init__(self):
+        super().__init__(InDict(), InDict())

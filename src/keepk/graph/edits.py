@@ -1,6 +1,7 @@
 """Edits: what is cut from which tensor, and what has to change beside it. Plain values; nothing is done here."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Setting:
-    """A module's attribute that gets a new value; `item` is which entry of a tuple or list."""
+    """A module's attribute that gets a new value; `item` is which entry of a tuple or list.
+
+    ``"config.num_heads"`` is a value in an object that the module holds.
+    """
 
     module: str
     attribute: str
@@ -77,14 +81,32 @@ class Edits:
 
 def read_attribute(module: Any, setting: Setting) -> Any:
     """The value that a setting is about."""
-    value = getattr(module, setting.attribute)
+    outer, _, inner = setting.attribute.partition(".")
+    value = getattr(module, outer)
+    if inner:
+        value = entries_of(value)[inner]
     return value if setting.item is None else value[setting.item]
 
 
 def write_attribute(module: Any, setting: Setting, value: Any) -> None:
-    """Give an attribute, or one entry of it, a value."""
+    """Give an attribute, or one entry of it, a value.
+
+    An object that holds it ("config.num_heads") is not changed: other layers, or another model that was built from it,
+    may have the same one. The module gets a copy of its own.
+    """
+    outer, _, inner = setting.attribute.partition(".")
     if setting.item is not None:
-        entries = list(getattr(module, setting.attribute))
+        whole = read_attribute(module, replace(setting, item=None))
+        entries = list(whole)
         entries[setting.item] = value
-        value = type(getattr(module, setting.attribute))(entries)
-    setattr(module, setting.attribute, value)
+        value = type(whole)(entries)
+    if inner:
+        holder = copy.copy(getattr(module, outer))
+        entries_of(holder)[inner] = value
+        value = holder
+    setattr(module, outer, value)
+
+
+def entries_of(holder: Any) -> dict[str, Any]:
+    """The named values that an object such as a config, or a dict, holds."""
+    return holder if isinstance(holder, dict) else vars(holder)
