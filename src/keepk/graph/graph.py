@@ -59,7 +59,7 @@ class Graph:
     def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
         """About this share of the units of every space that can go together: the first ones, or random ones by seed.
 
-        Nothing is ranked; a `Pruner` does that. Shares are rounded down, exactly in the decimals written. Equal numbers
+        Nothing is ranked; a `Pruner` does that. The ranks of adapters (LoRA) are not among them. Shares are rounded down, exactly in the decimals written. Equal numbers
         are taken of blocks that are bound, and something is left everywhere.
         """
         exact = exact_share(share, "choose: share", ShrinkError)
@@ -67,7 +67,14 @@ class Graph:
         if seed is not None and (not isinstance(seed, int) or seed < 0):
             raise ShrinkError(f"choose: seed={seed!r}. Give an int of 0 or more, or None for the first ones.")
         rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
-        return self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
+        chosen = self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
+        ranks = [space.units for space in self.spaces if self.adapter_of(space)]
+        return chosen[~np.isin(chosen, np.concatenate(ranks))] if ranks else chosen
+
+    def adapter_of(self, space: GraphSpace) -> str:
+        """The path of the adapter whose ranks the units of a space are; empty if they are anything else."""
+        owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in space.axes]
+        return owners[0] if all(owners) else ""
 
     def choose_half(self, *, lossy: bool = False) -> Indices:
         """Half of every space, its last one with it: what is counted from the end is then another one."""

@@ -22,7 +22,7 @@ from keepk.graph.probe import Probe
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.tracer import Tracer, named_tensors, output_maps
 from keepk.graph.wiring import Wiring
-from keepk.graph.wrappers import unwrap
+from keepk.graph.wrappers import adapters_of, unwrap
 
 
 def trace(model: nn.Module, example: Any) -> Graph:
@@ -170,6 +170,7 @@ def _wiring(model: nn.Module, tracer: Tracer) -> Wiring:
         roles=tracer.facts.roles,
         sized=tuple(sized_attributes(model, names)),
         headwise=dict(_attentions(model, names)),
+        adapters=adapters_of(model),
     )
 
 

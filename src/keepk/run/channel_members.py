@@ -108,11 +108,29 @@ def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[
                     f"{_parameters_meant(graph, glob)}"
                 )
     named = [layer for layer, names in candidates if _any(names, space.select) and not _any(names, space.exclude)]
+    named = [layer for layer in named if _is_meant(graph, layer, modules_of(layer, space.at), space.select)]
     for glob in space.select:
         mine = [layer for layer in named if _any(modules_of(layer, space.at), [glob])]
         if not any(space.lossy or not layer.lossy for layer in mine):
             _refuse_nothing(graph, space, glob, mine)
     return tuple(layer for layer in named if space.lossy or not layer.lossy)
+
+
+def _is_meant(graph: Graph, layer: GraphSpace, names: Sequence[str], globs: Sequence[str]) -> bool:
+    """Whether a layer counts: the ranks of an adapter (LoRA) do so only where a glob names the adapter itself.
+
+    It does if it would not match under another name: ``*.lora_A*`` does, ``*.self_attn*`` does not.
+    """
+    adapter = graph.adapter_of(layer)
+    if not adapter:
+        return True
+    own = {graph.wiring.adapters[tensor] for tensor, _, _ in layer.axes}
+    return any(matches(name, [glob]) and not matches(_renamed(name, own), [glob]) for name in names for glob in globs)
+
+
+def _renamed(name: str, adapters: Iterable[str]) -> str:
+    adapter = next((path for path in adapters if f"{name}.".startswith(f"{path}.")), "")
+    return f"{adapter.rpartition('.')[0]}.{name[len(adapter) :]}" if adapter else name
 
 
 def _parameters_meant(graph: Graph, glob: str) -> str:
@@ -131,6 +149,13 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
         raise SpaceError(
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
             f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
+        )
+    ranks = [layer for layer in graph.spaces if graph.adapter_of(layer) and _any(modules_of(layer, space.at), [glob])]
+    if ranks:
+        adapter = graph.adapter_of(ranks[0]).rpartition(".")[2]
+        raise SpaceError(
+            f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), which "
+            f"are left out unless a glob names them. Say {f'*.{adapter}*'!r} to prune ranks."
         )
     names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
     if _any(names, [glob]):

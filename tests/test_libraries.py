@@ -1,0 +1,123 @@
+"""Models of libraries that the core does not depend on: timm, transformers and peft, with random weights.
+
+Each test has a twin in `networks/` or here with the same idiom, written by hand, that runs without the library.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import keepk
+from keepk.errors import SpaceError
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+}
+ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.fixture
+def transformers():
+    """The library, beside a torchvision that may be built for another torch."""
+    pytest.importorskip("transformers")
+    if importlib.util.find_spec("torchvision"):
+        sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+        importlib.import_module("torchvision_on_cpu").make_importable()
+    return importlib.import_module("transformers")
+
+
+def words():
+    return torch.randint(0, 211, (2, 12))
+
+
+def heads(graph):
+    """By space of an attention, how many units it has."""
+    return {space.name: len(space.units) for space in graph.spaces if "attn" in space.name or "attention" in space.name}
+
+
+def llama(transformers, **options):
+    config = transformers.LlamaConfig(num_key_value_heads=2, attn_implementation="eager", **SIZES, **ENDS, **options)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+# Adapters
+
+
+class LoRA(nn.Module):
+    """A linear layer with a low-rank update beside it, by hand."""
+
+    def __init__(self, inputs, outputs, rank):
+        super().__init__()
+        self.base_layer, self.r = nn.Linear(inputs, outputs), rank
+        self.lora_A, self.lora_B = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def adapted():
+    return nn.Sequential(LoRA(7, 12, 4), nn.ReLU(), LoRA(12, 8, 4), nn.ReLU(), nn.Linear(8, 3))
+
+
+def prune(model, example, *spaces):
+    return keepk.Pruner(model, *spaces, example=example)
+
+
+def test_ranks_of_adapters_are_not_counted():
+    model, example = adapted(), torch.randn(5, 7)
+    pruner = prune(model, example, keepk.channels("*", prune=0.5, metric=keepk.metrics.l2))
+    pruner.step()
+    assert pruner.kept == {"*": 10}
+    assert [model[number].lora_A.out_features for number in (0, 2)] == [4, 4]
+    assert [model[number].lora_B.out_features for number in (0, 2)] == [
+        model[number].base_layer.out_features for number in (0, 2)
+    ]
+
+
+def test_ranks_of_adapters_that_a_glob_names_are_counted():
+    model, example = adapted(), torch.randn(5, 7)
+    pruner = prune(model, example, keepk.channels("*lora_A", keep=5, metric=keepk.metrics.l2))
+    pruner.step()
+    assert sum(model[number].lora_A.out_features for number in (0, 2)) == 5
+    assert [model[number].base_layer.out_features for number in (0, 2)] == [12, 8]
+
+
+def test_a_glob_that_finds_ranks_alone_says_so():
+    model, example = nn.Sequential(nn.Linear(7, 6), LoRA(6, 3, 4)), torch.randn(5, 7)
+    with pytest.raises(SpaceError, match=r"the ranks of adapters \('1\.lora_A' and 0 more\), .* Say '\*\.lora_A\*' to"):
+        prune(model, example, keepk.channels("1*", prune=0.5, metric=keepk.metrics.l2))
+
+
+def test_choosing_a_share_leaves_the_ranks():
+    model, example = adapted(), torch.randn(5, 7)
+    graph = keepk.trace(model, example)
+    keepk.shrink(model, graph, graph.choose(0.5))
+    assert [model[number].lora_A.out_features for number in (0, 2)] == [4, 4]
+    assert model[0].base_layer.out_features == 6
+
+
+def test_the_heads_of_a_model_with_adapters_of_peft(transformers):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    model, example = peft.get_peft_model(llama(transformers, use_cache=False), config), words()
+    pruner = prune(model, example, keepk.channels("*.self_attn*", prune=0.5, metric=keepk.metrics.l2))
+    pruner.step()
+    assert pruner.kept == {"*.self_attn*": 2}  # of two groups of heads in each of two layers
+    for layer in model.base_model.model.model.layers:
+        query = layer.self_attn.q_proj
+        assert query.lora_A["default"].out_features == query.r["default"] == 4
+        assert query.lora_B["default"].out_features == query.base_layer.out_features == 24
+    model(example)
+    ranks = prune(model, example, keepk.channels("*.lora_A*", prune=0.5, metric=keepk.metrics.l2))
+    ranks.step()
+    assert ranks.kept == {"*.lora_A*": 8}
+    model(example)
