@@ -121,3 +121,55 @@ def test_the_heads_of_a_model_with_adapters_of_peft(transformers):
     ranks.step()
     assert ranks.kept == {"*.lora_A*": 8}
     model(example)
+
+
+# Advice
+
+
+class Cached(nn.Module):
+    """Attention that returns its keys and values, as a language model with its cache on does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(7, 12), nn.LayerNorm(12)
+        self.attn = nn.ModuleDict({name: nn.Linear(12, 12) for name in ("query", "key", "value", "out")})
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        query, key, value = (self.attn[name](self.norm(x)) for name in ("query", "key", "value"))
+        x = x + self.attn["out"](torch.softmax(query @ key.transpose(1, 2), -1) @ value)
+        return {"logits": self.head(self.norm(x)), "past_key_values": ((key, value),)}
+
+
+def test_what_is_fixed_inside_a_glob_is_said_before_what_is_lossy():
+    with pytest.raises(SpaceError) as error:
+        prune(Cached(), torch.randn(2, 5, 7), keepk.channels("attn*", prune=0.5, metric=keepk.metrics.l2))
+    words = str(error.value)
+    assert words.startswith(
+        "space 'attn*': select='attn*': axis 0 of 'attn.query.weight' (3 such axes) is fixed, is kept"
+    )
+    assert "past_key_values, the cache that forward returns; trace the model with use_cache=False" in words
+    assert "The only channels that it matches, 12 of 'first', are others: lossy=True would remove those" in words
+    assert "Say lossy=True" not in words
+
+
+def test_the_cache_of_a_language_model_is_named(transformers):
+    model, example = llama(transformers), words()
+    with pytest.raises(SpaceError, match=r"q_proj\.weight' \(6 such axes\) is fixed, .*use_cache=False") as error:
+        prune(model, example, keepk.channels("*.self_attn*", prune=0.5, metric=keepk.metrics.l2))
+    assert "Say lossy=True" not in str(error.value)
+    assert "trace the model with use_cache=False" in str(keepk.inspect(model, example)).replace("\n      ", " ")
+    pruner = prune(
+        llama(transformers, use_cache=False),
+        example,
+        keepk.channels("*.self_attn*", prune=0.5, metric=keepk.metrics.l2),
+    )
+    pruner.step()
+    assert pruner.kept == {"*.self_attn*": 2}
+
+
+def test_a_lossy_layer_beside_the_outputs_is_still_advised():
+    model = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 3))
+    with pytest.raises(SpaceError, match=r"matches 12 channels of '0', .* Say lossy=True to take them anyway"):
+        prune(model, torch.randn(5, 7), keepk.channels("*", prune=0.5, metric=keepk.metrics.l2))

@@ -165,6 +165,11 @@ def _kind(reason: Reason) -> str:
     return next((kind for words, kind in FOLDED.items() if reason.why.endswith(words)), "operation")
 
 
+def is_output(reason: Reason) -> bool:
+    """Whether something is fixed because it is an output of the model."""
+    return _kind(reason) == "output"
+
+
 def _places(reasons: Iterable[Reason]) -> tuple[Where, ...]:
     found = dict.fromkeys(Where(reason.operation, reason.module, reason.place) for reason in reasons)
     return tuple(where for where in found if str(where))

@@ -59,8 +59,9 @@ class Graph:
     def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
         """About this share of the units of every space that can go together: the first ones, or random ones by seed.
 
-        Nothing is ranked; a `Pruner` does that. The ranks of adapters (LoRA) are not among them. Shares are rounded down, exactly in the decimals written. Equal numbers
-        are taken of blocks that are bound, and something is left everywhere.
+        Nothing is ranked; a `Pruner` does that. The ranks of adapters (LoRA) are not among them. Shares are rounded
+        down, exactly in the decimals written. Equal numbers are taken of blocks that are bound, and something is left
+        everywhere.
         """
         exact = exact_share(share, "choose: share", ShrinkError)
         size = len(self.units)

@@ -78,8 +78,19 @@ def _watch(workshop: Workshop) -> tuple[Tracer, Tracer | None]:
 
 
 def _pin_outputs(workshop: Workshop, tracer: Tracer, output: Any) -> None:
+    for index_map in output_maps(_cache_in(output)):
+        why = "is kept in past_key_values, the cache that forward returns; trace the model with use_cache=False"
+        tracer.facts.add_pin(index_map, Reason(why, place=_place_of_forward(workshop.model)))
     for index_map in output_maps(output):
         tracer.facts.add_pin(index_map, Reason("is an output of the model", place=_place_of_forward(workshop.model)))
+
+
+def _cache_in(output: Any) -> Any:
+    """The keys and values of past tokens among what a language model of transformers returns."""
+    if isinstance(output, tuple | list):
+        return [part for part in output if type(part).__name__.endswith("Cache")]
+    held = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    return held.get("past_key_values")
 
 
 def _see_what_training_uses(workshop: Workshop, tracer: Tracer) -> Tracer | None:
