@@ -13,6 +13,7 @@ from torch import nn
 
 import keepk
 from keepk.errors import SpaceError
+from networks import NETWORKS
 
 SIZES = {
     "vocab_size": 211,
@@ -173,3 +174,57 @@ def test_a_lossy_layer_beside_the_outputs_is_still_advised():
     model = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 3))
     with pytest.raises(SpaceError, match=r"matches 12 channels of '0', .* Say lossy=True to take them anyway"):
         prune(model, torch.randn(5, 7), keepk.channels("*", prune=0.5, metric=keepk.metrics.l2))
+
+
+# Attributes that forward does not use
+
+
+class HeadsUnused(nn.Module):
+    """BERT's idiom: forward needs the width of a head alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_attention_heads, self.attention_head_size, self.all_head_size, self.layers = 4, 6, 24, 3
+        self.query, self.key, self.value = (nn.Linear(7, 24) for _ in range(3))
+        self.out = nn.Linear(24, 5)
+
+    def forward(self, x):
+        shape = (*x.shape[:-1], -1, self.attention_head_size)
+        query, key, value = (layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        x = (query @ key.transpose(2, 3)).softmax(-1) @ value
+        return self.out(x.transpose(1, 2).flatten(2))
+
+
+def test_attributes_that_keep_an_old_size_are_listed():
+    model, example = HeadsUnused(), torch.randn(2, 5, 7)
+    report = keepk.inspect(model, example)
+    assert report.attributes == ("num_attention_heads", "all_head_size")
+    assert "Attributes that stay as they are\n  num_attention_heads, all_head_size\n" in str(report)
+    graph = keepk.trace(model, example)
+    for left in (3, 2):
+        edits = keepk.shrink(model, graph, graph.spaces[0].units[graph.alive[graph.spaces[0].units]][:1])
+        assert {(it.attribute, it.value, it.size) for it in edits.unchanged} == {
+            ("num_attention_heads", 4, left),
+            ("all_head_size", 24, 6 * left),
+        }
+        assert "left as they are, though a size changed: num_attention_heads = 4" in str(edits)
+    assert (model.num_attention_heads, model.all_head_size, model.layers) == (4, 24, 3)
+
+
+def test_nothing_is_listed_where_every_number_follows():
+    model, example = NETWORKS["reshape_that_copies"]()
+    assert "Attributes that stay" not in str(keepk.inspect(model, example))
+    graph = keepk.trace(model, example)
+    edits = keepk.shrink(model, graph, graph.choose(0.5))
+    assert (model.num_heads, model.head_dim, model.attn_dim) == (2, 6, 12)
+    assert not edits.unchanged
+    assert "though a size changed" not in str(edits)
+
+
+def test_the_head_count_of_bert_is_listed(transformers):
+    model, example = transformers.BertModel(transformers.BertConfig(**SIZES)).eval(), words()
+    graph = keepk.trace(model, example)
+    edits = keepk.shrink(model, graph, graph.choose(0.5))
+    listed = {str(it) for it in edits.unchanged}
+    assert "encoder.layer.0.attention.self.num_attention_heads = 4 (2 are left)" in listed
+    assert "encoder.layer.1.attention.self.all_head_size = 48 (24 are left)" in listed

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,37 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Unchanged:
+    """An attribute that keeps its value although a size that it was equal to changes.
+
+    Forward works without it, so nothing tells whether it is that size or is equal to it by chance.
+
+    Attributes:
+        module: The module's path.
+        attribute: Its attribute.
+        item: Which entry, if the attribute is a tuple or list.
+        value: Its value.
+        size: The size that is left.
+    """
+
+    module: str
+    attribute: str
+    item: int | None
+    value: int
+    size: int
+
+    def __str__(self) -> str:
+        """In a few words.
+
+        >>> print(Unchanged("layers.0.attn", "num_heads", None, 8, 4))
+        layers.0.attn.num_heads = 8 (4 are left)
+        """
+        entry = "" if self.item is None else f"[{self.item}]"
+        path = f"{self.module}." if self.module else ""
+        return f"{path}{self.attribute}{entry} = {self.value} ({self.size} are left)"
+
+
+@dataclass(frozen=True)
 class Selection:
     """A BatchNorm that from now on reads these of its input's channels."""
 
@@ -60,6 +92,7 @@ class Edits:
         settings: Attributes.
         selections: BatchNorms that read a selection.
         headwise: Attentions that lose heads.
+        unchanged: Attributes that forward does not need and that keep an old size, perhaps; see `Unchanged`.
     """
 
     units: Indices
@@ -67,16 +100,21 @@ class Edits:
     settings: tuple[Setting, ...]
     selections: tuple[Selection, ...]
     headwise: tuple[str, ...]
+    unchanged: tuple[Unchanged, ...] = ()
 
     def __len__(self) -> int:
         return len(self.units)
 
     def __str__(self) -> str:
-        """How much goes, in a line."""
+        """How much goes, in a line; a second one has attributes that may keep an old size."""
         before = sum(int(np.prod(cut.before)) for cut in self.cuts)
         after = sum(int(np.prod(cut.after)) for cut in self.cuts)
         gone = f"{before - after:,} of their {before:,} numbers gone"
-        return f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {gone}"
+        line = f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {gone}"
+        if not self.unchanged:
+            return line
+        more = f" and {len(self.unchanged) - SHOWN} more" if len(self.unchanged) > SHOWN else ""
+        return f"{line}\nleft as they are, though a size changed: {', '.join(map(str, self.unchanged[:SHOWN]))}{more}"
 
 
 def read_attribute(module: Any, setting: Setting) -> Any:

@@ -196,6 +196,12 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
     )
 
 
+def attributes_beside(graph: Graph) -> tuple[str, ...]:
+    """The attributes that are as large as something that can shrink, and stay as they are when half of it goes."""
+    found = graph.edits(graph.choose_half(lossy=True)).unchanged
+    return tuple(str(it).partition(" = ")[0] for it in found)
+
+
 def tensor_specs(example: object) -> tuple[str, ...]:
     """The shapes of the tensors of an example, with their types where those are not float32.
 

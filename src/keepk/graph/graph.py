@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices, Selection
-from keepk.graph.left import Left, cut_between, settings_between
+from keepk.graph.left import Left, cut_between, settings_between, unchanged_between
 from keepk.graph.maps import Flags
 from keepk.graph.shares import Going, first_of, one, share_of, uneven_share
 from keepk.graph.solve import Solution, alive_atoms
@@ -24,12 +24,14 @@ from keepk.plan.numbers import exact_share
 class Graph:
     """How a model is wired; made by `keepk.trace`.
 
-    Units are numbered from 0; a number keeps its meaning through any number of shrinks.
+    Units are numbered from 0; a number keeps its meaning through any number of shrinks. `constants` are attributes that
+    follow sizes; `beside` are others that are equal to a size, which forward does not need.
     """
 
     wiring: Wiring
     solution: Solution
     constants: list[Constant] = field(default_factory=list)
+    beside: tuple[Constant, ...] = ()
 
     def __post_init__(self) -> None:
         wiring, solution = self.wiring, self.solution
@@ -174,12 +176,14 @@ class Graph:
         then = self._without(removed)
         cuts = [cut for name in self.wiring.tensors if (cut := cut_between(self._left, then, name)) is not None]
         touched = {cut.tensor for cut in cuts}
+        settings = tuple(settings_between(self._left, then, self.wiring.sized, self.constants))
         return Edits(
             units=removed,
             cuts=tuple(cuts),
-            settings=tuple(settings_between(self._left, then, self.wiring.sized, self.constants)),
+            settings=settings,
             selections=tuple(self._selections(then.alive)),
             headwise=tuple(path for path, names in self.wiring.headwise.items() if names & touched),
+            unchanged=tuple(unchanged_between(self._left, then, self.beside)),
         )
 
     def removed(self, units: Indices) -> None:

@@ -74,6 +74,10 @@ class Probe:
             self._try_out(lossy=False)
             fitting = self.graph
             self._try_out(lossy=True)
+        following = {(it.module, it.attribute, it.item) for it in self.constants}
+        following |= {(it.module, it.attribute, it.item) for it in self.wiring.sized}
+        beside = self._numbers.beside()
+        self.graph.beside = tuple(it for it in beside if (it.module, it.attribute, it.item) not in following)
         return self.graph
 
     def _try_out(self, *, lossy: bool) -> None:

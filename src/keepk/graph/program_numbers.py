@@ -92,6 +92,23 @@ class ProgramNumbers:
             if after is not None and after[constant.dim] != constant.shape[constant.dim]:
                 yield constant
 
+    def beside(self) -> Iterator[Constant]:
+        """Every attribute of a module that is the size of a dim with channels in its own forward, used there or not.
+
+        It may be the number of these channels (``num_heads`` beside a ``view(..., -1, head_dim)``) or be equal to it by
+        chance. torch's own layers are left out: what they know of sizes is known (`attributes`).
+        """
+        own = {path: module for path, module in self.modules.items() if not _is_of_torch(module)}
+        seen = set[tuple[object, ...]]()
+        for step in (step for step in self.steps if step.module in own):
+            for shape, maps in step.tensors:
+                for dim, first in {dim: int(m.flat[0]) for m in maps for dim in support(m)}.items():
+                    for attribute, item in holding(own[step.module], shape[dim]):
+                        key = (step.module, attribute, item, shape, dim, first)
+                        if key not in seen:
+                            seen.add(key)
+                            yield Constant(step.module, attribute, item, shape, maps, dim)
+
     def siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
         """The same attribute in every module of that class, wherever the same line did the same operation."""
         yield constant
@@ -154,6 +171,10 @@ def _moved(path: str, origin: str, other: str) -> str | None:
         return f"{other}{path[len(origin) :]}" if origin else path
     up = len(origin.split(".")) - len(path.split("."))
     return ".".join(other.split(".")[: len(other.split(".")) - up])
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "torch"
 
 
 def _alike(path: Sequence[str], other: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ from keepk.graph.findings import (
     FixedGroup,
     SpaceFound,
     Where,
+    attributes_beside,
     equal_parts,
     fixed_groups,
     spaces_found,
@@ -55,6 +56,8 @@ class Inspection:
         fixed: What cannot, by reason.
         bindings: Of which parts equal numbers must go.
         layers: Parameters and multiply-accumulates of each module, without the modules inside it.
+        attributes: Attributes that are as large as something that can shrink and keep their values when it does:
+            forward does not need them, and they may be equal to it by chance.
     """
 
     model: str
@@ -63,6 +66,7 @@ class Inspection:
     fixed: tuple[FixedGroup, ...]
     bindings: tuple[EqualParts, ...]
     layers: tuple[LayerCost, ...]
+    attributes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -152,6 +156,7 @@ def inspect(model: nn.Module, example: Any) -> Inspection:
         fixed=(*whole.values(), *fixed_groups(graph)),
         bindings=equal_parts(graph),
         layers=layer_costs(inner, example),
+        attributes=attributes_beside(graph),
     )
 
 
@@ -198,6 +203,9 @@ def _sections(report: Inspection) -> Iterator[_Section]:
         yield _Section("Must lose equal numbers", None, tuple(map(_equal_note, report.bindings)))
     if any(space.multiple > 1 for space in report.spaces):
         yield _Section("Must keep a multiple", None, tuple(_multiple_notes(report.spaces)))
+    if report.attributes:
+        why = "forward does not need them, and they may be equal to a size by chance: check them after a removal"
+        yield _Section("Attributes that stay as they are", None, (_Note(_some(report.attributes), why),))
     if report.layers:
         yield _Section("Layers", _layer_table(report), ())
 
