@@ -313,7 +313,8 @@ def test_the_json_form_comes_back_as_it_went(name):
     model, example = NETWORKS[name]()
     report = keepk.inspect(model, example)
     assert json.loads(report.json()) == report.data()
-    assert list(report.data()) == ["model", "example", "spaces", "fixed", "bindings", "layers", "parameters", "macs"]
+    keys = ["model", "example", "spaces", "fixed", "bindings", "layers", "attributes", "parameters", "macs"]
+    assert list(report.data()) == keys
     assert report.data()["layers"] == [dataclasses.asdict(layer) for layer in report.layers]
     assert len(report.data()["fixed"]) == len(report.fixed)
 

@@ -26,14 +26,17 @@ SIZES = {
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-@pytest.fixture
-def transformers():
-    """The library, beside a torchvision that may be built for another torch."""
-    pytest.importorskip("transformers")
+def library(name):
+    """A library that imports torchvision, which may be built for another torch."""
     if importlib.util.find_spec("torchvision"):
         sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
         importlib.import_module("torchvision_on_cpu").make_importable()
-    return importlib.import_module("transformers")
+    return pytest.importorskip(name)
+
+
+@pytest.fixture
+def transformers():
+    return library("transformers")
 
 
 def words():
@@ -228,3 +231,55 @@ def test_the_head_count_of_bert_is_listed(transformers):
     listed = {str(it) for it in edits.unchanged}
     assert "encoder.layer.0.attention.self.num_attention_heads = 4 (2 are left)" in listed
     assert "encoder.layer.1.attention.self.all_head_size = 48 (24 are left)" in listed
+
+
+# Heads and widths
+
+
+@pytest.fixture
+def timm():
+    return library("timm")
+
+
+def halved(model, example):
+    """The graph of a model, of which half is removed; it still runs."""
+    graph = keepk.trace(model, example)
+    keepk.shrink(model, graph, graph.choose(0.5))
+    model(example)
+    return graph
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_patch16_224"])
+def test_the_heads_of_a_vision_transformer_of_timm(timm, name):
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 4}
+    model, example = timm.create_model(name, **sizes).eval(), torch.randn(2, 3, 32, 32)
+    graph = halved(model, example)
+    assert heads(graph) == {"blocks.0.attn.qkv": 4, "blocks.1.attn.qkv": 4}
+    assert [(block.attn.num_heads, block.attn.attn_dim) for block in model.blocks] == [(2, 24)] * 2
+    assert keepk.verify(model, keepk.trace(model, example), example) < 1e-10
+
+
+def test_the_heads_of_qwen3_with_experts(transformers):
+    config = transformers.Qwen3MoeConfig(
+        num_key_value_heads=2, head_dim=12, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2,
+        use_cache=False, **SIZES, **ENDS,
+    )  # fmt: skip
+    graph = halved(transformers.Qwen3MoeForCausalLM(config).eval(), words())
+    assert set(heads(graph).values()) == {2}
+    assert {space.name: space.multiple for space in graph.spaces if "experts" in space.name} == {
+        f"model.layers.{layer}.mlp.experts.gate_up_proj": 8 for layer in range(2)
+    }
+
+
+def test_patch_tst(transformers):
+    config = transformers.PatchTSTConfig(
+        num_input_channels=3, context_length=32, patch_length=8, patch_stride=8, d_model=32, num_attention_heads=4,
+        num_hidden_layers=2, ffn_dim=48, prediction_length=6,
+    )  # fmt: skip
+    model, example = transformers.PatchTSTForPrediction(config).eval(), {"past_values": torch.randn(2, 32, 3)}
+    graph = keepk.trace(model, example)
+    assert not any(space.lossy for space in graph.spaces)
+    assert {f"model.encoder.layers.{layer}.ff.0" for layer in range(2)} <= {space.name for space in graph.spaces}
+    assert keepk.verify(model, graph, example) < 1e-10
+    keepk.shrink(model, graph, graph.choose(0.5))
+    model(**example)

@@ -359,3 +359,59 @@ class InDict(Attending):
 class HeadsInADict(Blocks):
     def __init__(self):
         super().__init__(InDict(), InDict())
+
+
+def angles(size, length):
+    """The complex numbers by which pairs of neighbours are turned, as Llama's reference code makes them."""
+    steps = 1.0 / 10_000 ** (torch.arange(0, size, 2).double() / size)
+    turns = torch.outer(torch.arange(length).double(), steps)
+    return torch.polar(torch.ones_like(turns), turns)
+
+
+@network("complex_rotary", "exact", "wv.weight", 0, example=sequences)
+class ComplexRotary(nn.Module):
+    """Llama's reference code: rotary positions by complex numbers, keys that groups of queries share."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.n_rep, self.head_dim = 4, 2, 2, 6
+        self.wq, self.wk, self.wv = (nn.Linear(7, 6 * count, bias=False) for count in (4, 2, 2))
+        self.wo = nn.Linear(24, 7, bias=False)
+        self.freqs_cis = self.table()
+
+    def table(self):
+        return angles(6, 8)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        query = self.wq(x).view(batch, length, self.n_heads, self.head_dim)
+        key, value = (layer(x).view(batch, length, self.n_kv_heads, self.head_dim) for layer in (self.wk, self.wv))
+        query, key = (self.turned(part, self.freqs_cis[:length]) for part in (query, key))
+        query, key, value = (part.transpose(1, 2) for part in (query, self.repeated(key), self.repeated(value)))
+        x = (query @ key.transpose(2, 3) / self.head_dim**0.5).softmax(-1) @ value
+        return self.wo(x.transpose(1, 2).contiguous().view(batch, length, -1))
+
+    def turned(self, x, freqs):
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        freqs = freqs.view(1, pairs.shape[1], 1, pairs.shape[-1])
+        return torch.view_as_real(pairs * freqs).flatten(3).type_as(x)
+
+    def repeated(self, x):
+        batch, length, count, size = x.shape
+        spread = x[:, :, :, None, :].expand(batch, length, count, self.n_rep, size)
+        return spread.reshape(batch, length, count * self.n_rep, size)
+
+
+@network("complex_rotary_in_a_buffer", "exact", "wv.weight", 0, example=sequences)
+class ComplexRotaryInABuffer(ComplexRotary):
+    def __init__(self):
+        super().__init__()
+        del self.freqs_cis
+        self.register_buffer("freqs_cis", self.table(), persistent=False)
+
+
+@network("complex_rotary_made_in_forward", "exact", "wv.weight", 0, example=sequences)
+class ComplexRotaryMadeInForward(ComplexRotary):
+    def forward(self, x):
+        self.freqs_cis = angles(self.head_dim, x.shape[1])
+        return super().forward(x)

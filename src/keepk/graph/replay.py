@@ -4,18 +4,18 @@ Shapes alone would not tell a shuffled order from the right one. The copy's weig
 each operation's result can be held against the first trace with the removed ids taken out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor, nn
 
-from keepk.graph.call import Call
+from keepk.graph.call import Call, is_pointwise
 from keepk.graph.created import CREATED
 from keepk.graph.edits import Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.label import label_of, set_label
-from keepk.graph.maps import Flags, Map, compress, predict, restrict_all, support
+from keepk.graph.maps import Flags, Map, aligned, compress, predict, restrict_all, support
 from keepk.graph.tracer import Step, Tracer, numbers_of
 from keepk.graph.union import Classes
 
@@ -61,7 +61,6 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         self._known = first.atoms.count
         self._position = 0
         self._doubtful: int | None = None
-        self._equalities = 0  # how many of the facts were there before the operation under way
         left = {name: tuple(restrict_all(maps, alive) or ()) for name, maps in first.tensors.items()}
         named = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
         self.label_tensors(left | dict.fromkeys(named - set(left), ()))
@@ -106,7 +105,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Mismatch(blamed, f"{call.name} gave {len(call.outputs)} parts, expected {len(step.outputs)}")
         for output, (shape, maps) in zip(call.outputs, step.outputs, strict=True):
             self._compare(call, output, shape, maps, blamed)
-        self._doubtful, self._equalities = None, len(self.facts.equal)
+        self._doubtful = None
 
     def _matching_movement(self, call: Call) -> Step | None:
         """The step that an operation which only moves data repeats, if there is one with its shape."""
@@ -183,7 +182,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
                 return  # statistics that nobody follows
             raise Mismatch(blamed, f"{call.name} gave {tuple(output.shape)}, expected {expected}")
         left = restrict_all(maps, self._alive) or []
-        found = [m for m in map(compress, label_of(output).maps) if support(m)]
+        found = [m for m in map(compress, (*label_of(output).maps, *_passed_on(call, output.ndim))) if support(m)]
         for index_map in (m for m in map(compress, left) if support(m)):
             if not any(self._same(index_map, other) for other in found):
                 raise Mismatch(blamed, f"{call.name} puts the channels in another order", others=True)
@@ -194,31 +193,23 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if wanted.shape != found.shape:
             return False
         known, fresh = (found > 0) & (found < self._known), found >= self._known
-        other = self._classes[found[known]] != self._classes[wanted[known]]
-        if other.any() and not self._met(found[known][other], wanted[known][other]):
+        if (self._classes[found[known]] != self._classes[wanted[known]]).any():
             return False
         if not fresh.any():
             return True
         pairs = np.stack([found[fresh], self._classes[wanted[fresh]]])
         return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
 
-    def _met(self, found: Map, wanted: Map) -> bool:
-        """Whether the operation brought each of these pairs of channels together, place by place.
 
-        With one head left, the weight of a norm that all heads share has the shape of what it scales, and the result
-        may carry the ids of either.
-        """
-        pairs = {
-            pair
-            for equal in self.facts.equal[self._equalities :]
-            for pair in zip(self._class_of(equal.parents), self._class_of(equal.cells), strict=True)
-        }
-        together = zip(self._class_of(found), self._class_of(wanted), strict=True)
-        return all((one, other) in pairs or (other, one) in pairs for one, other in together)
+def _passed_on(call: Call, rank: int) -> Iterator[Map]:
+    """The maps of what an operation combines element by element: each holds for the result as well.
 
-    def _class_of(self, atoms: Map) -> list[int]:
-        """The classes of known atoms; fresh ones, which are in no class, are numbered as they are."""
-        return [int(self._classes[atom]) if atom < self._known else -atom for atom in atoms.tolist()]
+    With one head left, a weight that all heads share has the shape of what it scales, so that the result carries the
+    weight's ids; a table without channels leaves it none.
+    """
+    if is_pointwise(call.operation):
+        for tensor in call.inputs:
+            yield from (aligned(m, rank) for m in call.maps(tensor) if m.ndim <= rank)
 
 
 def _selected(index_map: Map, channels: Indices) -> Map:
