@@ -134,9 +134,9 @@ class Probe:
         lossy, bound = bool(self.graph.units.lossy[units].any()), self._to_align(found, units)
         self._aligned.append(bound)
         self.graph = self._solved()
-        chosen = np.union1d(self.graph.choose_half(lossy=lossy), self.graph.choose_unevenly(lossy=lossy))
+        chosen = self.graph.choose_unevenly(lossy=lossy)
         if np.isin(self.graph.solution.classes[bound.array], self.graph.units.classes[chosen]).any():
-            _, after = self._first_failure(lossy=lossy)
+            after = self._attempt(chosen)
             if after is None or after.step > found.step:
                 return True
         self._aligned.pop()
