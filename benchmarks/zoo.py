@@ -19,7 +19,7 @@ less than 5 %; no pass, but not wrong. Wrong: another output, a shrunk network t
 the pruner raised half-way, crashed or hung, or its work cannot be checked or trained.
 
 Install beside keepk: torch==2.13.0 first; then, with --no-deps, torchvision==0.28.0 and torch-pruning==1.6.1; then
-pillow transformers monai einops onnx onnxscript onnxruntime.
+pillow transformers timm monai einops onnx onnxscript onnxruntime.
 """
 
 import argparse

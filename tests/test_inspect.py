@@ -323,6 +323,8 @@ def test_the_json_form_comes_back_as_it_went(name):
         "bindings",
         "layers",
         "batch",
+        "unknown",
+        "attributes",
         "parameters",
         "macs",
     ]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import distribute_module
 
 import keepk
-from keepk.cut.certificate import alive_weights, certified_alive, certify, true_certificate
+from keepk.cut.certificate import alive_weights, certified_alive, certify, untrue_weights
 from keepk.errors import (
     CheckpointError,
     FileError,
@@ -301,7 +301,7 @@ def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, 
     with pytest.raises(ShrinkError, match=rf"^certificate: {what} is sharded over processes, .*or gather"):
         alive_weights(net, entry)
     certify(net, {"a": entry})
-    for count in (true_certificate, certified_alive):
+    for count in (untrue_weights, certified_alive):
         with pytest.raises(ShrinkError, match=rf"^certificate: {what} is sharded"):
             count(net)
     with pytest.raises(FileError, match=rf"^save: {what} is sharded over processes.*gather the full state_dict"):

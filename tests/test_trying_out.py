@@ -7,7 +7,7 @@ from hypothesis import given
 from torch import nn
 
 import keepk
-from keepk.cut import dead_ops
+from keepk.cut import dead_ops, shrink
 from keepk.errors import ShrinkError, SpaceError, TraceError
 from keepk.graph import bindings, probe, program_numbers, replay, shell, solve
 from keepk.graph.facts import Bound, Facts, Reason
@@ -208,6 +208,42 @@ def test_a_width_that_must_be_a_multiple_is_kept_one():
     assert model.wide.out_features == 24
     report = str(keepk.inspect(Aligned(), torch.randn(5, 4)))
     assert "Must keep a multiple\n  of 8 units: wide\n      other widths do not fit: RuntimeError: strides" in report
+
+
+class AlignedTwice(nn.Module):
+    """Half of each width fits, and the uneven shares do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 24), nn.Linear(24, 24), nn.Linear(24, 3)
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            x = layer(x).relu()
+            if x.shape[1] % 4:
+                raise RuntimeError("strides should be multiple of 16 bytes")
+        return self.head(x.view(-1, x.shape[1]))
+
+
+def test_a_width_that_fails_with_an_uneven_share_is_kept_a_multiple():
+    graph = check_both_modes(AlignedTwice().double(), torch.randn(5, 4, dtype=torch.float64))
+    assert [(space.name, space.multiple) for space in graph.spaces] == [("first", 8), ("second", 8)]
+
+
+def test_multiples_that_do_not_help_are_not_asked_for():
+    class Literal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = nn.Linear(4, 24), nn.Linear(24, 16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            if (wide := self.first(x).relu()).shape[1] != 24:
+                raise RuntimeError("24 it is")
+            return self.head(self.second(wide.view(-1, wide.shape[1])).relu())
+
+    graph = keepk.trace(Literal(), torch.randn(5, 4))
+    assert [(space.name, space.multiple) for space in graph.spaces] == [("second", 1)]
+    assert "24 it is" in reasons(graph, "first.weight", 0)[0]
 
 
 def test_exactly_k_with_a_width_that_must_be_a_multiple():
@@ -478,3 +514,70 @@ def test_a_number_that_cannot_be_set_keeps_its_width():
     graph = keepk.trace(Final(), torch.randn(4, 6))
     assert len(graph.units) == 0
     assert any(it.tensor == "first.weight" and it.axis == 0 for it in graph.fixed)
+
+
+# Numbers that are kept in children and in objects
+
+
+def heads_of(graph):
+    return {space.name: len(space.units) for space in graph.spaces if space.name.endswith(("query", "value", "key"))}
+
+
+@pytest.mark.parametrize("name", ["heads_in_a_child", "heads_in_a_config", "heads_in_a_dict"])
+def test_blocks_with_numbers_of_their_own_may_keep_different_heads(name):
+    model, example = NETWORKS[name]()
+    graph = keepk.trace(model, example)
+    assert heads_of(graph) == {"blocks.0.query": 4, "blocks.1.query": 4}
+    oracle = masked(model, graph, units := graph.spaces[-1].units[:3])
+    keepk.shrink(model, graph, units)
+    assert [block.value.out_features for block in model.blocks] == [24, 6]
+    with torch.no_grad():
+        assert relative_error(oracle(example), model(example)) < 1e-10
+
+
+def test_blocks_that_share_a_child_lose_equally_many_heads():
+    model, example = NETWORKS["heads_in_a_shared_child"]()
+    graph = keepk.trace(model, example)
+    assert heads_of(graph) == {"blocks.0.query": 4}  # a head of one block goes with one of the other
+    keepk.shrink(model, graph, graph.spaces[-1].units[:1])
+    assert model.blocks[0].sizes is model.blocks[1].sizes
+    assert (model.blocks[0].sizes.heads, model.blocks[0].sizes.width) == (3, 18)
+    assert [block.value.out_features for block in model.blocks] == [18, 18]
+
+
+def test_a_config_that_others_hold_is_left_as_it_was(tmp_path):
+    model, example = NETWORKS["heads_in_a_config"]()
+    config = model.blocks[0].sizes
+    graph = keepk.trace(model, example)
+    edits = keepk.shrink(model, graph, graph.spaces[-1].units[:2])
+    assert {(it.module, it.attribute, it.old, it.new) for it in edits.settings} >= {
+        ("blocks.1", "sizes.heads", 4, 2),
+        ("blocks.1", "sizes.width", 24, 12),
+    }
+    assert vars(config) == {"heads": 4, "width": 24, "layers": 2}
+    assert model.blocks[0].sizes is config
+    assert vars(model.blocks[1].sizes) == {"heads": 2, "width": 12, "layers": 2}
+    keepk.save(model, tmp_path / "net")
+    loaded = keepk.load(tmp_path / "net", NETWORKS["heads_in_a_config"]()[0])
+    assert torch.equal(loaded(example), model(example))
+    assert vars(loaded.blocks[1].sizes) == vars(model.blocks[1].sizes)
+
+
+def test_a_shrink_that_fails_leaves_the_config():
+    model, example = NETWORKS["heads_in_a_config"]()
+    config, graph = model.blocks[0].sizes, keepk.trace(model, example)
+    prepared = shrink.prepare(model, graph, graph.spaces[-1].units[:2])
+    prepared.apply()()
+    assert model.blocks[1].sizes is config
+    assert vars(config) == {"heads": 4, "width": 24, "layers": 2}
+    model(example)
+
+
+def test_a_number_that_is_equal_by_chance_stays():
+    """Four heads, four layers and four blocks of something else."""
+    model, example = NETWORKS["heads_in_a_dict"]()
+    model.times = 4
+    graph = keepk.trace(model, example)
+    keepk.shrink(model, graph, graph.choose(0.5))
+    assert [block.options for block in model.blocks] == [{"heads": 2, "width": 12, "layers": 4}] * 2
+    assert model.times == 4

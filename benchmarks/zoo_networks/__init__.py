@@ -1,4 +1,4 @@
-"""The zoo: 78 small networks with random weights that judge channel removal.
+"""The zoo: small networks with random weights that judge channel removal.
 
 A source is one module of this package, with its table ``NETWORKS``; it is imported when it is asked for, so that
 a missing library hides only its own networks.
@@ -11,7 +11,7 @@ import torchvision_on_cpu
 from zoo_networks.network import Inputs as Inputs
 from zoo_networks.network import Network as Network
 
-SOURCES = ("handwritten", "vision", "language", "medical")
+SOURCES = ("handwritten", "vision", "timm", "language", "medical")
 
 torchvision_on_cpu.make_importable()
 

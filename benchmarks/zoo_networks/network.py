@@ -11,7 +11,14 @@ VOCABULARY = 211
 
 Inputs = tuple[Tensor, ...]
 
-_SOURCES = {"my": "handwritten", "tv": "vision", "hf": "language", "monai": "medical", "random": "random"}
+_SOURCES = {
+    "my": "handwritten",
+    "tv": "vision",
+    "timm": "timm",
+    "hf": "language",
+    "monai": "medical",
+    "random": "random",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Network:
 
     @property
     def source(self) -> str:
-        """Where it comes from: handwritten, vision, language, medical or random."""
+        """Where it comes from: handwritten, vision, timm, language, medical or random."""
         return _SOURCES[self.name.split(".")[0]]
 
     def build(self, seed: int = 0) -> nn.Module:

@@ -1,5 +1,7 @@
 """Attention: by hand, fused, grouped queries, and torch's own modules."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -224,3 +226,192 @@ class ScaleFromDefault(nn.Module):
     def forward(self, x):
         parts = (layer(x).unsqueeze(1) for layer in (self.query, self.key, self.value))
         return self.out(F.scaled_dot_product_attention(*parts).squeeze(1))
+
+
+@network("reshape_that_copies", "exact", "qkv.weight", 0, example=sequences)
+class ReshapeThatCopies(nn.Module):
+    """The width of all heads is an attribute of its own, and the reshape that uses it is a clone and a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = 4, 6, 24
+        self.qkv, self.proj = nn.Linear(7, 72), nn.Linear(24, 5)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        x = (query @ key.transpose(-2, -1)).softmax(-1) @ value
+        return self.proj(x.transpose(1, 2).reshape(batch, length, self.attn_dim))
+
+
+@network("one_norm_for_all_heads", "exact", "value.weight", 0, example=sequences)
+class OneNormForAllHeads(nn.Module):
+    """With one of two heads left, the norm's weight has the shape of what it scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 6
+        self.query, self.key, self.value = (nn.Linear(7, 12) for _ in range(3))
+        self.scale, self.out = nn.Parameter(torch.ones(6)), nn.Linear(12, 5)
+
+    def forward(self, x):
+        query, key, value = (layer(x).unflatten(-1, (-1, self.size)) for layer in (self.query, self.key, self.value))
+        query, key, value = (part.transpose(1, 2) for part in (self.normed(query), self.normed(key), value))
+        return self.out(joined((query @ key.transpose(2, 3)).softmax(-1) @ value))
+
+    def normed(self, x):
+        return self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Attending(nn.Module):
+    """Attention whose number of heads and width of all heads are kept elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 24) for _ in range(3))
+        self.out = nn.Linear(24, 8)
+
+    def attend(self, x, sizes):
+        batch, length, _ = x.shape
+        query, key, value = (heads(layer(x), sizes.heads) for layer in (self.query, self.key, self.value))
+        x = (query @ key.transpose(2, 3)).softmax(-1) @ value
+        return self.out(x.transpose(1, 2).reshape(batch, length, sizes.width))
+
+
+class Sizes(nn.Module):
+    """A module without parameters that others ask."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads, self.width = 4, 24
+
+
+class WithSizes(Attending):
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes = sizes
+
+    def forward(self, x):
+        return self.attend(x, self.sizes)
+
+
+class Blocks(nn.Module):
+    """Two attentions between two layers."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(7, 8), nn.ModuleList(blocks), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@network("heads_in_a_child", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInAChild(Blocks):
+    def __init__(self):
+        super().__init__(WithSizes(Sizes()), WithSizes(Sizes()))
+
+
+@network("heads_in_a_shared_child", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInASharedChild(Blocks):
+    """Both blocks have one number of heads, so they lose equally many."""
+
+    def __init__(self):
+        sizes = Sizes()
+        super().__init__(WithSizes(sizes), WithSizes(sizes))
+
+
+@network("heads_in_a_config", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInAConfig(Blocks):
+    """One object for both blocks: each gets a copy of its own, so that they may keep different heads."""
+
+    def __init__(self):
+        sizes = SimpleNamespace(heads=4, width=24, layers=2)
+        super().__init__(WithSizes(sizes), WithSizes(sizes))
+
+
+@network("heads_of_the_child_that_the_parent_runs", "exact", "inner.value.weight", 0, example=sequences)
+class HeadsOfTheChildThatTheParentRuns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(7, 8), WithSizes(Sizes()), nn.Linear(8, 5)
+        del self.inner.sizes
+        self.inner.heads, self.inner.width = 4, 24
+
+    def forward(self, x):
+        return self.head(self.inner.attend(self.first(x), self.inner))
+
+
+class InDict(Attending):
+    def __init__(self):
+        super().__init__()
+        self.options = {"heads": 4, "width": 24, "layers": 4}
+
+    def forward(self, x):
+        return self.attend(x, SimpleNamespace(**self.options))
+
+
+@network("heads_in_a_dict", "exact", "blocks.1.value.weight", 0, example=sequences)
+class HeadsInADict(Blocks):
+    def __init__(self):
+        super().__init__(InDict(), InDict())
+
+
+def angles(size, length):
+    """The complex numbers by which pairs of neighbours are turned, as Llama's reference code makes them."""
+    steps = 1.0 / 10_000 ** (torch.arange(0, size, 2).double() / size)
+    turns = torch.outer(torch.arange(length).double(), steps)
+    return torch.polar(torch.ones_like(turns), turns)
+
+
+@network("complex_rotary", "exact", "wv.weight", 0, example=sequences)
+class ComplexRotary(nn.Module):
+    """Llama's reference code: rotary positions by complex numbers, keys that groups of queries share."""
+
+    def __init__(self):
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.n_rep, self.head_dim = 4, 2, 2, 6
+        self.wq, self.wk, self.wv = (nn.Linear(7, 6 * count, bias=False) for count in (4, 2, 2))
+        self.wo = nn.Linear(24, 7, bias=False)
+        self.freqs_cis = self.table()
+
+    def table(self):
+        return angles(6, 8)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        query = self.wq(x).view(batch, length, self.n_heads, self.head_dim)
+        key, value = (layer(x).view(batch, length, self.n_kv_heads, self.head_dim) for layer in (self.wk, self.wv))
+        query, key = (self.turned(part, self.freqs_cis[:length]) for part in (query, key))
+        query, key, value = (part.transpose(1, 2) for part in (query, self.repeated(key), self.repeated(value)))
+        x = (query @ key.transpose(2, 3) / self.head_dim**0.5).softmax(-1) @ value
+        return self.wo(x.transpose(1, 2).contiguous().view(batch, length, -1))
+
+    def turned(self, x, freqs):
+        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        freqs = freqs.view(1, pairs.shape[1], 1, pairs.shape[-1])
+        return torch.view_as_real(pairs * freqs).flatten(3).type_as(x)
+
+    def repeated(self, x):
+        batch, length, count, size = x.shape
+        spread = x[:, :, :, None, :].expand(batch, length, count, self.n_rep, size)
+        return spread.reshape(batch, length, count * self.n_rep, size)
+
+
+@network("complex_rotary_in_a_buffer", "exact", "wv.weight", 0, example=sequences)
+class ComplexRotaryInABuffer(ComplexRotary):
+    def __init__(self):
+        super().__init__()
+        del self.freqs_cis
+        self.register_buffer("freqs_cis", self.table(), persistent=False)
+
+
+@network("complex_rotary_made_in_forward", "exact", "wv.weight", 0, example=sequences)
+class ComplexRotaryMadeInForward(ComplexRotary):
+    def forward(self, x):
+        self.freqs_cis = angles(self.head_dim, x.shape[1])
+        return super().forward(x)

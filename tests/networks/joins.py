@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from networks.registry import Pictured, network, pictures
+from networks.registry import Pictured, network, pictures, sequences
 
 
 @network("residual", "exact", "first.weight", 0)
@@ -246,3 +246,22 @@ class Caches(Pictured):
         if size not in self.grids:
             self.grids[size] = torch.linspace(0, 1, size[1], dtype=x.dtype)
         return F.relu((x - self.center) / self.spread + self.grids[size])
+
+
+@network("batch_norms_of_sequences", "exact", "inner.0.weight", 0, example=sequences)
+class BatchNormsOfSequences(nn.Module):
+    """Linear layers behind transposed BatchNorms: the strides decide whether one is an addmm, or a bmm and a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 8)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))
+        self.inner = nn.ModuleList(nn.Linear(8, 12) for _ in range(2))
+        self.outer = nn.ModuleList(nn.Linear(12, 8) for _ in range(2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.first(x)
+        for norm, inner, outer in zip(self.norms[:2], self.inner, self.outer, strict=True):
+            x = x + outer(F.relu(inner(norm(x.transpose(1, 2)).transpose(1, 2))))
+        return self.head(self.norms[2](x.transpose(1, 2)).transpose(1, 2))

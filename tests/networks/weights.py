@@ -125,3 +125,61 @@ class Parametrized(Pictured):
 
     def pattern(self, x):
         return F.relu(self.second(x))
+
+
+@network("spectral_norm", "exact", "second.parametrizations.weight.original", 0)
+class SpectralNorm(Pictured):
+    """The largest singular value is estimated by two buffers, u and v, which lose the entries of removed channels."""
+
+    def __init__(self):
+        super().__init__(8, 12)
+        self.first = parametrizations.spectral_norm(self.first)
+        self.second = parametrizations.spectral_norm(nn.Conv2d(8, 12, 3, padding=1))
+
+    def pattern(self, x):
+        return F.relu(self.second(x))
+
+
+@network("spectral_norm_by_hooks", "exact", "second.weight_orig", 1)
+class SpectralNormByHooks(Pictured):
+    def __init__(self):
+        super().__init__(8, 12)
+        self.first = nn.utils.spectral_norm(self.first)
+        self.second = nn.utils.spectral_norm(nn.ConvTranspose2d(8, 12, 3, padding=1))
+
+    def pattern(self, x):
+        return F.relu(self.second(x))
+
+
+@network("spectral_norm_of_linears", "exact", "first.weight_orig", 0, example=sequences)
+class SpectralNormOfLinears(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.utils.spectral_norm(nn.Linear(7, 8)), nn.utils.spectral_norm(nn.Linear(8, 6))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.second(F.relu(self.first(x)))))
+
+
+@network("bilinear", "exact", "mixed.weight", 0, example=sequences)
+class Bilinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(7, 8), nn.Linear(7, 6)
+        self.mixed, self.head = nn.Bilinear(8, 6, 10), nn.Linear(10, 5)
+
+    def forward(self, x):
+        return self.head(F.relu(self.mixed(F.relu(self.left(x)), F.relu(self.right(x)))))
+
+
+@network("bilinear_inputs", "exact", "right.weight", 0, example=vectors)
+class BilinearInputs(nn.Module):
+    """Both inputs have channels that are not zero where they are removed; the weight's slices are."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(7, 8), nn.Linear(7, 6), nn.Bilinear(8, 6, 5, bias=False)
+
+    def forward(self, x):
+        return self.head(torch.sigmoid(self.left(x)), torch.sigmoid(self.right(x)))

@@ -67,12 +67,13 @@ def new_contents(tensor: Tensor, cut: Cut) -> Change:
 
 def new_setting(module: nn.Module, setting: Setting) -> Change:
     """Another value of an attribute."""
+    outer = setting.attribute.partition(".")[0]
 
     def change() -> Undo:
-        old = getattr(module, setting.attribute)
+        old = getattr(module, outer)
 
         def undo() -> None:
-            setattr(module, setting.attribute, old)
+            setattr(module, outer, old)
 
         with undone_by(undo):
             write_attribute(module, setting, setting.new)

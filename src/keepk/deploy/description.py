@@ -93,7 +93,7 @@ def dense_value(module: nn.Module, setting: Setting) -> Any:
     """What a module has where a setting is going to be made; None if there is no such place."""
     try:
         return read_attribute(module, setting)
-    except (AttributeError, IndexError, TypeError):
+    except (AttributeError, LookupError, TypeError):
         return None
 
 
@@ -186,6 +186,8 @@ def _settings(modules: Mapping[str, nn.Module], attributes: Mapping[str, Any]) -
 
 
 def setting_of(path: str, key: str, value: Mapping[str, Any]) -> Setting:
-    """From a record: 'normalized_shape.0' is the first entry of a tuple."""
-    attribute, _, item = key.partition(".")
+    """From a record: 'normalized_shape.0' is the first entry of a tuple, 'config.heads' a value in an object."""
+    attribute, _, item = key.rpartition(".")
+    if not item.isdecimal():
+        attribute, item = key, ""
     return Setting(path, attribute, int(item) if item else None, value["dense"], value["now"])

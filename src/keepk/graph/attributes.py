@@ -55,12 +55,22 @@ def _weight_name(module: nn.Module, names: dict[int, str]) -> str | None:
     """The tensor that has the weight's shape: the weight itself, or what it is computed from."""
     parametrized = getattr(module, "parametrizations", {})
     if "weight" in parametrized:
-        shape = module.weight.shape
+        shape = _weight_shape(module)  # not the weight's own: to compute it may change buffers (spectral norm)
         return next((names[id(p)] for p in parametrized["weight"].parameters() if p.shape == shape), None)
-    weight = module._parameters.get("weight")
-    if weight is None:  # the older weight norm keeps it apart
-        weight = module._parameters.get("weight_v")
+    # The older weight norm and spectral norm keep it under other names.
+    kept = (module._parameters.get(name) for name in ("weight", "weight_v", "weight_orig"))
+    weight = next((parameter for parameter in kept if parameter is not None), None)
     return None if weight is None else names.get(id(weight))
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    """The shape of a layer's weight, from the layer's attributes."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        first, second = module.out_channels, module.in_channels // module.groups
+        if module.transposed:
+            first, second = module.in_channels, module.out_channels // module.groups
+        return first, second, *module.kernel_size
+    return tuple(int(getattr(module, name)) for name in ("out_features", "in_features"))
 
 
 def _linear(path: str, module: nn.Linear, names: dict[int, str]) -> Iterator[Sized]:

@@ -1,12 +1,14 @@
 """Edits: what is cut from which tensor, and what has to change beside it. Plain values; nothing is done here."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,47 @@ class Cut:
 
 @dataclass(frozen=True)
 class Setting:
-    """A module's attribute that gets a new value; `item` is which entry of a tuple or list."""
+    """A module's attribute that gets a new value; `item` is which entry of a tuple or list.
+
+    ``"config.num_heads"`` is a value in an object that the module holds.
+    """
 
     module: str
     attribute: str
     item: int | None
     old: Any
     new: Any
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """An attribute that keeps its value although a size that it was equal to changes.
+
+    Forward works without it, so nothing tells whether it is that size or is equal to it by chance.
+
+    Attributes:
+        module: The module's path.
+        attribute: Its attribute.
+        item: Which entry, if the attribute is a tuple or list.
+        value: Its value.
+        size: The size that is left.
+    """
+
+    module: str
+    attribute: str
+    item: int | None
+    value: int
+    size: int
+
+    def __str__(self) -> str:
+        """In a few words.
+
+        >>> print(Unchanged("layers.0.attn", "num_heads", None, 8, 4))
+        layers.0.attn.num_heads = 8 (4 are left)
+        """
+        entry = "" if self.item is None else f"[{self.item}]"
+        path = f"{self.module}." if self.module else ""
+        return f"{path}{self.attribute}{entry} = {self.value} ({self.size} are left)"
 
 
 @dataclass(frozen=True)
@@ -56,6 +92,7 @@ class Edits:
         settings: Attributes.
         selections: BatchNorms that read a selection.
         headwise: Attentions that lose heads.
+        unchanged: Attributes that forward does not need and that keep an old size, perhaps; see `Unchanged`.
     """
 
     units: Indices
@@ -63,28 +100,51 @@ class Edits:
     settings: tuple[Setting, ...]
     selections: tuple[Selection, ...]
     headwise: tuple[str, ...]
+    unchanged: tuple[Unchanged, ...] = ()
 
     def __len__(self) -> int:
         return len(self.units)
 
     def __str__(self) -> str:
-        """How much goes, in a line."""
+        """How much goes, in a line; a second one has attributes that may keep an old size."""
         before = sum(int(np.prod(cut.before)) for cut in self.cuts)
         after = sum(int(np.prod(cut.after)) for cut in self.cuts)
         gone = f"{before - after:,} of their {before:,} numbers gone"
-        return f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {gone}"
+        line = f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {gone}"
+        if not self.unchanged:
+            return line
+        more = f" and {len(self.unchanged) - SHOWN} more" if len(self.unchanged) > SHOWN else ""
+        return f"{line}\nleft as they are, though a size changed: {', '.join(map(str, self.unchanged[:SHOWN]))}{more}"
 
 
 def read_attribute(module: Any, setting: Setting) -> Any:
     """The value that a setting is about."""
-    value = getattr(module, setting.attribute)
+    outer, _, inner = setting.attribute.partition(".")
+    value = getattr(module, outer)
+    if inner:
+        value = entries_of(value)[inner]
     return value if setting.item is None else value[setting.item]
 
 
 def write_attribute(module: Any, setting: Setting, value: Any) -> None:
-    """Give an attribute, or one entry of it, a value."""
+    """Give an attribute, or one entry of it, a value.
+
+    An object that holds it ("config.num_heads") is not changed: other layers, or another model that was built from it,
+    may have the same one. The module gets a copy of its own.
+    """
+    outer, _, inner = setting.attribute.partition(".")
     if setting.item is not None:
-        entries = list(getattr(module, setting.attribute))
+        whole = read_attribute(module, replace(setting, item=None))
+        entries = list(whole)
         entries[setting.item] = value
-        value = type(getattr(module, setting.attribute))(entries)
-    setattr(module, setting.attribute, value)
+        value = type(whole)(entries)
+    if inner:
+        holder = copy.copy(getattr(module, outer))
+        entries_of(holder)[inner] = value
+        value = holder
+    setattr(module, outer, value)
+
+
+def entries_of(holder: Any) -> dict[str, Any]:
+    """The named values that an object such as a config, or a dict, holds."""
+    return holder if isinstance(holder, dict) else vars(holder)

@@ -165,6 +165,11 @@ def _kind(reason: Reason) -> str:
     return next((kind for words, kind in FOLDED.items() if reason.why.endswith(words)), "operation")
 
 
+def is_output(reason: Reason) -> bool:
+    """Whether something is fixed because it is an output of the model."""
+    return _kind(reason) == "output"
+
+
 def _places(reasons: Iterable[Reason]) -> tuple[Where, ...]:
     found = dict.fromkeys(Where(reason.operation, reason.module, reason.place) for reason in reasons)
     return tuple(where for where in found if str(where))
@@ -189,6 +194,12 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
         )
         for blocks, binding in zip(graph.bindings, kept, strict=True)
     )
+
+
+def attributes_beside(graph: Graph) -> tuple[str, ...]:
+    """The attributes that are as large as something that can shrink, and stay as they are when half of it goes."""
+    found = graph.edits(graph.choose_half(lossy=True)).unchanged
+    return tuple(str(it).partition(" = ")[0] for it in found)
 
 
 def tensor_specs(example: object) -> tuple[str, ...]:

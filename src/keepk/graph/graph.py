@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices, Selection
-from keepk.graph.left import Left, cut_between, settings_between
+from keepk.graph.left import Left, cut_between, settings_between, unchanged_between
 from keepk.graph.maps import Flags
 from keepk.graph.shares import Going, first_of, one, share_of, uneven_share
 from keepk.graph.solve import Solution, alive_atoms
@@ -31,12 +31,14 @@ if TYPE_CHECKING:
 class Graph:
     """How a model is wired; made by `keepk.trace`.
 
-    Units are numbered from 0; a number keeps its meaning through any number of shrinks.
+    Units are numbered from 0; a number keeps its meaning through any number of shrinks. `constants` are attributes that
+    follow sizes; `beside` are others that are equal to a size, which forward does not need.
     """
 
     wiring: Wiring
     solution: Solution
     constants: list[Constant] = field(default_factory=list)
+    beside: tuple[Constant, ...] = ()
 
     def __post_init__(self) -> None:
         wiring, solution = self.wiring, self.solution
@@ -68,15 +70,23 @@ class Graph:
     def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
         """About this share of the units of every space that can go together: the first ones, or random ones by seed.
 
-        Nothing is ranked; a `Pruner` does that. Shares are rounded down, exactly in the decimals written. Equal numbers
-        are taken of blocks that are bound, and something is left everywhere.
+        Nothing is ranked; a `Pruner` does that. The ranks of adapters (LoRA) are not among them. Shares are rounded
+        down, exactly in the decimals written. Equal numbers are taken of blocks that are bound, and something is left
+        everywhere.
         """
         exact = exact_share(share, "choose: share", ShrinkError)
         size = len(self.units)
         if seed is not None and (not isinstance(seed, int) or seed < 0):
             raise ShrinkError(f"choose: seed={shown(seed)}. Give an int of 0 or more, or None for the first ones.")
         rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
-        return self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
+        chosen = self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
+        ranks = [space.units for space in self.spaces if self.adapter_of(space)]
+        return chosen[~np.isin(chosen, np.concatenate(ranks))] if ranks else chosen
+
+    def adapter_of(self, space: GraphSpace) -> str:
+        """The path of the adapter whose ranks the units of a space are; empty if they are anything else."""
+        owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in space.axes]
+        return owners[0] if all(owners) else ""
 
     def choose_half(self, *, lossy: bool = False) -> Indices:
         """Half of every space, its last one with it: what is counted from the end is then another one."""
@@ -175,12 +185,14 @@ class Graph:
         then = self._without(removed)
         cuts = [cut for name in self.wiring.tensors if (cut := cut_between(self._left, then, name)) is not None]
         touched = {cut.tensor for cut in cuts}
+        settings = tuple(settings_between(self._left, then, self.wiring.sized, self.constants))
         return Edits(
             units=removed,
             cuts=tuple(cuts),
-            settings=tuple(settings_between(self._left, then, self.wiring.sized, self.constants)),
+            settings=settings,
             selections=tuple(self._selections(then.alive)),
             headwise=tuple(path for path, names in self.wiring.headwise.items() if names & touched),
+            unchanged=tuple(unchanged_between(self._left, then, self.beside)),
         )
 
     def alive_after(self, units: Indices) -> Flags:

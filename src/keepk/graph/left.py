@@ -6,7 +6,7 @@ import numpy as np
 
 from keepk.errors import ShrinkError
 from keepk.graph.attributes import Sized
-from keepk.graph.edits import Cut, Indices, Setting
+from keepk.graph.edits import Cut, Indices, Setting, Unchanged
 from keepk.graph.maps import Flags, Map, predict, support
 from keepk.graph.wiring import Constant, Wiring
 
@@ -78,6 +78,19 @@ def settings_between(now: Left, then: Left, sized: Iterable[Sized], constants: I
         before, after = now.constant(found), then.constant(found)
         if before is not None and after is not None and before != after:
             yield Setting(found.module, found.attribute, found.item, before, after)
+
+
+def unchanged_between(now: Left, then: Left, beside: Iterable[Constant]) -> Iterable[Unchanged]:
+    """The attributes that are as large as something that changes and do not follow it."""
+    gone, seen = now.alive & ~then.alive, set[tuple[str, str, int | None]]()
+    for found in beside:
+        key = (found.module, found.attribute, found.item)
+        if key in seen or not any(gone[index_map].any() for index_map in found.maps):
+            continue
+        before, after = now.constant(found), then.constant(found)
+        if before is not None and after is not None and before != after:
+            seen.add(key)
+            yield Unchanged(*key, found.shape[found.dim], after)
 
 
 def _living(maps: Sequence[Map], alive: Flags) -> dict[int, Map]:

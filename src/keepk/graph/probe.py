@@ -6,7 +6,7 @@ of source. Where one number stands for two widths, both lose equally many. Nothi
 operation and place. A number that is computed from a size and is not itself a size (1 / sqrt(d)) makes the units lossy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from keepk.graph.edits import Indices
 from keepk.graph.facts import Bound, Facts, Line, Lines, Reason
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags, Map
-from keepk.graph.program_numbers import ProgramNumbers, rows_of_both
+from keepk.graph.program_numbers import ProgramNumbers, Where, rows_of_both
 from keepk.graph.replay import Mismatch, Replays
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
@@ -80,6 +80,10 @@ class Probe:
             self._try_out(lossy=False)
             fitting = self.graph
             self._try_out(lossy=True)
+        following = {(it.module, it.attribute, it.item) for it in self.constants}
+        following |= {(it.module, it.attribute, it.item) for it in self.wiring.sized}
+        beside = self._numbers.beside()
+        self.graph.beside = tuple(it for it in beside if (it.module, it.attribute, it.item) not in following)
         return self.graph
 
     def _try_out(self, *, lossy: bool) -> None:
@@ -91,7 +95,7 @@ class Probe:
                 found = self._align(lossy=lossy)
                 if found is None:
                     return
-            elif not self._repaired(found, units) and not self._tied(found):
+            elif not self._repaired(found, units) and not self._tied(found) and not self._fits_aligned(found, units):
                 self._refuse_unrepeatable()
                 self._give_up(found, units)
             failing = max(found.step, 0)
@@ -121,16 +125,36 @@ class Probe:
             if found.others:  # a position that is written in the model's Python
                 self._give_up(found, units)
                 return found
-            found, atoms = self._blamed(found, units)
-            classes = self.graph.units.classes
-            if not np.isin(self.graph.solution.classes[atoms], classes[units]).any():
-                found, culprits = self._culprits(found, units)
-                atoms = classes[culprits].astype(np.int32)
-            step = self._steps[max(found.step, 0)]
-            reason = Reason(f"other widths do not fit: {found.why}"[:200], step.name, step.module, step.place)
-            self._aligned.append(Bound(atoms, reason))
+            self._aligned.append(self._to_align(found, units))
             self.graph = self._solved()
         return found
+
+    def _to_align(self, found: Mismatch, units: Indices) -> Bound:
+        """The atoms of which a multiple must be left, so that an operation fits."""
+        found, atoms = self._blamed(found, units)
+        classes = self.graph.units.classes
+        if not np.isin(self.graph.solution.classes[atoms], classes[units]).any():
+            found, culprits = self._culprits(found, units)
+            atoms = classes[culprits].astype(np.int32)
+        step = self._steps[max(found.step, 0)]
+        reason = Reason(f"other widths do not fit: {found.why}"[:200], step.name, step.module, step.place)
+        return Bound(atoms, reason)
+
+    def _fits_aligned(self, found: Mismatch, units: Indices) -> bool:
+        """Where torch refuses a width, whether a multiple of 8 nearby gets further; it must then be one."""
+        if not found.raised:
+            return False
+        lossy, bound = bool(self.graph.units.lossy[units].any()), self._to_align(found, units)
+        self._aligned.append(bound)
+        self.graph = self._solved()
+        chosen = self.graph.choose_unevenly(lossy=lossy)
+        if np.isin(self.graph.solution.classes[bound.array], self.graph.units.classes[chosen]).any():
+            after = self._attempt(chosen)
+            if after is None or after.step > found.step:
+                return True
+        self._aligned.pop()
+        self.graph = self._solved()
+        return False
 
     def _fix_all(self, step: Step, *, lossy: bool) -> None:
         """Nothing is known of what was not tried out to the end."""
@@ -153,24 +177,40 @@ class Probe:
         """Try the numbers that could be the one in the way; keep what moves the failure on."""
         if found.step < 0 or found.number:
             return False
-        candidates = list(self._numbers.too_large(found.step, self._alive(units)))
-        best, reached = list[Constant](), found.step
-        for group in [[one] for one in candidates] + ([candidates] if len(candidates) > 1 else []):
-            key = (found.step, *((c.module, c.attribute, c.item, c.dim) for c in group))
-            if key in self._tried:
-                continue
-            self._tried.add(key)
-            after = self._attempt(units, [*self.constants, *group])
-            if after is None or after.step > reached:
-                best, reached = group, len(self._steps) if after is None else after.step
-            if after is None:
-                break
+        alive = self._alive(units)
+        searched = (
+            self._most_helpful(self._numbers.too_large(found.step, alive, where), found, units) for where in Where
+        )
+        best = next((constants for constants in searched if constants), [])
         known = {(c.module, c.attribute, c.item): c for c in self.constants}
         for constant in best:
             for sibling in self._numbers.siblings(constant, found.step):
                 known.setdefault((sibling.module, sibling.attribute, sibling.item), sibling)
         self.constants[:] = known.values()  # the graph holds this very list
         return bool(best)
+
+    def _most_helpful(self, candidates: Iterable[Constant], found: Mismatch, units: Indices) -> list[Constant]:
+        """Of constants, the one that gets furthest, or those of all together that are needed; none if none helps."""
+        listed = list(candidates)
+        best, reached = list[Constant](), found.step
+        for group in [[one] for one in listed] + ([listed] if len(listed) > 1 else []):
+            key = (found.step, *((c.module, c.attribute, c.item, c.shape, c.dim) for c in group))
+            if key in self._tried:
+                continue
+            self._tried.add(key)
+            if (after := self._reached(units, group)) > reached:
+                best, reached = group, after
+            if reached == len(self._steps):
+                break
+        for constant in best if len(best) > 1 else ():  # one that is not needed counts something else
+            fewer = [other for other in best if other is not constant]
+            best = fewer if self._reached(units, fewer) >= reached else best
+        return best
+
+    def _reached(self, units: Indices, constants: Sequence[Constant]) -> int:
+        """The step at which a cut copy fails when these constants follow as well."""
+        after = self._attempt(units, [*self.constants, *constants])
+        return len(self._steps) if after is None else after.step
 
     def _tied(self, found: Mismatch) -> bool:
         """Where one number stands for two widths, equally many go of both; whether that is news."""

@@ -2,61 +2,135 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+from keepk.graph.edits import entries_of
 from keepk.graph.maps import Flags, Map, fibres, predict, support
+from keepk.graph.replay import MAY_DIFFER
 from keepk.graph.tracer import Step
 from keepk.graph.wiring import Constant
 
 PARENTS = 3  # how far up a number may be kept
+CHILDREN = 2  # how far down
+BELOW = 16  # how many modules further down are looked at
 SIZES = 64  # how many numbers a list of sizes has at most: longer ones are tables of indices
+
+
+class Where(Enum):
+    """Where a number may be kept, in the order in which it is looked for."""
+
+    ATTRIBUTE = "in an attribute of the module or of its parents"
+    OBJECT = "in an object that one of them holds"
+    CHILD = "in a module inside it"
 
 
 @dataclass(frozen=True)
 class ProgramNumbers:
-    """The numbers that stand beside the operations of a trace, in the modules that ran them and in their parents."""
+    """The numbers beside the operations of a trace: in the modules that ran them, their parents and children."""
 
     steps: Sequence[Step]
     modules: Mapping[str, nn.Module]
 
-    def at(self, number: int) -> Iterator[Constant]:
-        """Attributes of an operation's module and its parents that are the old size of a dim with channels."""
-        step = self.steps[number]
-        for shape, maps in step.tensors:
-            for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
-                for path in upwards(step.module):
-                    for attribute, item in holding(self.modules.get(path), shape[dim]):
+    def at(self, number: int, where: Where | None = None) -> Iterator[Constant]:
+        """Attributes around an operation that are the old size of a dim with channels; all, or those kept somewhere."""
+        for step in self._of_one_call(number):
+            for shape, maps in step.tensors:
+                for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
+                    for path, attribute, item in self._kept(number, shape[dim], where):
                         yield Constant(path, attribute, item, shape, maps, dim)
 
-    def too_large(self, number: int, alive: Flags) -> Iterator[Constant]:
+    def _kept(self, number: int, size: int, where: Where | None) -> Iterator[tuple[str, str, int | None]]:
+        """Where a size is kept: module, attribute and item."""
+        around = list(upwards(self.steps[number].module))
+        if where in (None, Where.ATTRIBUTE):
+            yield from ((path, *found) for path in around for found in holding(self.modules.get(path), size))
+        if where in (None, Where.OBJECT):
+            yield from ((path, *found) for path in around for found in holding_inside(self.modules.get(path), size))
+        if where in (None, Where.CHILD):
+            for path in self._below(number):
+                module = self.modules[path]
+                yield from ((path, *found) for found in (*holding(module, size), *holding_inside(module, size)))
+
+    def _below(self, number: int) -> list[str]:
+        """The modules inside an operation's module, those first that are next to what ran before it."""
+        module, before = self.steps[number].module, self.steps[max(number - 1, 0)].module.split(".")
+        found = dict.fromkeys(self._first_path[id(child)] for child in self._inside(module, CHILDREN))
+        return sorted(found, key=lambda path: -_alike(path.split("."), before))[:BELOW]
+
+    def _inside(self, path: str, depth: int) -> Iterator[nn.Module]:
+        level = [self.modules[path]] if path in self.modules else []
+        for _ in range(depth):
+            level = [child for module in level for child in module.children()]
+            yield from level
+
+    @cached_property
+    def _first_path(self) -> dict[int, str]:
+        """A module that several others hold is known by the first of its names."""
+        return {id(module): path for path, module in self.modules.items()}
+
+    def _of_one_call(self, number: int) -> Iterator[Step]:
+        """The step, and the movements that follow it on the same line.
+
+        A reshape that copies is a clone and a view. It fails before either of them runs, so the clone is blamed, but
+        the number in the way is a size of the view.
+        """
+        first = self.steps[number]
+        yield first
+        for step in self.steps[number + 1 :]:
+            if step.name not in MAY_DIFFER or (step.module, step.place) != (first.module, first.place):
+                return
+            yield step
+
+    def too_large(self, number: int, alive: Flags, where: Where) -> Iterator[Constant]:
         """Those of something that should have shrunk."""
-        for constant in self.at(number):
+        for constant in self.at(number, where):
             after = predict(constant.shape, constant.maps, alive)
             if after is not None and after[constant.dim] != constant.shape[constant.dim]:
                 yield constant
 
+    def beside(self) -> Iterator[Constant]:
+        """Every attribute of a module that is the size of a dim with channels in its own forward, used there or not.
+
+        It may be the number of these channels (``num_heads`` beside a ``view(..., -1, head_dim)``) or be equal to it by
+        chance. torch's own layers are left out: what they know of sizes is known (`attributes`).
+        """
+        own = {path: module for path, module in self.modules.items() if not _is_of_torch(module)}
+        seen = set[tuple[object, ...]]()
+        for step in (step for step in self.steps if step.module in own):
+            for shape, maps in step.tensors:
+                for dim, first in {dim: int(m.flat[0]) for m in maps for dim in support(m)}.items():
+                    for attribute, item in holding(own[step.module], shape[dim]):
+                        key = (step.module, attribute, item, shape, dim, first)
+                        if key not in seen:
+                            seen.add(key)
+                            yield Constant(step.module, attribute, item, shape, maps, dim)
+
     def siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
         """The same attribute in every module of that class, wherever the same line did the same operation."""
         yield constant
-        origin = self.steps[number]
-        up = len(origin.module.split(".")) - len(constant.module.split(".")) if constant.module else None
+        origin = next(
+            step for step in self._of_one_call(number) if any(maps is constant.maps for _, maps in step.tensors)
+        )
         tensor = next(i for i, (_, maps) in enumerate(origin.tensors) if maps is constant.maps)
         for step in self.steps:
             same_line = step is not origin and step.name == origin.name and step.place == origin.place
-            if not same_line or len(step.outputs) != len(origin.outputs) or up is None:
+            if not same_line or len(step.outputs) != len(origin.outputs):
                 continue
-            path = ".".join(step.module.split(".")[: len(step.module.split(".")) - up])
+            path = _moved(constant.module, origin.module, step.module)
             shape, maps = step.tensors[tensor]
-            if self._holds(path, constant, shape):
+            if path is not None and self._holds(path, constant, shape):
                 yield replace(constant, module=path, shape=shape, maps=maps)
 
     def _holds(self, path: str, constant: Constant, shape: tuple[int, ...]) -> bool:
         module, known = self.modules.get(path), self.modules.get(constant.module)
         if module is None or type(module) is not type(known) or len(shape) <= constant.dim:
             return False
-        return (constant.attribute, constant.item) in holding(module, shape[constant.dim])
+        size = shape[constant.dim]
+        return (constant.attribute, constant.item) in (*holding(module, size), *holding_inside(module, size))
 
 
 def rows_of_both(one: Constant, other: Constant) -> Map:
@@ -83,11 +157,64 @@ def upwards(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
+def _moved(path: str, origin: str, other: str) -> str | None:
+    """The path that lies to another module as this one lies to its origin; None for the model itself.
+
+    >>> _moved("blocks.0.attn", "blocks.0.attn.qkv", "blocks.3.attn.qkv")
+    'blocks.3.attn'
+    >>> _moved("blocks.0.sizes", "blocks.0", "blocks.3")
+    'blocks.3.sizes'
+    """
+    if not path:
+        return None
+    if f"{path}.".startswith(f"{origin}." if origin else ""):
+        return f"{other}{path[len(origin) :]}" if origin else path
+    up = len(origin.split(".")) - len(path.split("."))
+    return ".".join(other.split(".")[: len(other.split(".")) - up])
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "torch"
+
+
+def _alike(path: Sequence[str], other: Sequence[str]) -> int:
+    """How many names two paths begin with in common."""
+    return next((n for n, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other)))
+
+
 def holding(module: nn.Module | None, size: int) -> list[tuple[str, int | None]]:
     """The attributes, and entries of attributes, that are this number."""
+    return _numbers_in(vars(module), size) if module is not None else []
+
+
+def holding_inside(module: nn.Module | None, size: int) -> list[tuple[str, int | None]]:
+    """The same in objects that a module holds, such as configs and dicts: ``config.num_heads``.
+
+    >>> net = nn.Identity()
+    >>> net.config = {"heads": 4, "sizes": (4, 8)}
+    >>> holding_inside(net, 4)
+    [('config.heads', None), ('config.sizes', 0)]
+    """
+    held = vars(module).items() if module is not None else ()
+    return [
+        (f"{name}.{attribute}", item)
+        for name, value in held
+        if not name.startswith("_") and _is_holder(value)
+        for attribute, item in _numbers_in(entries_of(value), size)
+    ]
+
+
+def _is_holder(value: object) -> bool:
+    """Whether a value is a dict, or a plain object with attributes: no module, tensor, class or function."""
+    if type(value) is dict:
+        return all(isinstance(key, str) for key in value)
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor)
+
+
+def _numbers_in(entries: Mapping[str, object], size: int) -> list[tuple[str, int | None]]:
     found = list[tuple[str, int | None]]()
-    for attribute, value in vars(module).items() if module is not None else ():
-        if attribute.startswith("_") or isinstance(value, bool):
+    for attribute, value in entries.items():
+        if attribute.startswith("_") or not attribute.isidentifier() or isinstance(value, bool):
             continue
         if isinstance(value, int) and value == size:
             found.append((attribute, None))

@@ -4,7 +4,7 @@ Shapes alone would not tell a shuffled order from the right one. The copy's weig
 each operation's result can be held against the first trace with the removed ids taken out.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.graph.call import Call
+from keepk.graph.call import Call, is_pointwise
 from keepk.graph.edits import Edits, Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.graph import Graph
 from keepk.graph.label import Label, label_of, set_label, tensors_in
-from keepk.graph.maps import Flags, Map, compress, predict, restrict_all, support
+from keepk.graph.maps import Flags, Map, aligned, compress, predict, restrict_all, support
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.tracer import Numbers, Recorded, Step, Tracer, named_tensors, numbers_of
 from keepk.graph.union import Classes
@@ -27,18 +27,23 @@ from keepk.graph.values import CREATED
 # Whether a reshape copies depends on sizes, so these come and go between two runs.
 MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
 MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
-# A linear layer is one operation or two, as its input's strides are.
-ADDMM, MM, ADD = "aten::addmm", "aten::mm", "aten::add"
+# A linear layer is one operation or two (a product and a sum), and its product has a batch or not, depending on the
+# strides of its input.
+ADDMM, ADD = "aten::addmm", "aten::add"
+PRODUCTS = ("aten::mm", "aten::bmm")
 
 
 class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
     """The cut copy did something else than predicted."""
 
-    def __init__(self, step: int, why: str, *, number: bool = False, others: bool = False) -> None:
+    def __init__(
+        self, step: int, why: str, *, number: bool = False, others: bool = False, raised: bool = False
+    ) -> None:
         super().__init__(why)
         self.step, self.why = step, why
         self.run: Run | None = None  # the forward pass in which it happened
         self.number, self.others = number, others  # a value is another one; the size is right, the channels are not
+        self.raised = raised  # by torch or the user's forward, before there was anything to compare
 
 
 class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
@@ -149,11 +154,14 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             return steps[number]
         if call.name == "aten::index_select" and self.module in self._selected:
             return None
-        if there == ADDMM and call.name in (MM, ADD):
+        if there == ADDMM and call.name in (*PRODUCTS, ADD):
             self._position = number + 1 if call.name == ADD else self._position
             return None
-        if there in (MM, ADD) and call.name == ADDMM:
+        if there in (*PRODUCTS, ADD) and call.name == ADDMM:
             self._position = next((n + 1 for n in range(number, len(steps)) if steps[n].name == ADD), number + 1)
+            return None
+        if there in PRODUCTS and call.name in PRODUCTS:
+            self._position = number + 1
             return None
         raise Mismatch(self.position, f"{there} became {call.name}")
 
@@ -198,7 +206,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
                 return  # statistics that nobody follows
             raise Mismatch(blamed, f"{call.name} gave {tuple(output.shape)}, expected {expected}")
         left = restrict_all(maps, self._alive) or []
-        found = [m for m in map(compress, label_of(output).maps) if support(m)]
+        found = [m for m in map(compress, (*label_of(output).maps, *_passed_on(call, output.ndim))) if support(m)]
         for index_map in (m for m in map(compress, left) if support(m)):
             known = [other for other in found if other.shape == index_map.shape]
             if self._lenient and not known:
@@ -218,6 +226,17 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             return True
         pairs = np.stack([found[fresh], self._classes[wanted[fresh]]])
         return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
+
+
+def _passed_on(call: Call, rank: int) -> Iterator[Map]:
+    """The maps of what an operation combines element by element: each holds for the result as well.
+
+    With one head left, a weight that all heads share has the shape of what it scales, so that the result carries the
+    weight's ids; a table without channels leaves it none.
+    """
+    if is_pointwise(call.operation):
+        for tensor in call.inputs:
+            yield from (aligned(m, rank) for m in call.maps(tensor) if m.ndim <= rank)
 
 
 def _selected(index_map: Map, channels: Indices) -> Map:
@@ -422,5 +441,5 @@ def _followed(
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the user's forward raises, a size that it cannot have made it do so
-        return Mismatch(replay.position, f"{type(error).__name__}: {error}")
+        return Mismatch(replay.position, f"{type(error).__name__}: {error}", raised=True)
     return None

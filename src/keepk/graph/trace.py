@@ -25,7 +25,7 @@ from keepk.graph.solve import solve
 from keepk.graph.tracer import Recorded, Tracer, named_tensors, output_maps
 from keepk.graph.values import is_raised_by_program, opposite
 from keepk.graph.wiring import Wiring
-from keepk.graph.wrappers import unwrap
+from keepk.graph.wrappers import adapters_of, unwrap
 
 ATTEMPTS = 3  # to trace a model whose forward fills caches
 BRANCHES = 24  # places at which both outcomes of a truth value are tried: each is a forward pass of every cut copy
@@ -190,10 +190,12 @@ class _Watched:
             if self.workshop.device is not None:
                 raise _NotOnMeta from error
             raise self._failed(run, error) from error
+        place = _place_of_forward(self.workshop.model)
+        for index_map in output_maps(_cache_in(output)):
+            why = "is kept in past_key_values, the cache that forward returns; trace the model with use_cache=False"
+            tracer.facts.add_pin(index_map, Reason(why, place=place))
         for index_map in output_maps(output):
-            tracer.facts.add_pin(
-                index_map, Reason("is an output of the model", place=_place_of_forward(self.workshop.model))
-            )
+            tracer.facts.add_pin(index_map, Reason("is an output of the model", place=place))
         self._keep(run, tracer, tracer.recorded(output))
 
     def _new_tracer(self, run: Run) -> Tracer:
@@ -311,6 +313,14 @@ class _Watched:
                 self.facts.add_pin(index_map, Reason(why, place=place))
 
 
+def _cache_in(output: Any) -> Any:
+    """The keys and values of past tokens among what a language model of transformers returns."""
+    if isinstance(output, tuple | list):
+        return [part for part in output if type(part).__name__.endswith("Cache")]
+    held = output if isinstance(output, dict) else getattr(output, "__dict__", {})
+    return held.get("past_key_values")
+
+
 def _place_of_forward(model: nn.Module) -> str:
     """File and line where the model's forward begins."""
     try:
@@ -348,6 +358,7 @@ def _wiring(model: nn.Module, watched: _Watched) -> Wiring:
         roles=watched.facts.roles,
         sized=tuple(sized_attributes(model, names)),
         headwise=dict(_attentions(model, names)),
+        adapters=adapters_of(model),
     )
 
 

@@ -1,6 +1,6 @@
 """What a trace found of a model's wiring, before anything is removed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keepk.graph.atoms import Axis
 from keepk.graph.attributes import Sized
@@ -41,6 +41,7 @@ class Wiring:
         roles: What each axis does.
         sized: Attributes that repeat sizes.
         headwise: By path of an attention, the names of its in-projections.
+        adapters: By name of an adapter's parameter (LoRA), the adapter's path.
     """
 
     axes: list[Axis]
@@ -50,3 +51,4 @@ class Wiring:
     roles: dict[tuple[str, int], Role]
     sized: tuple[Sized, ...]
     headwise: dict[str, set[str]]
+    adapters: dict[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""The user's own module inside the wrappers of torch, and the names that it gives its parameters."""
+"""The user's own module inside the wrappers of torch, the names of its parameters, and the adapters among them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -36,3 +36,20 @@ def _without(name: str, wrapped: Sequence[str]) -> str:
             outer = path.rpartition(".")[0]
             name = f"{outer}.{name[len(path) + 1 :]}" if outer else name[len(path) + 1 :]
     return name
+
+
+def adapters_of(model: nn.Module) -> dict[str, str]:
+    """By name of an adapter's parameter, the path of the adapter: ``layer.lora_A`` for ``layer.lora_A.default.weight``.
+
+    A layer of peft says what its adapters are called (``adapter_layer_names``); others are known by LoRA's own names.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {name: found for name, _ in model.named_parameters() if (found := _adapter(name.split("."), modules))}
+
+
+def _adapter(names: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
+    for place, name in enumerate(names):
+        layer = modules.get(".".join(names[:place]))
+        if name.startswith("lora_") or name in getattr(layer, "adapter_layer_names", ()):
+            return ".".join(names[: place + 1])
+    return ""

@@ -9,6 +9,7 @@ import numpy as np
 from keepk.errors import SpaceError
 from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
+from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
 from keepk.graph.units import GraphSpace
 from keepk.plan.names import matches, nearest
@@ -112,11 +113,29 @@ def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[
                     f"{_parameters_meant(graph, glob)}"
                 )
     named = [layer for layer, names in candidates if _any(names, space.select) and not _any(names, space.exclude)]
+    named = [layer for layer in named if _is_meant(graph, layer, modules_of(layer, space.at), space.select)]
     for glob in space.select:
         mine = [layer for layer in named if _any(modules_of(layer, space.at), [glob])]
         if not any(space.lossy or not layer.lossy for layer in mine):
             _refuse_nothing(graph, space, glob, mine)
     return tuple(layer for layer in named if space.lossy or not layer.lossy)
+
+
+def _is_meant(graph: Graph, layer: GraphSpace, names: Sequence[str], globs: Sequence[str]) -> bool:
+    """Whether a layer counts: the ranks of an adapter (LoRA) do so only where a glob names the adapter itself.
+
+    It does if it would not match under another name: ``*.lora_A*`` does, ``*.self_attn*`` does not.
+    """
+    adapter = graph.adapter_of(layer)
+    if not adapter:
+        return True
+    own = {graph.wiring.adapters[tensor] for tensor, _, _ in layer.axes}
+    return any(matches(name, [glob]) and not matches(_renamed(name, own), [glob]) for name in names for glob in globs)
+
+
+def _renamed(name: str, adapters: Iterable[str]) -> str:
+    adapter = next((path for path in adapters if f"{name}.".startswith(f"{path}.")), "")
+    return f"{adapter.rpartition('.')[0]}.{name[len(adapter) :]}" if adapter else name
 
 
 def _parameters_meant(graph: Graph, glob: str) -> str:
@@ -131,21 +150,40 @@ def _any(names: Iterable[str], globs: Iterable[str]) -> bool:
 
 def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequence[GraphSpace]) -> None:
     where = f"space {space.name!r}: select={glob!r}"
+    role = Role.PRODUCER if space.at == "output" else Role.READER
+    fixed = [
+        it
+        for it in graph.fixed
+        if matches(_module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
+    ]
+    # Every model has outputs; they are worth a word only where the glob names no lossy layer by its own name.
+    telling = [it for it in fixed if not is_output(it.reason)] or fixed * (not _any([it.name for it in lossy], [glob]))
+    if lossy and telling:
+        raise SpaceError(
+            f"{where}: axis {telling[0].axis} of {telling[0].tensor!r} ({len(telling)} such axes) is fixed, "
+            f"{telling[0].why}. The only channels that it matches, {sum(len(it.units) for it in lossy)} of "
+            f"{lossy[0].name!r}, are others: lossy=True would remove those, and none of the former."
+        )
     if lossy:
         raise NoChannelsError(
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
             f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
         )
+    ranks = [layer for layer in graph.spaces if graph.adapter_of(layer) and _any(modules_of(layer, space.at), [glob])]
+    if ranks:
+        adapter = graph.adapter_of(ranks[0]).rpartition(".")[2]
+        raise SpaceError(
+            f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
+            f"which are left out unless a glob names them. Say {f'*.{adapter}*'!r} to prune ranks."
+        )
     names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
     if _any(names, [glob]):
         raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
-    role = Role.PRODUCER if space.at == "output" else Role.READER
-    for fixed in graph.fixed:
-        if matches(_module_of(fixed.tensor), [glob]) and graph.wiring.roles.get((fixed.tensor, fixed.axis)) is role:
-            raise NoChannelsError(
-                f"{where} matches no channel that can go: axis {fixed.axis} of {fixed.tensor!r} is fixed, {fixed.why}. "
-                f"keepk.inspect(model, example) lists what can shrink."
-            )
+    if fixed:
+        raise NoChannelsError(
+            f"{where} matches no channel that can go: axis {fixed[0].axis} of {fixed[0].tensor!r} is fixed, "
+            f"{fixed[0].why}. keepk.inspect(model, example) lists what can shrink."
+        )
     raise NoChannelsError(
         f"{where} matches modules, but none with channels at its {space.at}. "
         f"Nearest modules that have some: {nearest(glob, list(dict.fromkeys(names)))}."

@@ -17,6 +17,7 @@ from keepk.graph.findings import (
     FixedGroup,
     SpaceFound,
     Where,
+    attributes_beside,
     equal_parts,
     fixed_groups,
     spaces_found,
@@ -59,6 +60,8 @@ class Inspection:
         batch: How many samples the example has, by which its MACs were divided. None if that could not be told, because
             its tensors share no first dimension, or MACs do not grow with it: MACs are of the whole example then.
         unknown: Parts of the model's forward that the trace has not seen, such as a train mode that fails.
+        attributes: Attributes that are as large as something that can shrink and keep their values when it does:
+            forward does not need them, and they may be equal to it by chance.
     """
 
     model: str
@@ -69,6 +72,7 @@ class Inspection:
     layers: tuple[LayerCost, ...]
     batch: int | None
     unknown: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -171,6 +175,7 @@ def inspect(
         layers=costs.layers,
         batch=costs.batch,
         unknown=graph.unknown,
+        attributes=attributes_beside(graph),
     )
 
 
@@ -220,6 +225,9 @@ def _sections(report: Inspection) -> Iterator[_Section]:
         yield _Section("Must keep a multiple", None, tuple(_multiple_notes(report.spaces)))
     if report.unknown:
         yield _Section("Not seen by the trace", None, tuple(map(_Note, report.unknown)))
+    if report.attributes:
+        why = "forward does not need them, and they may be equal to a size by chance: check them after a removal"
+        yield _Section("Attributes that stay as they are", None, (_Note(_some(report.attributes), why),))
     if report.layers:
         yield _Section(f"Layers (MACs {per_what(report.batch)})", _layer_table(report), ())
 

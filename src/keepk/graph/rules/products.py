@@ -85,6 +85,31 @@ def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
         call.read_by("a product", call.maps(right), (max(right.ndim - 2, 0),))
 
 
+@rule("_trilinear")
+def bilinear(call: Call) -> None:
+    """Sum over i and j of left (n, i) times weight (o, i, j) times right (n, j), in the joint index space (n, o, i, j).
+
+    A product with one input, then one with the other. Nothing but `torch.nn.functional.bilinear` calls it.
+    """
+    left, weight, right = call["i1"], call["i2"], call["i3"]
+    layout = [list(call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
+    if layout != [[1, 3], [0], [1, 2], [2, 3]]:
+        call.pin_inputs("a trilinear product of this layout has no rule")
+        return
+    rows, (outs, lefts, rights) = left.shape[0], weight.shape
+    inner = call.shaped_operand(weight, lambda m: m[None], (1, outs, lefts, rights))
+    one = call.shaped_operand(left, lambda m: m[:, None, :, None], (rows, 1, lefts, 1))
+    other = call.shaped_operand(right, lambda m: m[:, None, None, :], (rows, 1, 1, rights))
+    half = call.contract((one, inner), 2, "is multiplied")
+    between = Operand([m for m, _ in half], (rows, outs, 1, rights), [zero for _, zero in half])
+    tracked = call.contract((between, other), 3, "is multiplied")
+    call.weight_of(weight, read=1, produced=0)
+    call.weight_of(weight, read=2, produced=0)
+    for tensor in (left, right):
+        call.read_by(call.module or "model", call.maps(tensor), (1,))
+    call.leave([m[:, :, 0, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
+
+
 @rule("_grouped_mm")
 def experts(call: Call) -> None:
     """Rows of tokens times one matrix for each expert: the experts stay."""
