@@ -435,7 +435,9 @@ def test_a_share_as_keep_is_answered_with_prune(make, keep, percent, prune):
     ],
 )
 def test_the_name_of_a_metric_is_answered_with_the_function(make, name, cure):
-    with pytest.raises(SpaceError, match=rf"metric='{name}' is not callable\. Give the function itself: .*{cure}"):
+    with pytest.raises(
+        SpaceError, match=rf"metric='{name}' is not callable\. Give a function, see keepk\.metrics: .*{cure}"
+    ):
         make("*", keep=5, metric=name)
 
 

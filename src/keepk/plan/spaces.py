@@ -217,7 +217,7 @@ def _refuse_no_metric(called: str, metric: object, metrics: Sequence[str]) -> No
     if isinstance(metric, str):
         calls = {call.partition("(")[0]: call for call in metrics}
         likely = get_close_matches(metric, calls, n=1 if metric in calls else 3, cutoff=0.4) or list(calls)[:3]
-        remedy = f"Give the function itself: {' or '.join(f'keepk.metrics.{calls[it]}' for it in likely)}"
+        remedy += f": {' or '.join(f'keepk.metrics.{calls[it]}' for it in likely)}"
         if metric not in calls and metric in names_of(OF_CHANNELS):
             remedy += f"; keepk.metrics.{metric} ranks channels"
     raise SpaceError(f"space {called!r}: metric={shown(metric)} is not callable. {remedy}.")
