@@ -142,9 +142,11 @@ class Probe:
 
     def _fits_aligned(self, found: Mismatch, units: Indices) -> bool:
         """Where torch refuses a width, whether a multiple of 8 nearby gets further; it must then be one."""
-        if not found.raised:
+        step, lossy = self._steps[found.step], bool(self.graph.units.lossy[units].any())
+        if not found.raised or (step.name, step.place, lossy) in self._tried:
             return False
-        lossy, bound = bool(self.graph.units.lossy[units].any()), self._to_align(found, units)
+        self._tried.add((step.name, step.place, lossy))
+        bound = self._to_align(found, units)
         self._aligned.append(bound)
         self.graph = self._solved()
         chosen = self.graph.choose_unevenly(lossy=lossy)

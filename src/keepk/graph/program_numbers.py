@@ -58,7 +58,8 @@ class ProgramNumbers:
     def _below(self, number: int) -> list[str]:
         """The modules inside an operation's module, those first that are next to what ran before it."""
         module, before = self.steps[number].module, self.steps[max(number - 1, 0)].module.split(".")
-        found = dict.fromkeys(self._first_path[id(child)] for child in self._inside(module, CHILDREN))
+        inside = (child for child in self._inside(module, CHILDREN) if not _is_of_torch(child))  # their sizes are known
+        found = dict.fromkeys(self._first_path[id(child)] for child in inside)
         return sorted(found, key=lambda path: -_alike(path.split("."), before))[:BELOW]
 
     def _inside(self, path: str, depth: int) -> Iterator[nn.Module]:
