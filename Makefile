@@ -26,7 +26,7 @@ check: $(INSTALLED)  ## formatting, lint, types
 test: check  ## check, then all tests and doctests, warnings as errors
 	$(BIN)/python -m pytest -n 2
 
-test-slow: $(INSTALLED)  ## 1,000 random networks, shrunk and held against the masked ones
+test-slow: $(INSTALLED)  ## 3,000 random networks, 2,000 of them with traps, shrunk and compared with masked ones
 	KEEPK_SLOW=1 $(BIN)/python -m pytest -n 2 tests/test_shrunk_is_masked.py -k slow
 
 format: $(INSTALLED)  ## let ruff format and mend

@@ -252,6 +252,7 @@ def test_a_model_that_is_saved_before_its_first_event(tmp_path):
         everything = keepk.Pruner(net, keepk.weights("*.weight", keep=100))
         keepk.save(net, tmp_path / "c")
         assert everything.epoch == 0
+        everything.close()
         pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=30))
         del pruner
         keepk.save(net, tmp_path / "d")  # nobody has it any more

@@ -139,21 +139,21 @@ class WidthInArguments(Pictured):
         super().__init__(16, 16)
 
 
-@network("kernel_from_width", "lossy", "first.weight", 0)
+@network("kernel_from_width", "lossy", "first.weight", 0, only=True)
 class KernelFromWidth(WidthInArguments):
     def pattern(self, h):
         kernel = h.shape[1] // 8 * 2 + 1
         return F.avg_pool2d(h, kernel, 1, kernel // 2)
 
 
-@network("max_pool_from_width", "lossy", "first.weight", 0)
+@network("max_pool_from_width", "lossy", "first.weight", 0, only=True)
 class MaxPoolFromWidth(WidthInArguments):
     def pattern(self, h):
         kernel = h.shape[1] // 8 * 2 + 1
         return F.max_pool2d(h, kernel, 1, kernel // 2)
 
 
-@network("dilation_from_width", "lossy", "first.weight", 0)
+@network("dilation_from_width", "lossy", "first.weight", 0, only=True)
 class DilationFromWidth(WidthInArguments):
     def __init__(self):
         super().__init__()
@@ -164,14 +164,14 @@ class DilationFromWidth(WidthInArguments):
         return F.conv2d(h, self.second.weight, self.second.bias, padding=reach, dilation=reach)
 
 
-@network("padding_from_width", "lossy", "first.weight", 0)
+@network("padding_from_width", "lossy", "first.weight", 0, only=True)
 class PaddingFromWidth(WidthInArguments):
     def pattern(self, h):
         left = h.shape[1] // 4
         return F.pad(h, (left, 6 - left))[..., :10]
 
 
-@network("kernel_from_another_width", "lossy", "first.weight", 0)
+@network("kernel_from_another_width", "lossy", "first.weight", 0, only=True)
 class KernelFromAnotherWidth(WidthInArguments):
     """The channels that say how large the kernel is do not go through the pool."""
 
@@ -185,13 +185,13 @@ class KernelFromAnotherWidth(WidthInArguments):
         return F.avg_pool2d(self.second(h), kernel, 1, kernel // 2)
 
 
-@network("mode_from_width", "lossy", "first.weight", 0)
+@network("mode_from_width", "lossy", "first.weight", 0, only=True)
 class ModeFromWidth(WidthInArguments):
     def pattern(self, h):
         return F.gelu(h, approximate="tanh" if h.shape[1] > 10 else "none")
 
 
-@network("dim_from_width", "inexact", "first.weight", 0)
+@network("dim_from_width", "inexact", "first.weight", 0, only=True)
 class DimFromWidth(WidthInArguments):
     def pattern(self, h):
         return h.softmax(2 if h.shape[1] > 10 else 3)

@@ -24,7 +24,7 @@ class Hidden(nn.Module):
 # Only in training
 
 
-@network("activity_penalty_in_training", "lossy", "a.weight", 0, example=vectors)
+@network("activity_penalty_in_training", "lossy", "a.weight", 0, example=vectors, only=True)
 class ActivityPenalty(Hidden):
     def forward(self, x):
         h = F.relu(self.a(x))
@@ -40,37 +40,37 @@ class SumOfSquares(Hidden):
         return (self.o(h), h.square().sum()) if self.training else self.o(h)
 
 
-@network("literal_size_in_training", "fixed", "a.weight", 0, example=vectors)
+@network("literal_size_in_training", "fixed", "a.weight", 0, example=vectors, only=True)
 class LiteralSizeInTraining(Hidden):
     def in_training(self, h):
         return (h.view(-1, 3, 4) * 2).view(-1, 12)
 
 
-@network("layer_norm_in_training", "lossy", "a.weight", 0, example=vectors)
+@network("layer_norm_in_training", "lossy", "a.weight", 0, example=vectors, only=True)
 class LayerNormInTraining(Hidden):
     def in_training(self, h):
         return F.layer_norm(h, h.shape[1:])
 
 
-@network("softmax_in_training", "lossy", "a.weight", 0, example=vectors)
+@network("softmax_in_training", "lossy", "a.weight", 0, example=vectors, only=True)
 class SoftmaxInTraining(Hidden):
     def in_training(self, h):
         return h.softmax(1)
 
 
-@network("roll_in_training", "fixed", "a.weight", 0, example=vectors)
+@network("roll_in_training", "fixed", "a.weight", 0, example=vectors, only=True)
 class RollInTraining(Hidden):
     def in_training(self, h):
         return h.roll(1, 1)
 
 
-@network("width_as_factor_in_training", "lossy", "a.weight", 0, example=vectors)
+@network("width_as_factor_in_training", "lossy", "a.weight", 0, example=vectors, only=True)
 class WidthInTraining(Hidden):
     def in_training(self, h):
         return h / h.shape[1]
 
 
-@network("features_returned_in_training", "fixed", "a.weight", 0, example=vectors)
+@network("features_returned_in_training", "fixed", "a.weight", 0, example=vectors, only=True)
 class FeaturesInTraining(Hidden):
     def forward(self, x):
         h = F.relu(self.a(x))
@@ -99,7 +99,7 @@ class AlphaDropout(Hidden):
         return F.alpha_dropout(h, self.drop.p, training=True)
 
 
-@network("alpha_dropout_summed", "lossy", "a.weight", 0, example=vectors)
+@network("alpha_dropout_summed", "lossy", "a.weight", 0, example=vectors, only=True)
 class AlphaDropoutSummed(Hidden):
     """Alpha dropout does not keep zeros: what is dropped has a value of its own."""
 
@@ -183,7 +183,7 @@ class BranchOnActivation(Branching):
         return h.sum() > -1
 
 
-@network("literal_size_in_the_other_branch", "fixed", "a.weight", 0, example=vectors)
+@network("literal_size_in_the_other_branch", "fixed", "a.weight", 0, example=vectors, only=True)
 class LiteralInOther(Branching):
     def other(self, h):
         return h.view(-1, 3, 4).flip(1).reshape(-1, 12)

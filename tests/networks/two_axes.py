@@ -83,7 +83,7 @@ class PairwiseSum(TwoAxes):
         return (torch.relu(a)[:, None] + torch.relu(b)[:, :, None]).sum(1)
 
 
-@network("outer_product_of_one_layer", "lossy", "a.weight", 0)
+@network("outer_product_of_one_layer", "lossy", "a.weight", 0, only=True)
 class OuterOfOne(TwoAxes):
     """The same channels on both axes, zero along one of them only."""
 
@@ -104,7 +104,7 @@ class ExpandedPairs(TwoAxes):
         return (rows * torch.sigmoid(b)[:, :, None].expand_as(rows)).sum(1)
 
 
-@network("copies_that_are_summed", "inexact", "b.weight", 0)
+@network("copies_that_are_summed", "inexact", "b.weight", 0, only=True)
 class SummedCopies(TwoAxes):
     """A tensor repeated once for each channel of another is as many times too large."""
 
@@ -164,7 +164,7 @@ class TimesSharedParameter(nn.Module):
         return self.head(torch.cos(F.relu(self.gates(x))[:, :, None] * self.row).sum(1))
 
 
-@network("in_place_on_a_slice", "lossy", "first.weight", 0, example=vectors)
+@network("in_place_on_a_slice", "lossy", "first.weight", 0, example=vectors, only=True)
 class InPlaceOnSlice(nn.Module):
     """The slice that is written is memory of the whole."""
 
@@ -178,7 +178,7 @@ class InPlaceOnSlice(nn.Module):
         return self.head(h.sum(1, keepdim=True))
 
 
-@network("view_taken_before_a_write", "lossy", "first.weight", 0, example=vectors)
+@network("view_taken_before_a_write", "lossy", "first.weight", 0, example=vectors, only=True)
 class ViewBeforeWrite(InPlaceOnSlice):
     def forward(self, x):
         h = F.gelu(self.first(x))
@@ -211,7 +211,7 @@ class DynamicKernel(nn.Module):
         return self.head(F.conv2d(h, rows).mean((2, 3)))
 
 
-@network("written_into_zeros", "lossy", "first.weight", 0, example=vectors)
+@network("written_into_zeros", "lossy", "first.weight", 0, example=vectors, only=True)
 class WrittenIntoZeros(nn.Module):
     def __init__(self):
         super().__init__()

@@ -135,12 +135,13 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits) -> None:
     _refuse_wide_projection(model, edits)
     workshop = Workshop(model, replays.runs[0][0].example, replays.device)
     found = replays.mismatch(workshop, graph, edits, lenient=True)
-    if found is not None and found.step >= 0:
-        # Forward may have filled caches since the trace: compare with what it does now.
-        replays = graph.replays = replays.recorded_again(workshop, graph)
-        found = replays.mismatch(workshop, graph, edits, lenient=True)
-    if found is None or found.step < 0 or _is_torchs_shortcut(model, graph, edits, found):
-        replays.fitting.add(shapes)  # a module that cannot have its new size says so when it gets it
+    if (
+        found is None
+        or found.step < 0  # a module that cannot have its new size says so when it gets it
+        or _is_torchs_shortcut(model, graph, edits, found)
+        or _has_changed_since(workshop, graph, edits, found)
+    ):
+        replays.fitting.add(shapes)
         return
     step = replays.steps[max(found.step, 0)]
     where = Reason("", step.name, step.module, step.place)
@@ -165,6 +166,27 @@ def _refuse_wide_projection(model: nn.Module, edits: Edits) -> None:
             )
 
 
+def _has_changed_since(workshop: Workshop, graph: Graph, edits: Edits, found: Mismatch) -> bool:
+    """Whether the uncut model does not repeat its trace either: it filled a cache, or a rate of dropout was changed.
+
+    The difference then says nothing about the cut, and the outputs of a cut and of a masked copy tell, for exact units.
+    """
+    assert graph.replays is not None
+    if graph.replays.mismatch(workshop, graph, graph.edits([]), lenient=True) is None:
+        return False
+    return bool(graph.units.lossy[edits.units].any()) or _computes_the_same(workshop.model, graph, edits, found)
+
+
+def _computes_the_same(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
+    """Whether a cut and a masked copy of the model give the same outputs in eval mode."""
+    assert found.run is not None
+    trial = _Trial(Workshop(model, _in_float64(found.run.example), None), graph)
+    try:
+        return trial.difference(edits) <= TOLERANCE
+    except Exception:  # whatever forward raises on the cut copy, it does not fit
+        return False
+
+
 def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
     """Whether a difference is torch's own: with one channel left it takes other operations (`einsum` multiplies).
 
@@ -177,11 +199,7 @@ def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mis
         return False
     if found.run is None or found.run.training or found.run.answers:
         return False
-    trial = _Trial(Workshop(model, _in_float64(found.run.example), None), graph)
-    try:
-        return trial.difference(edits) <= TOLERANCE
-    except Exception:
-        return False
+    return _computes_the_same(model, graph, edits, found)
 
 
 def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> str:

@@ -222,9 +222,10 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def _read_settings(attributes: Mapping[str, Any]) -> Iterator[Setting]:
     for path, values in attributes.items():
         for key, value in values.items():
-            name, dot, item = key.partition(".")
-            # Names with an underscore belong to torch or to the model's own workings.
-            if not name.isidentifier() or name.startswith("_") or (dot and not _is_number(item)):
+            name = key.rpartition(".")[0] if _is_number(key.rpartition(".")[2]) else key
+            # Names with an underscore belong to torch or to the model's own workings. A number may be in an object that
+            # a module holds, under a dotted name.
+            if any(not part.isidentifier() or part.startswith("_") for part in name.split(".")):
                 raise ValueError(f"attribute {key!r} of module {path!r} is not the name of a size")
             if set(value) != {"dense", "now"}:
                 raise ValueError(f"attribute {key!r} of module {path!r} has {sorted(value)} instead of dense and now")

@@ -102,7 +102,9 @@ class Facts:
 
     def extend(self, other: "Facts") -> None:
         """Take over the facts of another forward pass over the same atoms."""
-        for name in ("equal", "even", "grids", "lossy", "pins", "reads", "uses"):
+        known = [(read.module, read.sources.tobytes()) for read in self.reads]
+        self.reads += [read for read in other.reads if (read.module, read.sources.tobytes()) not in known]
+        for name in ("equal", "even", "grids", "lossy", "pins", "uses"):
             getattr(self, name).extend(getattr(other, name))
         for kind, lines in other.lines.items():
             self.lines[kind].extend(lines)

@@ -18,9 +18,10 @@ from keepk.graph.edits import Edits, Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.graph import Graph
 from keepk.graph.label import Label, label_of, set_label, tensors_in
+from keepk.graph.layers import SELECTED
 from keepk.graph.maps import Flags, Map, aligned, compress, predict, restrict_all, support
 from keepk.graph.shell import META, Example, Workshop
-from keepk.graph.tracer import Numbers, Recorded, Step, Tracer, named_tensors, numbers_of
+from keepk.graph.tracer import Numbers, Recorded, Step, Tracer, numbers_of
 from keepk.graph.union import Classes
 from keepk.graph.values import CREATED
 
@@ -300,8 +301,9 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Differs(f"{name} became {call.name}")
         step = self._first.steps[self._position]
         shapes, expected = call.input_shapes(), step.inputs[: len(call.inputs)]
+        written = set(map(id, call.outputs))  # in place: the other pass wrote down the label that it has afterwards
         if len(shapes) != len(expected) or any(
-            shape != known or label_of(tensor).maps is not maps
+            shape != known or (label_of(tensor).maps is not maps and id(tensor) not in written)
             for tensor, shape, (known, maps) in zip(call.inputs, shapes, expected, strict=True)
         ):
             raise Differs(f"{call.name} gets something else")
@@ -379,25 +381,6 @@ class Replays:
     device: torch.device | None = META
     fitting: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
-    def recorded_again(self, workshop: Workshop, graph: Graph) -> "Replays":
-        """The same passes over the model as it is now, which may have filled caches since it was traced."""
-        fresh = list[tuple[Run, Recorded]]()
-        for run, recorded in self.runs:
-            answers: dict[str, list[Any]] = {}
-            for read in recorded.reads:
-                answers.setdefault(read.place, []).append(read.value)
-            tracer = Tracer(workshop.copy(training=run.training), recorded.groups, answers)
-            tracer.atoms = recorded.atoms.branch()
-            alive = graph.alive_after(np.zeros(0, np.int64))
-            left = {name: tuple(restrict_all(maps, alive) or ()) for name, maps in recorded.tensors.items()}
-            named = {name for name, _, _ in named_tensors(tracer.model)}
-            tracer.label_tensors(left | dict.fromkeys(named - set(left), ()))
-            with workshop.running(run.example) as example:
-                output = tracer.follow(example.arguments, example.by_name)
-            again = replace(tracer.recorded(output), tensors=recorded.tensors, atoms=recorded.atoms)
-            fresh.append((run, again))
-        return replace(self, runs=tuple(fresh))
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
         return self  # a record of the past
 
@@ -419,6 +402,15 @@ class Replays:
         return None
 
 
+def _selecting(model: nn.Module, edits: Edits) -> Iterator[Selection]:
+    """The BatchNorms that read a selection already, and go on with it."""
+    changed = {selection.module for selection in edits.selections}
+    for path, module in model.named_modules():
+        channels = getattr(module, SELECTED, None)
+        if channels is not None and path not in changed:
+            yield Selection(path, channels.numpy(force=True))
+
+
 def _followed(
     workshop: Workshop, run: Run, first: Recorded, graph: Graph, edits: Edits, *, lenient: bool
 ) -> Mismatch | None:
@@ -430,8 +422,8 @@ def _followed(
     except Exception as error:  # a module of the user's that does not let its numbers be set
         return Mismatch(-1, f"{type(error).__name__}: {error}")
     exact = not graph.units.lossy[edits.units].any()
-    classes = graph.solution.classes
-    replay = Replay(twin, first, classes, alive, edits.selections, same_numbers=exact, lenient=lenient)
+    classes, selections = graph.solution.classes, (*edits.selections, *_selecting(workshop.model, edits))
+    replay = Replay(twin, first, classes, alive, selections, same_numbers=exact, lenient=lenient)
     try:
         with workshop.running(run.example) as example:
             replay.follow(example.arguments, example.by_name)

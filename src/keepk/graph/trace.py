@@ -297,7 +297,9 @@ class _Watched:
 
     def _refuse_numbers_read(self) -> None:
         """A number that is read from a tensor may decide anything; only a truth value has one other answer."""
-        reads = [read for _, recorded in self.runs for read in recorded.reads if not read.boolean and not read.own]
+        # Without a place it is torch's own code that reads, such as an observer of ranges.
+        reads = [read for _, recorded in self.runs for read in recorded.reads if not (read.boolean or read.own)]
+        reads = [read for read in reads if read.place]
         for read in {read.place: read for read in reads}.values():
             value = " ".join(repr(read.value).split())
             shown = f", which was {value if len(value) < 40 else value[:40] + '...'} for the example"

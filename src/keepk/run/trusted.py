@@ -138,7 +138,10 @@ READ_BY = {
 
 def _meant(given: Path, name: str) -> str:
     """What to do with a folder of the other kind, or with a file of a folder; nothing where that is not known."""
-    folder = given.parent if given.is_file() else given
+    try:
+        folder = given.parent if given.is_file() else given
+    except OSError:  # a path that the system refuses
+        return ""
     if given.is_file() and (folder / name).is_file():
         return f" {given.name} is a file of one: give {folder}."
     for other, (what, function) in READ_BY.items():

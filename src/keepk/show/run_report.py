@@ -122,7 +122,7 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
 
     >>> import torch, keepk
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
-    >>> pruner = keepk.Pruner(net, [keepk.channels("0", keep=2, schedule=[4, 2])], example=torch.zeros(1, 8))
+    >>> pruner = keepk.Pruner(net, [keepk.channels("0", keep=2, schedule=[4, 2])], example=torch.zeros(2, 8))
     >>> pruner.step()
     >>> print(report(pruner))
     After epoch 1 of 2; parameters and MACs include masked entries, MACs are per sample
