@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from keepk.deploy.description import Description, Entry
 from keepk.errors import FileError
 from keepk.graph.attributes import GATES, Sized, sized_attributes
-from keepk.graph.edits import Setting
+from keepk.graph.edits import Setting, entries_of
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.tracer import named_tensors
 
@@ -119,7 +119,9 @@ def _cut_axes(modules: Mapping[str, nn.Module], saved: Description) -> list[_Axi
 def _unfounded(module: nn.Module, setting: Setting, axes: list[_Axis]) -> Iterator[str]:
     """Say so if a setting is not the size of something that was cut."""
     where = f"{setting.attribute} of module {setting.module!r}"
-    if setting.attribute not in vars(module) or _is_option(module, setting.attribute):
+    outer, _, inner = setting.attribute.partition(".")  # "config.num_heads" is in an object that the module holds
+    held = outer in vars(module) and (not inner or inner in entries_of(vars(module)[outer]))
+    if not held or _is_option(module, outer):
         yield f"{where} ({type(module).__name__}) is not a size, but would change from {setting.old} to {setting.new}"
     elif not _counts(setting.old, setting.new, axes):
         yield f"{where} would change from {setting.old} to {setting.new}, but nothing of {setting.old} was cut to that"

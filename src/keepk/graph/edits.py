@@ -147,4 +147,4 @@ def write_attribute(module: Any, setting: Setting, value: Any) -> None:
 
 def entries_of(holder: Any) -> dict[str, Any]:
     """The named values that an object such as a config, or a dict, holds."""
-    return holder if isinstance(holder, dict) else vars(holder)
+    return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
