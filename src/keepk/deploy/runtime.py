@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keepk.errors import KeepkError, TraceError
-from keepk.graph.costs import common_rows
 from keepk.graph.given import is_shape
 from keepk.graph.shell import Example
 from keepk.run.rng import rng_state, set_rng_state
@@ -26,7 +25,7 @@ def tensors_of(value: object) -> list[Tensor]:
 
 
 def rows_of(example: Example) -> int:
-    """How many rows an example has: the first dim that its tensors share, else that of its first tensor.
+    """How many rows an example has: the first dim of its first tensor.
 
     >>> rows_of(Example.of({"ids": torch.zeros(3, 5), "scale": 2.0}))
     3
@@ -37,7 +36,7 @@ def rows_of(example: Example) -> int:
     if first is None or first.dim() == 0 or len(first) == 0:
         got = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"
         raise TraceError(f"example: has {got}, so there is no batch to change. Let the first dim be the batch.")
-    return common_rows(tensors_of(example)) or len(first)
+    return len(first)
 
 
 def is_batched(value: object, rows: int) -> bool:
