@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import keepk
-from keepk.errors import ShrinkError, SpaceError, TraceError
+from keepk.errors import FileError, ShrinkError, SpaceError, TraceError
 from masked import relative_error
 
 
@@ -328,3 +328,42 @@ def test_position_ids_of_one_row_beside_a_batch_are_fine():
 
     graph = keepk.trace(Positions(), (torch.randint(0, 11, (3, 5)), torch.arange(5)[None]))
     assert len(graph.units) == 8
+
+
+class Edited(nn.Module):
+    """Its forward is edited between saving and loading, in code that only small widths reach."""
+
+    edited = False
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = torch.relu(self.first(x))
+        if self.edited and h.shape[1] < 4:
+            h = 2 * h
+        return self.head(h.squeeze() if self.edited else h)
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_a_saved_cut_is_replayed_by_load_with_an_example(tmp_path, left, monkeypatch):
+    x, net = torch.randn(2, 5), Edited()
+    keepk.shrink(net, keepk.trace(net, x), range(8 - left))
+    keepk.save(net, tmp_path)
+    assert torch.equal(keepk.load(tmp_path, Edited(), example=x)(x), net(x))
+    monkeypatch.setattr(Edited, "edited", True)
+    fresh = Edited()
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(FileError, match=r"load: with .*first.*Nothing was changed. Load it with the model's code as"):
+        keepk.load(tmp_path, fresh, example=x)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), fresh.state_dict().values(), strict=True))
+    keepk.load(tmp_path, fresh)  # unchecked, as asked
+    assert fresh.first.out_features == left
+
+
+def test_an_example_that_does_not_fit_is_no_reason_to_load(tmp_path):
+    net = Edited()
+    keepk.save(net, tmp_path)
+    with pytest.raises(TraceError, match="forward"):
+        keepk.load(tmp_path, Edited(), example=torch.randn(2, 6))

@@ -23,6 +23,11 @@ from keepk.graph.wrappers import unwrap
 
 TOLERANCE = 1e-8  # in float64; what is wrong is off by much more
 SHOWN = 6  # layers in a message
+REMEDIES = {
+    "shrink": "Leave more units there, leave the layer out (exclude=...), or pass replay=False if the difference is "
+    "meant.",
+    "load": "Load it with the model's code as it was when it was saved, or omit example= if the difference is meant.",
+}
 
 
 def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, seed: int = 0) -> float:
@@ -115,7 +120,7 @@ def _largest_difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> floa
     return max((float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) for a, b in pairs), default=0.0)
 
 
-def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits) -> None:
+def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shrink") -> None:
     """Refuse a cut after which the model's forward would fail or do something else than the trace has seen.
 
     A trace tries a few widths. A forward may branch on others (``if h.shape[1] < 6``), or lose an axis where one
@@ -132,7 +137,7 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits) -> None:
     shapes = tuple(after.get(name, tuple(tensor.shape)) for name, tensor, _ in named_tensors(model))
     if shapes in replays.fitting:
         return
-    _refuse_wide_projection(model, edits)
+    _refuse_wide_projection(model, edits, verb)
     workshop = Workshop(model, replays.runs[0][0].example, replays.device)
     found = replays.mismatch(workshop, graph, edits, lenient=True)
     if (
@@ -146,13 +151,12 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits) -> None:
     step = replays.steps[max(found.step, 0)]
     where = Reason("", step.name, step.module, step.place)
     raise ShrinkError(
-        f"shrink: with {_widths(graph, edits, replays, found)}, forward would not do what it did when it was traced "
-        f"({found.run}): {found.why}{where}. Nothing was changed. Leave more units there, leave the layer out "
-        f"(exclude=...), or pass replay=False if the difference is meant."
+        f"{verb}: with {_widths(graph, edits, replays, found)}, forward would not do what it did when it was traced "
+        f"({found.run}): {found.why}{where}. Nothing was changed. {REMEDIES[verb]}"
     )
 
 
-def _refuse_wide_projection(model: nn.Module, edits: Edits) -> None:
+def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
     """An LSTM's projection must be narrower than its state; torch says so when one is made, and not in forward."""
     modules = dict(model.named_modules())
     after = {(it.module, it.attribute): it.new for it in edits.settings if it.attribute in ("hidden_size", "proj_size")}
@@ -161,7 +165,7 @@ def _refuse_wide_projection(model: nn.Module, edits: Edits) -> None:
         hidden, projected = (after.get((path, it), getattr(module, it, 0)) for it in ("hidden_size", "proj_size"))
         if isinstance(module, nn.LSTM) and projected >= hidden:
             raise ShrinkError(
-                f"shrink: LSTM {path!r} would have hidden_size={hidden} and proj_size={projected}. proj_size has to be "
+                f"{verb}: LSTM {path!r} would have hidden_size={hidden} and proj_size={projected}. proj_size has to be "
                 f"smaller than hidden_size: leave more hidden units, or remove as many of the projection."
             )
 

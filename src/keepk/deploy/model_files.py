@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,16 @@ from keepk.cut.certificate import untrue_weights
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
 from keepk.cut.tensors import sharded
+from keepk.cut.verify import refuse_unfit
 from keepk.deploy.arch_json import dense_from, from_document, to_document
 from keepk.deploy.description import describe
 from keepk.deploy.folder import read_folder, write_folder
 from keepk.deploy.replay import edits_of, refuse_other_model, refuse_other_sizes, refuse_shrunk, replay, unpacked
 from keepk.deploy.sizes import refuse_impossible, widths_of_norms
-from keepk.errors import FileError
+from keepk.errors import FileError, ShrinkError
+from keepk.graph.edits import Edits
 from keepk.graph.given import no_model
+from keepk.graph.trace import trace
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
 from keepk.run.files import place
@@ -67,7 +70,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     write_folder(folder, to_document(description), dict(_packed(inner)))
 
 
-def load(path: str | os.PathLike[str], model: Model) -> Model:
+def load(path: str | os.PathLike[str], model: Model, *, example: Any = None) -> Model:
     """Make a freshly built model the one that was saved in the folder `path`, and return it.
 
     It is cut as the saved one was and filled with its values. Parameter objects, devices, `requires_grad` and train or
@@ -77,6 +80,9 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
     Args:
         path: A folder that `save` wrote.
         model: As the user's own constructor makes it, of the dtype of the saved one; on any device that holds values.
+        example: What forward takes, as for `trace`. With it, the model is traced, and its forward replayed at the saved
+            sizes on a copy without weights, so that code that was edited since (a ``.squeeze()``, a branch on a width)
+            is found before anything changes. Without it, only the sizes of tensors and attributes are checked.
     """
     order = "path, model"
     inner, folder = _user_module(model, "load", order), place(path, "load", order, FileError)
@@ -91,13 +97,21 @@ def load(path: str | os.PathLike[str], model: Model) -> Model:
         refuse_other_sizes(inner, saved)
         values = unpacked(saved, stored)
         refuse_impossible(inner, saved)
-    except FileError as error:
+        if example is not None:
+            _refuse_unfit(inner, example, edits_of(saved))
+    except (FileError, ShrinkError) as error:
         raise FileError(f"{folder}: {error}") from error
     with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
         refuse_holders(model, edits_of(saved))
         replay(inner, saved, given, values)
     forget_compiled(model)
     return model
+
+
+def _refuse_unfit(model: nn.Module, example: Any, edits: Edits) -> None:
+    """Refuse saved sizes at which forward would not do what it does at the dense ones."""
+    graph = trace(model, example, train_mode="accept", value_branches="accept")
+    refuse_unfit(model, graph, replace(edits, units=graph.lost(edits.cuts)), "load")
 
 
 def _refuse_untrue(model: nn.Module) -> None:
