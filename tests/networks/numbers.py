@@ -213,3 +213,127 @@ class GroupsFromWidth(WidthInArguments):
 class ConstantKernel(WidthInArguments):
     def pattern(self, h):
         return F.avg_pool2d(F.pad(h, (1, 2, 2, 1)), 3, 1, 1)[..., 1:9, 1:11]
+
+
+def beside_input(name, verdict, **options):
+    """Register a network in which a function of sixteen hidden channels and the input makes the outputs."""
+
+    def register(change):
+        class BesideInput(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.head = nn.Linear(7, 16), nn.Linear(16, 3)
+
+            def forward(self, x):
+                h = torch.relu(self.first(x))
+                return change(self, h, x)
+
+        network(name, verdict, "first.weight", 0, example=vectors, only=True, **options)(BesideInput)
+        return change
+
+    return register
+
+
+def by_width(h, narrow, wide):
+    return narrow if h.shape[1] < 12 else wide
+
+
+def two_results(net, h):
+    doubled, tripled = 2 * h, 3 * h
+    return net.head(by_width(h, doubled, tripled))
+
+
+def two_outputs(net, h):
+    one, other = net.head(h), net.head(2 * h)
+    return by_width(h, one, other)
+
+
+def through_data(h, change):
+    written = h.clone()
+    change(written.data)
+    return written.sum(1)[:, None]
+
+
+# A width decides what is done to a tensor that has no channels.
+beside_input("a_slice_of_the_input", "inexact")(lambda net, h, x: net.head(h) * x[:, : h.shape[1] // 4].sum(1)[:, None])
+beside_input("a_list_as_an_index", "inexact")(lambda net, h, x: net.head(h) * x[:, [h.shape[1] // 4]])
+beside_input("an_array_as_an_index", "inexact")(lambda net, h, x: net.head(h) * x[:, np.array([h.shape[1] // 4])])
+beside_input("strides_by_the_size", "inexact")(
+    lambda net, h, x: net.head(h) * x.as_strided((len(x), 1), (h.shape[1] // 4, 1))
+)
+beside_input("a_long_table_by_the_size", "inexact")(
+    lambda net, h, _: net.head(h) * torch.tensor([np.sin(i / h.shape[1]) for i in range(100)])[50]
+)
+beside_input("a_dtype_by_the_size", "inexact")(
+    lambda net, h, x: net.head(h) * x.to(by_width(h, torch.int64, torch.float64)).double()[:, :1]
+)
+beside_input("groups_of_the_input", "inexact")(
+    lambda net, h, x: net.head(h) * F.group_norm(x[:, :4].repeat(1, 2), h.shape[1] // 4)[:, :1]
+)
+beside_input("dims_of_the_input", "inexact")(
+    lambda net, h, x: (
+        net.head(h) * F.layer_norm(x.view(-1, 1, 7), (1, 7)[-max(h.shape[1] // 8, 1) :]).sum((1, 2))[:, None]
+    )
+)
+beside_input("fixed_parts_of_the_input", "exact")(
+    lambda net, h, x: net.head(h) * x[:, :4].sum(1)[:, None] * x[:, [2]] * x.as_strided((len(x), 1), (7, 1))
+)
+
+# A width decides which of two results goes on.
+beside_input("the_size_picks_a_result", "inexact")(lambda net, h, _: net.head(by_width(h, 2 * h, 3 * h)))
+beside_input("the_size_picks_one_of_two_results", "inexact")(lambda net, h, _: two_results(net, h))
+beside_input("the_size_picks_an_output", "inexact")(lambda net, h, _: two_outputs(net, h))
+beside_input("the_size_ends_the_gradient", "inexact")(lambda net, h, _: net.head(by_width(h, h.detach(), h)))
+beside_input("a_part_without_gradient", "exact")(lambda net, h, _: net.head(h + h.detach()))
+
+# A width decides what training does.
+beside_input("training_scales_small_ones", "inexact")(
+    lambda net, h, _: net.head(2 * h if net.training and h.shape[1] < 12 else h)
+)
+beside_input("dropout_by_the_size", "inexact")(
+    lambda net, h, _: net.head(F.dropout(h, 1 - h.shape[1] / 16, net.training))
+)
+beside_input("dropout_of_any_size", "exact")(lambda net, h, _: net.head(F.dropout(h, 0.25, net.training)))
+beside_input("training_takes_another_channel", "exact")(
+    lambda net, h, _: net.head(h) * (h[:, -1:] if net.training else h[:, :1]).exp()
+)
+
+# Zero is zero as a number, not as a position or a match.
+beside_input("a_match_with_zeros", "inexact")(
+    lambda net, h, x: net.head(h) + (h == torch.relu(x[:, :1])).double().sum(1)[:, None]
+)
+beside_input("the_least_integer", "inexact")(
+    lambda net, h, x: net.head(h) + torch.minimum((3 * h).long(), (3 * x[:, :1]).long()).double().sum(1)[:, None]
+)
+beside_input("a_sum_of_integers", "exact")(lambda net, h, _: net.head(h) + (3 * h).long().double().sum(1)[:, None])
+beside_input("divided_by_the_input", "exact")(lambda net, h, x: net.head(h) + (h / x[:, :1]).sum(1)[:, None])
+beside_input("written_through_data", "inexact")(lambda net, h, _: net.head(h) + through_data(h, torch.sigmoid_))
+beside_input("zeros_written_through_data", "exact")(lambda net, h, _: net.head(h) + through_data(h, torch.relu_))
+beside_input("the_median_of_all", "inexact")(lambda net, h, _: net.head(h) * (1 + h.median()))
+
+
+@network("positions_of_a_pool", "inexact", "first.weight", 0, only=True)
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x):
+        h, where = F.max_pool2d(torch.relu(self.first(x)), 2, return_indices=True)
+        return self.head(h).mean((2, 3)) + where.double().sum((1, 2, 3))[:, None]
+
+
+@network("a_momentum_by_the_size", "inexact", "first.weight", 0, example=vectors, only=True)
+class Momentum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(7, 16), nn.Linear(16, 3)
+        self.scale, self.shift = nn.Parameter(torch.rand(16)), nn.Parameter(torch.rand(16))
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("spread", torch.ones(16))
+
+    def forward(self, x):
+        h = self.first(x)
+        momentum = 1 / h.shape[1] if self.training else 0.0
+        h = F.batch_norm(h, self.mean, self.spread, self.scale, self.shift, self.training, momentum)
+        return self.head(torch.relu(h))

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 from keepk.graph.maps import Map
 
 _ATTRIBUTE = "_keepk_label"  # lives on tensors of the traced copy only
+_ORIGIN = "_keepk_origin"  # so does this
+# Where a tensor comes from: the name of a parameter or buffer, the number of an input, or the operation (by its number
+# in the pass) and which of its outputs it is. None if that is not known.
+Origin: TypeAlias = str | tuple[Any, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,18 @@ def is_labelled(tensor: Tensor) -> bool:
 def set_label(tensor: Tensor, label: Label) -> None:
     """Give the tensor a label."""
     setattr(tensor, _ATTRIBUTE, (_current.number, label))
+
+
+def origin_of(tensor: Tensor) -> Origin:
+    """Where the tensor comes from."""
+    origin: Origin
+    number, origin = getattr(tensor, _ORIGIN, (0, None))
+    return origin if number == _current.number else None
+
+
+def set_origin(tensor: Tensor, origin: Origin) -> None:
+    """Write down where the tensor comes from."""
+    setattr(tensor, _ORIGIN, (_current.number, origin))
 
 
 def tensors_in(tree: object) -> Iterable[Tensor]:

@@ -59,6 +59,7 @@ class Probe:
         self._steps = self.replays.steps
         self._numbers = ProgramNumbers(self._steps, dict(self.workshop.model.named_modules()))
         self._repeats = False
+        self._with_echoes = False  # once one of them fails; until then they are tried at the end
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
         self._ties = dict[bytes, Bound]()  # parts whose size is one number in the model's Python
@@ -114,7 +115,17 @@ class Probe:
             of_kind = self.graph.units.lossy[units] == lossy
             if of_kind.any() and (found := self._attempt(units)) is not None:
                 return units, found
-        return units, None
+        return self._first_failing_echo(lossy=lossy)
+
+    def _first_failing_echo(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
+        """Whether a cut copy still does in training what it does in eval mode, but for dropout."""
+        units = self.graph.choose_half(lossy=lossy)
+        if self._with_echoes or not self.replays.echoes or not (self.graph.units.lossy[units] == lossy).any():
+            return units, None
+        self._with_echoes = True
+        found = self._attempt(units)
+        self._with_echoes = found is not None
+        return units, found
 
     def _align(self, *, lossy: bool) -> Mismatch | None:
         """Where other parts fit, and all but one unit do not, widths must be multiples."""
@@ -173,7 +184,7 @@ class Probe:
             edits = graph.edits(units)
         except ShrinkError as error:
             return Mismatch(-1, str(error))
-        return self.replays.mismatch(self.workshop, graph, edits)
+        return self.replays.mismatch(self.workshop, graph, edits, echoes=self._with_echoes)
 
     def _repaired(self, found: Mismatch, units: Indices) -> bool:
         """Try the numbers that could be the one in the way; keep what moves the failure on."""

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from keepk.graph.edits import entries_of
 from keepk.graph.maps import Flags, Map, fibres, predict, support
-from keepk.graph.replay import MAY_DIFFER
-from keepk.graph.tracer import Step
+from keepk.graph.tracer import MAY_DIFFER, Step
 from keepk.graph.wiring import Constant
 
 PARENTS = 3  # how far up a number may be kept

@@ -17,17 +17,14 @@ from keepk.graph.call import Call, is_pointwise
 from keepk.graph.edits import Edits, Indices, Selection
 from keepk.graph.facts import Facts
 from keepk.graph.graph import Graph
-from keepk.graph.label import Label, label_of, set_label, tensors_in
+from keepk.graph.label import Label, Origin, label_of, origin_of, set_label, set_origin, tensors_in
 from keepk.graph.layers import SELECTED
 from keepk.graph.maps import Flags, Map, aligned, compress, predict, restrict_all, support
 from keepk.graph.shell import META, Example, Workshop
-from keepk.graph.tracer import Numbers, Recorded, Step, Tracer, numbers_of
+from keepk.graph.tracer import MAY_DIFFER, Numbers, Recorded, Step, Tracer, constants_of, kind_of, numbers_of, sizes_of
 from keepk.graph.union import Classes
 from keepk.graph.values import CREATED
 
-# Whether a reshape copies depends on sizes, so these come and go between two runs.
-MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
-MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
 # A linear layer is one operation or two (a product and a sum), and its product has a batch or not, depending on the
 # strides of its input.
 ADDMM, ADD = "aten::addmm", "aten::add"
@@ -84,10 +81,13 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         where = self._position if self._doubtful is None else self._doubtful
         return min(where, len(self._first.steps) - 1)
 
-    def finish(self) -> None:
-        """Refuse a copy that did less than the first trace."""
+    def finish(self, output: Any) -> None:
+        """Refuse a copy that did less than the first trace, or that returns something else."""
         if any(step.name not in MAY_DIFFER for step in self._first.steps[self._position :]):
             raise Mismatch(self.position, "ends early")
+        returned = tuple(map(origin_of, tensors_in(output)))
+        if _differ(returned, self._first.returned):
+            raise Mismatch(self.position, "returns another tensor", number=self._same_numbers)
 
     def _apply_rule(self, call: Call) -> None:
         if call.name == "aten::index_select" and self.module in self._selected and call["dim"] == 1:
@@ -114,19 +114,41 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def record(self, call: Call) -> None:
         """Hold the operation against the first trace and give its outputs the ids that they had there."""
-        step = self._matching_movement(call) if call.name in MAY_DIFFER else self._matching(call)
+        moves, before = kind_of(call) in MAY_DIFFER, self._position
+        step = self._matching_movement(call) if moves else self._matching(call)
+        origins = tuple(map(origin_of, call.inputs))
+        self._note_step(call, matched=self._position > before)
         if step is None:
             return
         blamed = self._position - 1 if self._doubtful is None else self._doubtful
         self._compare_taken(step, call, blamed)
         self._compare_numbers(step, numbers_of(call), blamed)
-        if call.name not in MAY_DIFFER and self.module not in self._selected:
+        if not moves and self.module not in self._selected:
             self._compare_inputs(step, call, blamed)
+            self._compare_sources(step, call, origins, blamed)
         if len(call.outputs) != len(step.outputs):
             raise Mismatch(blamed, f"{call.name} gave {len(call.outputs)} parts, expected {len(step.outputs)}")
         for output, (shape, maps) in zip(call.outputs, step.outputs, strict=True):
             self._compare(call, output, shape, maps, blamed)
         self._doubtful = None
+
+    def _note_step(self, call: Call, *, matched: bool) -> None:
+        """Number the outputs as in the first trace; they are not known where torch took another way to the same."""
+        if call.name == "aten::index_select" and self.module in self._selected:
+            set_origin(call.outputs[0], origin_of(call.inputs[0]))
+        else:
+            self.note_origins(call, (self._position - 1,) if matched else None)
+
+    def _compare_sources(self, step: Step, call: Call, origins: Sequence[Origin], blamed: int) -> None:
+        """Compare which results the operation gets, the constants among them and, if it has no channels, its sizes."""
+        if not self._same_numbers or len(origins) != len(step.origins):
+            return
+        if _differ(origins, step.origins):
+            raise Mismatch(blamed, f"{call.name} gets the result of another operation", number=True)
+        if constants_of(call) != step.constants:
+            raise Mismatch(blamed, f"{call.name} gets other constants", number=True)
+        if not step.has_channels:
+            self._compare_numbers(replace(step, numbers=step.sizes), sizes_of(call), blamed)
 
     def _matching_movement(self, call: Call) -> Step | None:
         """The step that an operation which only moves data repeats, if there is one with its shape."""
@@ -135,10 +157,10 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             step = steps[number]
             if step.name not in MAY_DIFFER:
                 break
-            if step.name == call.name and self._fits(step, call):
+            if step.name == kind_of(call) and self._fits(step, call):
                 self._position = number + 1
                 return step
-            if step.name == call.name and self._doubtful is None:
+            if step.name == kind_of(call) and self._doubtful is None:
                 self._doubtful = number
         return None
 
@@ -150,21 +172,36 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         """The step that an operation repeats; None for one that torch adds or leaves out where strides differ."""
         steps, number = self._first.steps, self._next()
         there = steps[number].name if number < len(steps) else "the end"
-        if there == call.name:
+        if there == kind_of(call):
             self._position = number + 1
             return steps[number]
         if call.name == "aten::index_select" and self.module in self._selected:
             return None
-        if there == ADDMM and call.name in (*PRODUCTS, ADD):
-            self._position = number + 1 if call.name == ADD else self._position
-            return None
-        if there in (*PRODUCTS, ADD) and call.name == ADDMM:
-            self._position = next((n + 1 for n in range(number, len(steps)) if steps[n].name == ADD), number + 1)
-            return None
-        if there in PRODUCTS and call.name in PRODUCTS:
-            self._position = number + 1
-            return None
+        if there in (ADDMM, *PRODUCTS, ADD) and call.name in (ADDMM, *PRODUCTS, ADD):
+            origins = tuple(map(origin_of, call.inputs))
+            if (taken := self._steps_of_linear(number, call.name, origins)) is not None:
+                self._position = taken
+                return None
         raise Mismatch(self.position, f"{there} became {call.name}")
+
+    def _steps_of_linear(self, number: int, name: str, origins: tuple[Origin, ...]) -> int | None:
+        """Where the first trace goes on after a linear layer that it computed another way; None if it did not.
+
+        ``addmm(bias, x, weight)`` may become ``mm(x, weight)`` and ``add(product, bias)``, or the reverse, and ``mm``
+        may become ``bmm``; the tensors are the same ones.
+        """
+        steps, step = self._first.steps, self._first.steps[number]
+        if step.name == ADDMM and name in PRODUCTS and not _differ(origins, step.origins[1:]):
+            return self._position  # the sum is still to come
+        if step.name == ADDMM and name == ADD and not _differ(origins[1:], step.origins[:1]):
+            return number + 1
+        if step.name in PRODUCTS and name in PRODUCTS and not _differ(origins, step.origins):
+            return number + 1
+        after = next((n for n in range(number + 1, len(steps)) if steps[n].name not in MAY_DIFFER), number)
+        adds = steps[after].name == ADD and (number, 0) in steps[after].origins
+        if step.name in PRODUCTS and name == ADDMM and adds and not _differ(origins[1:], step.origins):
+            return after + 1
+        return None
 
     def _next(self) -> int:
         """The number of the next step that must be repeated."""
@@ -196,7 +233,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if len(sizes) != len(step.inputs):
             return
         for found, (shape, maps) in zip(sizes, step.inputs, strict=True):
-            expected = predict(shape, maps, self._alive) if maps else None
+            expected = predict(shape, maps, self._alive)
             if expected is not None and expected != found:
                 raise Mismatch(blamed, f"{call.name} got {found}, expected {expected}")
 
@@ -229,6 +266,13 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
 
 
+def _differ(found: Sequence[Origin], known: Sequence[Origin]) -> bool:
+    """Whether tensors come from somewhere else, as far as that is known of both."""
+    return len(found) != len(known) or any(
+        one != other for one, other in zip(found, known, strict=True) if None not in (one, other)
+    )
+
+
 def _passed_on(call: Call, rank: int) -> Iterator[Map]:
     """The maps of what an operation combines element by element: each holds for the result as well.
 
@@ -257,6 +301,7 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     No rule is applied: an operation with the same arguments, on the same inputs, makes the same. Dropout and stochastic
     depth multiply by a mask of random zeros, made by `empty`, `bernoulli` and `div`, and pass on what they multiply.
+    The steps are written down, those of dropout with them, so that cut copies can be made to repeat this pass, too.
 
     Raises:
         Differs: It does something else.
@@ -265,8 +310,9 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     def __init__(self, model: nn.Module, first: Recorded, answers: Mapping[str, Sequence[Any]]) -> None:
         super().__init__(model, first.groups, answers)
         self._first, self._position = first, 0
+        self.atoms = first.atoms.branch()
         self._noise: dict[int, Tensor] = {}
-        self._made: dict[int, int] = {}
+        self._there: dict[int, Origin] = {}  # by the number of a step here, what the other pass has in its place
         self.label_tensors(first.tensors)
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
@@ -279,15 +325,18 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
         """Compare the numbers that a tensor is made of."""
-        if self._expected() != (CREATED, (("data", numbers),)):
+        step = self._next()
+        if step is None or (step.name, step.numbers) != (CREATED, (("data", numbers),)):
             raise Differs("a tensor is made of other numbers")
-        self._position += 1
+        self._repeat(step)
 
-    def _expected(self) -> tuple[str, Numbers]:
-        if self._position == len(self._first.steps):
-            return "the end", ()
-        step = self._first.steps[self._position]
-        return step.name, step.numbers
+    def _next(self) -> Step | None:
+        return self._first.steps[self._position] if self._position < len(self._first.steps) else None
+
+    def _repeat(self, step: Step) -> None:
+        self._there[len(self.steps)] = (self._position,)
+        self.steps.append(step)
+        self._position += 1
 
     def _apply_rule(self, call: Call) -> None:
         """Labels come from the other pass; see `record`."""
@@ -296,10 +345,11 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         """Compare an operation with the next one of the other pass, and give its outputs the labels of that."""
         if self._is_dropout(call) or self._counts_batches(call):
             return
-        name, numbers = self._expected()
-        if name != call.name or not self._same_numbers(name, numbers, numbers_of(call)):
-            raise Differs(f"{name} became {call.name}")
-        step = self._first.steps[self._position]
+        step, kind = self._next(), kind_of(call)
+        if step is None or step.name != kind or not self._same_numbers(kind, step.numbers, numbers_of(call)):
+            raise Differs(f"{step.name if step else 'the end'} became {kind}")
+        if sizes_of(call) != step.sizes or constants_of(call) != step.constants:
+            raise Differs(f"{call.name} has other sizes or constants")
         shapes, expected = call.input_shapes(), step.inputs[: len(call.inputs)]
         written = set(map(id, call.outputs))  # in place: the other pass wrote down the label that it has afterwards
         if len(shapes) != len(expected) or any(
@@ -307,10 +357,23 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             for tensor, shape, (known, maps) in zip(call.inputs, shapes, expected, strict=True)
         ):
             raise Differs(f"{call.name} gets something else")
+        origins = tuple(map(origin_of, call.inputs))
+        if tuple(map(self._in_the_other, origins)) != step.origins:
+            raise Differs(f"{call.name} gets the result of another operation")
         for output, (_, maps) in zip(call.outputs, step.outputs, strict=False):
             set_label(output, Label(maps, zeros=(False,) * len(maps)))
-            self._made[id(output)] = self._position
-        self._position += 1
+        self.note_origins(call, (len(self.steps),))
+        self._repeat(replace(step, numbers=numbers_of(call), origins=origins))
+
+    def _in_the_other(self, origin: Origin) -> Origin:
+        """Where a tensor of this pass comes from, in the numbers of the other one."""
+        if not isinstance(origin, tuple) or origin[0] == "input":
+            return origin
+        if origin[0] == "detached":
+            return ("detached", self._in_the_other(origin[1]))
+        step, *place = origin
+        there = self._there[step]
+        return (*there, *place) if isinstance(there, tuple) and len(there) == 1 else there
 
     def _same_numbers(self, name: str, known: Numbers, found: Numbers) -> bool:
         if known == found or "batch_norm" not in name:
@@ -319,30 +382,45 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         return kept == other
 
     def _counts_batches(self, call: Call) -> bool:
-        return call.name == "aten::add" and self.is_batch_norm(self.module) and call.outputs[0].ndim == 0
+        if call.name != "aten::add" or not self.is_batch_norm(self.module) or call.outputs[0].ndim:
+            return False
+        self._add(call, None)
+        return True
+
+    def _add(self, call: Call, there: Origin) -> None:
+        """Write down an operation that the other pass does not have, and what that has in the place of its result."""
+        step = self.step_of(call)
+        self._there[len(self.steps)] = there
+        self.note_origins(call, (len(self.steps),))
+        self.steps.append(step)
 
     def _is_dropout(self, call: Call) -> bool:
         """Whether an operation makes or applies a mask of dropout; what it is applied to is passed on."""
-        if call.name in NOISE and self._expected()[0] != call.name:
-            self._noise[id(call.outputs[0])] = call.outputs[0]
-            return True
+        step = self._next()
+        if call.name in NOISE and (step is None or step.name != call.name):
+            return self._makes_noise(call)
         noisy = [id(tensor) in self._noise for tensor in call.inputs]
         if not any(noisy):
             return False
         if call.name in ("aten::bernoulli", "aten::div") and len(noisy) == 1:
-            self._noise[id(call.outputs[0])] = call.outputs[0]
-            return True
+            return self._makes_noise(call)
         if call.name != "aten::mul" or noisy != [False, True]:
             raise Differs(f"{call.name} of random numbers")
         set_label(call.outputs[0], label_of(call.inputs[0]))
-        self._made[id(call.outputs[0])] = self._made.get(id(call.inputs[0]), -1)
+        self._add(call, self._in_the_other(origin_of(call.inputs[0])))
+        return True
+
+    def _makes_noise(self, call: Call) -> bool:
+        super()._apply_rule(call)  # the mask has the channels of what it is made like
+        self._noise[id(call.outputs[0])] = call.outputs[0]
+        self._add(call, None)
         return True
 
     def finish(self, output: Any) -> None:
         """Compare the end: nothing is left to do, and the same tensors are returned."""
         if self._position < len(self._first.steps) or len(self.reads) < len(self._first.reads):
             raise Differs("ends early")
-        if tuple(self._made.get(id(tensor), -1) for tensor in tensors_in(output)) != self._first.returned:
+        if tuple(self._in_the_other(origin_of(tensor)) for tensor in tensors_in(output)) != self._first.returned:
             raise Differs("returns something else")
 
 
@@ -373,11 +451,13 @@ class Replays:
 
     Attributes:
         runs: Each with the trace of the uncut copy.
+        echoes: Passes in train mode that do what one of the runs does, but for dropout. A cut copy repeats them, too.
         device: Where cut copies run: the meta device, or None for where the model is, if sizes depend on values.
         fitting: The shapes of all tensors with which the model was found to repeat every pass.
     """
 
     runs: tuple[tuple[Run, Recorded], ...]
+    echoes: tuple[tuple[Run, Recorded], ...] = ()
     device: torch.device | None = META
     fitting: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
@@ -387,12 +467,14 @@ class Replays:
     @cached_property
     def steps(self) -> list[Step]:
         """The operations of all passes, one after the other."""
-        return [step for _, recorded in self.runs for step in recorded.steps]
+        return [step for _, recorded in (*self.runs, *self.echoes) for step in recorded.steps]
 
-    def mismatch(self, workshop: Workshop, graph: Graph, edits: Edits, *, lenient: bool = False) -> Mismatch | None:
+    def mismatch(
+        self, workshop: Workshop, graph: Graph, edits: Edits, *, lenient: bool = False, echoes: bool = True
+    ) -> Mismatch | None:
         """Where a copy cut by edits leaves the way of the uncut one, in any of the passes; None if it never does."""
         offset = 0
-        for run, recorded in self.runs:
+        for run, recorded in (*self.runs, *(self.echoes if echoes else ())):
             found = _followed(workshop, run, recorded, graph, edits, lenient=lenient)
             if found is not None:
                 found.run = run
@@ -426,8 +508,7 @@ def _followed(
     replay = Replay(twin, first, classes, alive, selections, same_numbers=exact, lenient=lenient)
     try:
         with workshop.running(run.example) as example:
-            replay.follow(example.arguments, example.by_name)
-        replay.finish()
+            replay.finish(replay.follow(example.arguments, example.by_name))
     except Mismatch as mismatch:
         return mismatch
     except (MemoryError, torch.OutOfMemoryError):

@@ -97,7 +97,7 @@ def _traced(model: nn.Module, inputs: TraceInputs, device: torch.device | None) 
     workshop = Workshop(model, inputs.examples[0], device)
     for attempt in range(ATTEMPTS):
         watched = _Watched(workshop, inputs).all_runs()
-        replays = Replays(tuple(watched.runs))
+        replays = Replays(tuple(watched.runs), tuple(watched.echoes))
         wiring = _wiring(model, watched)
         light = _for_replays(workshop, replays, wiring, watched)
         atoms = watched.tracers[0].atoms.count
@@ -147,6 +147,7 @@ class _Watched:
         while True:
             known = len(self.groups)
             self.runs, self.tracers, self.facts = list[tuple[Run, Recorded]](), list[Tracer](), Facts()
+            self.echoes = list[tuple[Run, Recorded]]()
             self._touched, self._asked = set[str](), set[tuple[bool, str]]()
             self.unknown, self._trains = list[str](), True
             for example in self.inputs.examples:
@@ -222,9 +223,11 @@ class _Watched:
                 echo = Echo(self.workshop.copy(training=run.training), recorded, run.answers)
                 try:
                     with self.workshop.running(run.example) as example:
-                        echo.finish(echo.follow(example.arguments, example.by_name))
+                        output = echo.follow(example.arguments, example.by_name)
+                    echo.finish(output)
                 except Exception:  # it differs, or fails, which a trace of its own finds out
                     return False
+                self.echoes.append((run, echo.recorded(output)))
                 return True
         return False
 

@@ -18,7 +18,17 @@ import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
 from keepk.graph.call import Call, base_name
 from keepk.graph.facts import Facts
-from keepk.graph.label import Label, begin_forward_pass, is_labelled, label_of, set_label, tensors_in
+from keepk.graph.label import (
+    Label,
+    Origin,
+    begin_forward_pass,
+    is_labelled,
+    label_of,
+    origin_of,
+    set_label,
+    set_origin,
+    tensors_in,
+)
 from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
 from keepk.graph.values import CREATED, FEW, NeedsValues, ValueRead, WatchedValues, keep_values, value_of
@@ -49,7 +59,10 @@ SIZES = {
     # The shapes of weight and input say how many groups there are.
     **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution"), ("groups",)),
 }  # fmt: skip
-NOT_VALUES = ("dtype", "layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "implicit")
+# Operations that only move data. Whether a reshape copies depends on sizes, so these come and go between two runs.
+MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
+MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
+NOT_VALUES = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "implicit")
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
 TENSORS = object()
 NO_ATOMS = np.zeros(0, np.int32)
@@ -67,6 +80,9 @@ class Step:
         inputs: Shape and maps of each input, and of each count among its arguments.
         taken: The atoms of single channels that it took by their numbers.
         numbers: By name, its arguments that are neither tensors nor sizes.
+        sizes: By name, its arguments that are sizes.
+        origins: Where each of its inputs comes from.
+        constants: The values of each input that no operation made, such as the list in ``x[:, [2, 3]]``.
         module: In whose forward it ran.
         place: File and line in the user's program.
     """
@@ -76,8 +92,16 @@ class Step:
     inputs: tuple[Shaped, ...]
     taken: tuple[int, ...]
     numbers: Numbers
+    sizes: Numbers
+    origins: tuple[Origin, ...]
+    constants: tuple[tuple[float, ...], ...]
     module: str
     place: str
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether any of its tensors has channels."""
+        return any(maps for _, maps in self.tensors)
 
     @property
     def tensors(self) -> tuple[Shaped, ...]:
@@ -90,12 +114,12 @@ class Written:
     """A tensor that was written in place, directly or through a view.
 
     Attributes:
-        base: The tensor; held here so that its id is not used again.
+        tensor: The tensor; held here so that its memory is not used again.
         nonzero: The atoms along which it is not zero.
         constant: All of it is one constant.
     """
 
-    base: Tensor
+    tensor: Tensor
     nonzero: Map
     constant: bool
 
@@ -111,7 +135,7 @@ class Recorded:
         touched: The names of those that it used.
         atoms: All atoms that were given out by its end.
         groups: By name of a weight, the groups of the convolution that uses it.
-        returned: For each tensor that the model returned, the step that made it; -1 for one that no step made.
+        returned: For each tensor that the model returned, where it comes from.
     """
 
     steps: Sequence[Step]
@@ -120,7 +144,7 @@ class Recorded:
     touched: frozenset[str]
     atoms: Atoms
     groups: dict[str, int]
-    returned: tuple[int, ...] = ()
+    returned: tuple[Origin, ...] = ()
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -140,7 +164,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.atoms, self.facts = Atoms(), Facts()
         self.steps: list[Step] = []
         self.reads: list[ValueRead] = []
-        self.made_at: dict[int, int] = {}  # by the id of a tensor that is still there, the step that made it
         self._answers = {place: list(reversed(outcomes)) for place, outcomes in (answers or {}).items()}
         begin_forward_pass()
         self.tensors: dict[str, tuple[Map, ...]] = {}
@@ -153,7 +176,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def recorded(self, output: Any) -> Recorded:
         """The pass that was followed, without the copy of the model that it ran on."""
         atoms, touched = self.atoms.branch(), frozenset(self.touched)
-        returned = tuple(self.made_at.get(id(tensor), -1) for tensor in tensors_in(output))
+        returned = tuple(map(origin_of, tensors_in(output)))
         return Recorded(self.steps, self.reads, self.tensors, touched, atoms, self.groups, returned)
 
     @property
@@ -183,6 +206,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self.tensors[name] = found
             self._names[id(tensor)] = name
             set_label(tensor, Label(found, own=True, zeros=(parameter,) * len(found)))
+            set_origin(tensor, name)
 
     def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
         groups = self.groups.get(name, 1)
@@ -198,6 +222,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def follow(self, arguments: Sequence[Any], by_name: dict[str, Any]) -> Any:
         """Run the model's forward and return its output."""
+        for number, tensor in enumerate(tensors_in((arguments, by_name))):
+            set_origin(tensor, ("input", number))
         with self._watching_modules(), WatchedValues(self), self:
             return self.model(*arguments, **by_name)
 
@@ -255,24 +281,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.record(call)
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
-        """Memory was written through a tensor: its base and all of its views are no longer zero where it is not."""
+        """Memory was written through a tensor: whatever shares it is no longer zero where that tensor is not."""
         for tensor in outputs:
-            base = tensor._base if tensor._base is not None else tensor
-            label = label_of(tensor)
+            memory, label = _memory(tensor), label_of(tensor)
             atoms = [m.ravel() for m, zero in zip(label.maps, label.zeros, strict=True) if not zero]
-            if tensor is base:  # all of it was written
+            if tensor._base is None:  # all of it was written
                 constant = label.neutral
             else:
                 constant = False
-                atoms += [self._written[id(base)].nonzero] if id(base) in self._written else []
-            self._written[id(base)] = Written(base, np.unique(np.concatenate([*atoms, NO_ATOMS])), constant)
-            self._refresh_views([base])
+                atoms += [self._written[memory].nonzero] if memory in self._written else []
+            self._written[memory] = Written(tensor, np.unique(np.concatenate([*atoms, NO_ATOMS])), constant)
+            self._refresh_views([tensor if tensor._base is None else tensor._base])
 
     def _refresh_views(self, tensors: Sequence[Tensor]) -> None:
         """Correct the flags of tensors whose memory was written through another view since they were labelled."""
         for tensor in tensors if self._written else ():
-            base = tensor._base if tensor._base is not None else tensor
-            found, label = self._written.get(id(base)), label_of(tensor)
+            found, label = self._written.get(_memory(tensor)), label_of(tensor)
             if found is None or found.constant or not (any(label.zeros) or label.neutral):
                 continue
             kept = (
@@ -296,17 +320,45 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
         """Write down that a tensor was made of these."""
-        self.steps.append(Step(CREATED, (), (), (), (("data", numbers),), self.module, self.place()))
+        self.steps.append(Step(CREATED, (), (), (), (("data", numbers),), (), (), (), self.module, self.place()))
 
     def record(self, call: Call) -> None:
         """Write the operation down."""
+        step = self.step_of(call)
+        self.note_origins(call, (len(self.steps),))
+        self.steps.append(step)
+
+    def step_of(self, call: Call) -> Step:
+        """The operation as it was seen."""
         outputs = tuple((tuple(tensor.shape), label_of(tensor).maps) for tensor in call.outputs)
         inputs = list(zip(call.input_shapes(), (label_of(tensor).maps for tensor in call.inputs), strict=True))
         inputs += [((number,), rows) for number, rows in call.counts]
-        self.made_at.update((id(tensor), len(self.steps)) for tensor in call.outputs)
-        self.steps.append(
-            Step(call.name, outputs, tuple(inputs), tuple(call.taken), numbers_of(call), self.module, call.place)
+        return Step(
+            kind_of(call),
+            outputs,
+            tuple(inputs),
+            tuple(call.taken),
+            numbers_of(call),
+            sizes_of(call),
+            tuple(map(origin_of, call.inputs)),
+            constants_of(call),
+            self.module,
+            call.place,
         )
+
+    def note_origins(self, call: Call, origin: Origin) -> None:
+        """Write down where the outputs come from: what only moves data passes on where its input comes from."""
+        moved = kind_of(call) in MAY_DIFFER and len(call.inputs) == 1
+        for place, tensor in enumerate(call.outputs):
+            known = origin_of(call.inputs[0]) if moved else origin
+            if call.name == "aten::detach" and known is not None:
+                known = ("detached", known)  # gradients end here
+            set_origin(tensor, (*known, place) if not moved and isinstance(known, tuple) else known)
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number for the memory that a tensor lies in; views, ``.data`` and ``detach()`` share it, on meta as well."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -328,6 +380,20 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
         yield name, buffer, False
 
 
+def kind_of(call: Call) -> str:
+    """The operation's name; a copy to another dtype is no mere movement of data."""
+    if call.name == "aten::_to_copy" and call.outputs[0].dtype != call.inputs[0].dtype:
+        return f"{call.name} to {call.outputs[0].dtype}"
+    return call.name
+
+
+def sizes_of(call: Call) -> Numbers:
+    """The arguments of an operation that are sizes."""
+    names = SIZES.get(call.name.removeprefix("aten::"), ())
+    found = [(name, _plain(call.arguments[name])) for name in names if name in call.arguments]
+    return tuple((name, value) for name, value in found if value is not TENSORS)
+
+
 def numbers_of(call: Call) -> Numbers:
     """The arguments of an operation that are neither tensors nor sizes: a kernel, a padding, a dim, a factor."""
     found = [(name, _plain(call.arguments[name])) for name in _value_arguments(call.operation)]
@@ -336,6 +402,14 @@ def numbers_of(call: Call) -> Numbers:
     elif call.name == "aten::lift_fresh":
         found.append(("data", _made_of(call.inputs[0])))
     return tuple((name, value) for name, value in found if value is not TENSORS)
+
+
+def constants_of(call: Call) -> tuple[tuple[float, ...], ...]:
+    """The values of the inputs that no operation made."""
+    if call.name == "aten::lift_fresh":
+        return ()  # its values are among the numbers
+    unknown = (value_of(tensor) for tensor in call.inputs if origin_of(tensor) is None and not is_labelled(tensor))
+    return tuple(_made_of(value) for value in unknown if value is not None)
 
 
 @functools.cache
@@ -358,9 +432,10 @@ def _plain(value: Any) -> Any:
 
 def _made_of(tensor: Tensor) -> tuple[float, ...]:
     """The values of a small tensor that no operation made; of what a model holds, nothing comes this way."""
-    if tensor.is_meta or tensor.is_complex() or tensor.numel() > FEW:
+    if tensor.is_meta or tensor.is_complex():
         return ()
-    return tuple(tensor.double().ravel().tolist())
+    numbers = tensor.double().ravel()
+    return tuple(numbers.tolist()) if len(numbers) <= FEW else (hash(numbers.numpy().tobytes()),)
 
 
 def _taken_at(call: Call) -> tuple[float, ...]:

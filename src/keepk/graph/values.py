@@ -29,6 +29,7 @@ CREATED = "torch.tensor"
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _DATA_AT = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, torch.Tensor.new_tensor: 1, torch.Tensor.new: 1}
 # What Python may call to learn a value; true of those that answer with a truth value.
+_INDEXES = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _READS = {
     torch.Tensor.__bool__: True, torch.Tensor.is_nonzero: True, torch.is_nonzero: True,
     torch.equal: True, torch.Tensor.equal: True, torch.allclose: True, torch.Tensor.allclose: True,
@@ -106,6 +107,8 @@ class WatchedValues(TorchFunctionMode):
                 return func(*positional, **{key: replaced.get(id(it), it) for key, it in by_name.items()})
 
             return self._watcher.answer(tensors, boolean=boolean, read=read)
+        if func in _INDEXES and (listed := tuple(_listed_in(args[1]))):
+            self._watcher.record_numbers(listed if len(listed) <= FEW else (hash(listed),))
         result = func(*args, **by_name)
         if (place := _DATA_AT.get(func)) is not None:
             self._made(func, place, args, by_name, result)
@@ -114,8 +117,8 @@ class WatchedValues(TorchFunctionMode):
     def _made(self, func: Any, place: int, args: Any, by_name: Mapping[str, Any], result: Tensor) -> None:
         data = args[place] if len(args) > place else by_name.get("data", by_name.get("obj"))
         found = tuple(numbers_in(data)) if func is not torch.Tensor.new or type(data) is list else ()
-        if 0 < len(found) <= FEW:
-            self._watcher.record_numbers(found)
+        if found:
+            self._watcher.record_numbers(found if len(found) <= FEW else (hash(found),))
         if result.is_meta and not any(True for _ in tensors_in(data)) and func is not torch.Tensor.new:
             with _disable_current_modes():
                 keep_value_beside(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
@@ -135,6 +138,13 @@ def numbers_in(data: Any) -> Iterator[float]:
         yield from data.ravel().tolist()
     elif isinstance(data, list | tuple | bytes | bytearray):
         for entry in data:
+            yield from numbers_in(entry)
+
+
+def _listed_in(index: Any) -> Iterator[float]:
+    """The numbers of lists and arrays in an index, which torch makes a tensor of: 2 and 3 of ``x[:, [2, 3]]``."""
+    for entry in index if isinstance(index, tuple) else (index,):
+        if isinstance(entry, list | tuple | np.ndarray):
             yield from numbers_in(entry)
 
 

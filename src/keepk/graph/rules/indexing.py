@@ -140,7 +140,8 @@ def ordered(call: Call) -> None:
     """By value along a dim."""
     source = call.inputs[0]
     dim = call.get("dim", -1) % source.ndim if source.ndim else 0
-    kept = [m for m in call.maps(source) if m.shape[dim] == 1]
+    over_all = "dim" not in call.arguments  # median() of a whole tensor
+    kept = [] if over_all else [m for m in call.maps(source) if m.shape[dim] == 1]
     _pin_rest(call, call.maps(source), kept, "is ordered by value along the axis")
     for output in call.outputs:
         if output.ndim == source.ndim:

@@ -33,5 +33,7 @@ def pooled(call: Call) -> None:
     for other in call.inputs[1:]:
         for index_map in call.maps(other):
             call.pin(index_map, "says where to sample")
-    for output in call.outputs:
-        call.leave(kept, to=output, zero=source)
+    values, *indices = call.outputs
+    call.leave(kept, to=values, zero=source)
+    for output in indices:
+        call.leave(kept, to=output, zero=False)

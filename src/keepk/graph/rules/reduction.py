@@ -1,5 +1,7 @@
 """Reductions over dims."""
 
+import torch
+
 from keepk.graph.algebra import Tracked
 from keepk.graph.call import Call
 from keepk.graph.label import label_of
@@ -26,7 +28,9 @@ def reduced(call: Call) -> None:
         left += [Tracked(rows, zero and _is_zero_of_zeros(call)) for rows in call.reduce([index_map], dims)]
     call.read_by("a reduction", label.maps, dims)
     for output in call.outputs:
-        call.leave([_shaped(m, dims, output.ndim) for m, _ in left], to=output, zero=[zero for _, zero in left])
+        is_position = output.dtype == torch.int64 and output is not call.outputs[0]  # of a maximum
+        zeros = [zero and not is_position for _, zero in left]
+        call.leave([_shaped(m, dims, output.ndim) for m, _ in left], to=output, zero=zeros)
 
 
 @rule("max", "min")
