@@ -293,7 +293,6 @@ beside_input("training_scales_small_ones", "inexact")(
 beside_input("dropout_by_the_size", "inexact")(
     lambda net, h, _: net.head(F.dropout(h, 1 - h.shape[1] / 16, net.training))
 )
-beside_input("dropout_of_any_size", "exact")(lambda net, h, _: net.head(F.dropout(h, 0.25, net.training)))
 beside_input("training_takes_another_channel", "exact")(
     lambda net, h, _: net.head(h) * (h[:, -1:] if net.training else h[:, :1]).exp()
 )

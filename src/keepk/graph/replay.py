@@ -145,7 +145,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             return
         if _differ(origins, step.origins):
             raise Mismatch(blamed, f"{call.name} gets the result of another operation", number=True)
-        if constants_of(call) != step.constants:
+        if _differ(constants_of(call), step.constants):
             raise Mismatch(blamed, f"{call.name} gets other constants", number=True)
         if not step.has_channels:
             self._compare_numbers(replace(step, numbers=step.sizes), sizes_of(call), blamed)
@@ -266,8 +266,8 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         return len(np.unique(pairs, axis=1).T) == len(np.unique(pairs[0]))
 
 
-def _differ(found: Sequence[Origin], known: Sequence[Origin]) -> bool:
-    """Whether tensors come from somewhere else, as far as that is known of both."""
+def _differ(found: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether tensors come from somewhere else, or have other values, as far as that is known of both."""
     return len(found) != len(known) or any(
         one != other for one, other in zip(found, known, strict=True) if None not in (one, other)
     )
@@ -348,7 +348,7 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         step, kind = self._next(), kind_of(call)
         if step is None or step.name != kind or not self._same_numbers(kind, step.numbers, numbers_of(call)):
             raise Differs(f"{step.name if step else 'the end'} became {kind}")
-        if sizes_of(call) != step.sizes or constants_of(call) != step.constants:
+        if sizes_of(call) != step.sizes or _differ(constants_of(call), step.constants):
             raise Differs(f"{call.name} has other sizes or constants")
         shapes, expected = call.input_shapes(), step.inputs[: len(call.inputs)]
         written = set(map(id, call.outputs))  # in place: the other pass wrote down the label that it has afterwards

@@ -82,7 +82,7 @@ class Step:
         numbers: By name, its arguments that are neither tensors nor sizes.
         sizes: By name, its arguments that are sizes.
         origins: Where each of its inputs comes from.
-        constants: The values of each input that no operation made, such as the list in ``x[:, [2, 3]]``.
+        constants: The values of each input that no operation made, such as a tensor in a global; None if not known.
         module: In whose forward it ran.
         place: File and line in the user's program.
     """
@@ -94,7 +94,7 @@ class Step:
     numbers: Numbers
     sizes: Numbers
     origins: tuple[Origin, ...]
-    constants: tuple[tuple[float, ...], ...]
+    constants: tuple[tuple[float, ...] | None, ...]
     module: str
     place: str
 
@@ -404,12 +404,10 @@ def numbers_of(call: Call) -> Numbers:
     return tuple((name, value) for name, value in found if value is not TENSORS)
 
 
-def constants_of(call: Call) -> tuple[tuple[float, ...], ...]:
-    """The values of the inputs that no operation made."""
-    if call.name == "aten::lift_fresh":
-        return ()  # its values are among the numbers
-    unknown = (value_of(tensor) for tensor in call.inputs if origin_of(tensor) is None and not is_labelled(tensor))
-    return tuple(_made_of(value) for value in unknown if value is not None)
+def constants_of(call: Call) -> tuple[tuple[float, ...] | None, ...]:
+    """For each input its values, if no operation made it; None for the others, and where they are not known."""
+    values = (value_of(tensor) if origin_of(tensor) is None else None for tensor in call.inputs)
+    return tuple(None if value is None else _made_of(value) for value in values)
 
 
 @functools.cache
