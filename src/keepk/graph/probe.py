@@ -18,7 +18,7 @@ from keepk.graph.facts import Bound, Facts, Line, Lines, Reason
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags, Map
 from keepk.graph.program_numbers import ProgramNumbers, Where, rows_of_both
-from keepk.graph.replay import Mismatch, Replays
+from keepk.graph.replay import Mismatch, Modes, Replays
 from keepk.graph.shell import Workshop
 from keepk.graph.solve import alive_atoms, solve
 from keepk.graph.tracer import Step
@@ -59,7 +59,7 @@ class Probe:
         self._steps = self.replays.steps
         self._numbers = ProgramNumbers(self._steps, dict(self.workshop.model.named_modules()))
         self._repeats = False
-        self._with_echoes = False  # once one of them fails; until then they are tried at the end
+        self._modes: Modes = "runs"
         self._tried = set[tuple[object, ...]]()
         self._loosened = set[Lines]()
         self._ties = dict[bytes, Bound]()  # parts whose size is one number in the model's Python
@@ -111,21 +111,23 @@ class Probe:
     def _first_failure(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
         """Of half of every space, of uneven shares and of sources, which do not fit; None if all do."""
         choices = self.graph.choose_half, self.graph.choose_unevenly, self.graph.choose_sources
-        for units in (choose(lossy=lossy) for choose in choices):
+        for number, choose in enumerate(choices):
+            units = choose(lossy=lossy)
             of_kind = self.graph.units.lossy[units] == lossy
-            if of_kind.any() and (found := self._attempt(units)) is not None:
-                return units, found
-        return self._first_failing_echo(lossy=lossy)
+            # One of them in train mode, where that does the same but for dropout: it costs no pass more.
+            trained: Modes = "trained" if number == 1 and self._modes == "runs" else self._modes
+            if of_kind.any() and (found := self._attempt(units, modes=trained)) is not None:
+                return units, self._in_eval_mode(found, units)
+        return units, None
 
-    def _first_failing_echo(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
-        """Whether a cut copy still does in training what it does in eval mode, but for dropout."""
-        units = self.graph.choose_half(lossy=lossy)
-        if self._with_echoes or not self.replays.echoes or not (self.graph.units.lossy[units] == lossy).any():
-            return units, None
-        self._with_echoes = True
-        found = self._attempt(units)
-        self._with_echoes = found is not None
-        return units, found
+    def _in_eval_mode(self, found: Mismatch, units: Indices) -> Mismatch:
+        """The failure as it is in eval mode; if there is none, train mode is tried on every copy from now on."""
+        if found.run is None or not any(found.run is run for run, _ in self.replays.echoes):
+            return found
+        if (plain := self._attempt(units)) is not None:
+            return plain
+        self._modes = "all"
+        return found
 
     def _align(self, *, lossy: bool) -> Mismatch | None:
         """Where other parts fit, and all but one unit do not, widths must be multiples."""
@@ -177,14 +179,16 @@ class Probe:
         self.pins.append(Bound(atoms, Reason(why, step.name, step.module, step.place)))
         self.graph = self._solved()
 
-    def _attempt(self, units: Indices, constants: Sequence[Constant] | None = None) -> Mismatch | None:
+    def _attempt(
+        self, units: Indices, constants: Sequence[Constant] | None = None, modes: Modes | None = None
+    ) -> Mismatch | None:
         """Cut a copy and trace it again; where it went another way."""
         graph = self.graph if constants is None else Graph(self.wiring, self.graph.solution, list(constants))
         try:
             edits = graph.edits(units)
         except ShrinkError as error:
             return Mismatch(-1, str(error))
-        return self.replays.mismatch(self.workshop, graph, edits, echoes=self._with_echoes)
+        return self.replays.mismatch(self.workshop, graph, edits, modes=modes or self._modes)
 
     def _repaired(self, found: Mismatch, units: Indices) -> bool:
         """Try the numbers that could be the one in the way; keep what moves the failure on."""

@@ -7,7 +7,7 @@ each operation's result can be held against the first trace with the removed ids
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from keepk.graph.values import CREATED
 # strides of its input.
 ADDMM, ADD = "aten::addmm", "aten::add"
 PRODUCTS = ("aten::mm", "aten::bmm")
+
+
+Modes: TypeAlias = Literal["all", "runs", "trained"]
 
 
 class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
@@ -470,18 +473,41 @@ class Replays:
         return [step for _, recorded in (*self.runs, *self.echoes) for step in recorded.steps]
 
     def mismatch(
-        self, workshop: Workshop, graph: Graph, edits: Edits, *, lenient: bool = False, echoes: bool = True
+        self, workshop: Workshop, graph: Graph, edits: Edits, *, lenient: bool = False, modes: Modes = "all"
     ) -> Mismatch | None:
-        """Where a copy cut by edits leaves the way of the uncut one, in any of the passes; None if it never does."""
-        offset = 0
-        for run, recorded in (*self.runs, *(self.echoes if echoes else ())):
+        """Where a copy cut by edits leaves the way of the uncut one; None if it never does.
+
+        Args:
+            workshop: Makes the copy.
+            graph: What is known of the model.
+            edits: What is cut.
+            lenient: Accept a missing map; see `Replay`.
+            modes: Which passes it has to repeat: "all", without the "echoes" as long as they are not needed ("runs"),
+                or each echo in the place of the run that it echoes ("trained").
+        """
+        passes = (*self.runs, *(self.echoes if modes == "all" else ()))
+        if modes == "trained":
+            passes = tuple((*self._echo_of(run), (run, recorded))[0] for run, recorded in self.runs)
+        for run, recorded in passes:
             found = _followed(workshop, run, recorded, graph, edits, lenient=lenient)
             if found is not None:
                 found.run = run
-                found.step += offset if found.step >= 0 else 0
+                found.step += self._offset(recorded) if found.step >= 0 else 0
                 return found
-            offset += len(recorded.steps)
         return None
+
+    def _echo_of(self, run: Run) -> list[tuple[Run, Recorded]]:
+        same = (it for it in self.echoes if it[0].example is run.example and it[0].answers == run.answers)
+        return [] if run.training else list(same)
+
+    def _offset(self, wanted: Recorded) -> int:
+        """The place of a pass in `steps`."""
+        offset = 0
+        for _, recorded in (*self.runs, *self.echoes):
+            if recorded is wanted:
+                break
+            offset += len(recorded.steps)
+        return offset
 
 
 def _selecting(model: nn.Module, edits: Edits) -> Iterator[Selection]:
