@@ -50,6 +50,8 @@ class Label:
         """
         if self.null or not any(self.zeros):
             return self.null
+        if all(self.zeros) and any(index_map is own for own in self.maps):
+            return True
         atoms = index_map[index_map > 0]
         known = [(m.ravel(), zero) for m, zero in zip(self.maps, self.zeros, strict=True)]
         return bool(

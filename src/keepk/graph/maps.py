@@ -135,7 +135,11 @@ def restrict_all(maps: Sequence[Map], alive: Flags) -> list[Map] | None:
 
 def predict(shape: Sequence[int], maps: Sequence[Map], alive: Flags) -> tuple[int, ...] | None:
     """The shape of a tensor when only the `alive` atoms are left; None if the maps do not tell."""
-    left = restrict_all(maps, alive)
+    return shape_left(shape, maps, restrict_all(maps, alive))
+
+
+def shape_left(shape: Sequence[int], maps: Sequence[Map], left: Sequence[Map] | None) -> tuple[int, ...] | None:
+    """The shape of a tensor of whose maps so much is left; None if that does not tell."""
     if left is None:
         return None
     sizes = list(shape)

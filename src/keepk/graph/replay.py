@@ -19,7 +19,7 @@ from keepk.graph.facts import Facts
 from keepk.graph.graph import Graph
 from keepk.graph.label import Label, Origin, label_of, origin_of, set_label, set_origin, tensors_in
 from keepk.graph.layers import SELECTED
-from keepk.graph.maps import Flags, Map, aligned, compress, predict, restrict_all, support
+from keepk.graph.maps import Flags, Map, aligned, compress, restrict_all, shape_left, support
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.tracer import MAY_DIFFER, Numbers, Recorded, Step, Tracer, constants_of, kind_of, numbers_of, sizes_of
 from keepk.graph.union import Classes
@@ -72,6 +72,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         self.atoms = first.atoms.branch()
         self.facts = Facts()
         self._known = first.atoms.count
+        self._restricted = dict[int, list[Map] | None]()
         self._position = 0
         self._doubtful: int | None = None
         left = {name: tuple(restrict_all(maps, alive) or ()) for name, maps in first.tensors.items()}
@@ -167,8 +168,17 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
                 self._doubtful = number
         return None
 
+    def _left(self, maps: tuple[Map, ...]) -> list[Map] | None:
+        """What is left of the maps of one tensor; most tensors are an output of one step and an input of others."""
+        if id(maps) not in self._restricted:  # the first trace holds them, so that no other object gets their id
+            self._restricted[id(maps)] = restrict_all(maps, self._alive)
+        return self._restricted[id(maps)]
+
+    def _note_written(self, outputs: Sequence[Tensor]) -> None:
+        """What is zero is known from the first trace."""
+
     def _fits(self, step: Step, call: Call) -> bool:
-        shapes = [predict(shape, maps, self._alive) for shape, maps in step.outputs]
+        shapes = [shape_left(shape, maps, self._left(maps)) for shape, maps in step.outputs]
         return shapes == [tuple(output.shape) for output in call.outputs]
 
     def _matching(self, call: Call) -> Step | None:
@@ -236,17 +246,18 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if len(sizes) != len(step.inputs):
             return
         for found, (shape, maps) in zip(sizes, step.inputs, strict=True):
-            expected = predict(shape, maps, self._alive)
+            expected = shape_left(shape, maps, self._left(maps)) if maps else shape
             if expected is not None and expected != found:
                 raise Mismatch(blamed, f"{call.name} got {found}, expected {expected}")
 
-    def _compare(self, call: Call, output: Tensor, shape: tuple[int, ...], maps: Sequence[Map], blamed: int) -> None:
-        expected = predict(shape, maps, self._alive)
+    def _compare(self, call: Call, output: Tensor, shape: tuple[int, ...], maps: tuple[Map, ...], blamed: int) -> None:
+        left = self._left(maps)
+        expected = shape_left(shape, maps, left)
         if expected != tuple(output.shape):
             if not maps and output is not call.outputs[0]:
                 return  # statistics that nobody follows
             raise Mismatch(blamed, f"{call.name} gave {tuple(output.shape)}, expected {expected}")
-        left = restrict_all(maps, self._alive) or []
+        left = left or []
         found = [m for m in map(compress, (*label_of(output).maps, *_passed_on(call, output.ndim))) if support(m)]
         for index_map in (m for m in map(compress, left) if support(m)):
             known = [other for other in found if other.shape == index_map.shape]
@@ -343,6 +354,9 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def _apply_rule(self, call: Call) -> None:
         """Labels come from the other pass; see `record`."""
+
+    def _note_written(self, outputs: Sequence[Tensor]) -> None:
+        """So do their flags."""
 
     def record(self, call: Call) -> None:
         """Compare an operation with the next one of the other pass, and give its outputs the labels of that."""
