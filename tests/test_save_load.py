@@ -807,6 +807,58 @@ def test_what_would_be_lost_is_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+class Packing(nn.Module):
+    """Keeps a tensor that is neither parameter nor buffer, and saves it by itself, as quantised modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.randn(4)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+        destination[prefix + "version"] = 3
+
+
+def test_state_that_is_neither_parameter_nor_buffer_is_refused(tmp_path):
+    folder = tmp_path / "new"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Packing()))
+    words = (
+        r"module '1\.0' \(Packing\) keeps state .* would be lost: '1\.0\.scale', '1\.0\.version'\. Keep it in buffers"
+    )
+    with pytest.raises(FileError, match=words):
+        keepk.save(model, folder)
+    keepk.save(nn.Linear(4, 4), folder)
+    with pytest.raises(FileError, match=r"module '' \(Packing\) keeps state"):
+        keepk.load(folder, Packing())
+
+    hooked = nn.Sequential(nn.Linear(4, 4))
+    hooked[0].register_state_dict_post_hook(lambda _, state, prefix, __: state.update({prefix + "seen": 7}))
+    with pytest.raises(FileError, match=r"module '0' \(Linear\) keeps state .*'0\.seen'"):
+        keepk.save(hooked, folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning", "ignore::UserWarning")
+def test_a_dynamically_quantised_model_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    with pytest.raises(FileError, match=r"module '0' \(Linear\) .*'0\.scale'.*quantise it after keepk\.load"):
+        keepk.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_hook_that_renames_what_is_saved_loses_nothing(tmp_path):
+    def renamed(_module, state, prefix, _metadata):
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"outer.{key}"] = state.pop(key)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_state_dict_post_hook(renamed)
+    keepk.save(model, tmp_path)
+    loaded = keepk.load(tmp_path, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    assert torch.equal(loaded[0].weight, model[0].weight)
+
+
 class Stubborn(nn.Linear):
     """Refuses a new size when it is told to."""
 

@@ -408,3 +408,26 @@ def test_a_tied_weight_that_one_of_its_names_excludes_is_not_counted(tmp_path):
     pruner.step()
     assert pruner.kept == {"w": 7}
     keepk.save(model, tmp_path)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_alive_is_counted_again_when_a_swept_model_is_saved(closed, tmp_path):
+    model, _, pruner, _ = pruned(held=False)
+    keepk.compact(model, torch.zeros(2, 64))
+    if closed:
+        pruner.close()
+    with torch.no_grad():
+        model[0].weight[model[0].weight.nonzero()[:3].unbind(1)] = 0.0  # still kept, no longer alive
+    alive = nonzero(model)
+    keepk.save(model, tmp_path)
+    said = json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]
+    assert (said["kept"], said["alive"]) == (300, alive)
+    loaded = keepk.load(tmp_path, built())
+    with torch.no_grad():
+        loaded[0].weight[(loaded[0].weight == 0).nonzero()[:5].unbind(1)] = 1.0
+    if alive + 5 <= 300:
+        keepk.save(loaded, tmp_path)
+        assert json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]["alive"] == alive + 5
+    loaded[0].weight.data.fill_(1.0)
+    with pytest.raises(FileError, match=rf"kept 300 units, but {nonzero(loaded):,} are there now"):
+        keepk.save(loaded, tmp_path)

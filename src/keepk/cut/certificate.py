@@ -49,6 +49,15 @@ def certified_alive(model: nn.Module) -> Change:
     return certified(model, found)
 
 
+def recounted(model: nn.Module) -> Certificate:
+    """The certificate with `alive` of weights counted again: a stored number may be older than the weights."""
+    return {
+        name: entry
+        | ({"alive": alive_weights(model, entry)} if "alive" in entry and entry["kind"] == "weights" else {})
+        for name, entry in certificate_of(model).items()
+    }
+
+
 def untrue_weights(model: nn.Module) -> dict[str, tuple[int, int]]:
     """By certified space that has more weights than it kept: how many it kept, and how many are not zero now."""
     entries = {name: entry for name, entry in certificate_of(model).items() if entry["kind"] == "weights"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from keepk.cut.certificate import untrue_weights
+from keepk.cut.certificate import recounted, untrue_weights
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
 from keepk.cut.tensors import sharded
@@ -66,7 +66,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     _refuse_meta(inner, "Materialize the model first.")
     if certificate:
         _refuse_untrue(inner)
-    description = describe(inner) if certificate else replace(describe(inner), certificate={})
+    description = replace(describe(inner), certificate=recounted(inner) if certificate else {})
     write_folder(folder, to_document(description), dict(_packed(inner)))
 
 
@@ -147,6 +147,28 @@ def _refuse_extra_state(model: nn.Module) -> None:
                 f"module {path!r} ({type(module).__name__}) keeps extra state, which may be any object. "
                 f"Keep what has to be saved in buffers."
             )
+    _refuse_other_state(model)
+
+
+def _refuse_other_state(model: nn.Module) -> None:
+    """Refuse a model whose state_dict has more than its parameters and buffers, which is all that a file keeps.
+
+    Quantised modules pack their weights so, and modules may write entries of their own. An entry that is a parameter or
+    buffer under another name, as hooks rename them, is no loss.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names, tensors = {name for name, _ in named}, {id(tensor) for _, tensor in named}
+    state = model.state_dict(keep_vars=True)  # with the tensors themselves, not detached ones
+    lost = [key for key, value in state.items() if key not in names and id(value) not in tensors]
+    if lost:
+        path = max((it for it, _ in model.named_modules() if lost[0].startswith(f"{it}." if it else "")), key=len)
+        keys = [repr(key) for key in lost if key.startswith(f"{path}." if path else "")]
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise FileError(
+            f"module {path!r} ({type(model.get_submodule(path)).__name__}) keeps state that is neither a parameter nor "
+            f"a buffer and would be lost: {', '.join(keys[:5])}{more}. Keep it in buffers. Of a quantised model save "
+            f"the float one, and quantise it after keepk.load; or save model.state_dict() with torch.save."
+        )
 
 
 def _refuse_meta(model: nn.Module, remedy: str) -> None:
