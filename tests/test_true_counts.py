@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import keepk
 from keepk import KeepkWarning
+from keepk.deploy.arch_json import digest
 from keepk.errors import FileError, ShrinkError, StateError
 from networks import NETWORKS
 
@@ -420,8 +422,8 @@ def test_alive_is_counted_again_when_a_swept_model_is_saved(closed, tmp_path):
         model[0].weight[model[0].weight.nonzero()[:3].unbind(1)] = 0.0  # still kept, no longer alive
     alive = nonzero(model)
     keepk.save(model, tmp_path)
-    said = json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]
-    assert (said["kept"], said["alive"]) == (300, alive)
+    entry = json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]
+    assert (entry["kept"], entry["alive"]) == (300, alive)
     loaded = keepk.load(tmp_path, built())
     with torch.no_grad():
         loaded[0].weight[(loaded[0].weight == 0).nonzero()[:5].unbind(1)] = 1.0
@@ -430,4 +432,146 @@ def test_alive_is_counted_again_when_a_swept_model_is_saved(closed, tmp_path):
         assert json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]["alive"] == alive + 5
     loaded[0].weight.data.fill_(1.0)
     with pytest.raises(FileError, match=rf"kept 300 units, but {nonzero(loaded):,} are there now"):
+        keepk.save(loaded, tmp_path)
+
+
+def weight_normed():
+    model = nn.Sequential(weight_norm(nn.Linear(7, 12)), nn.Tanh(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
+    return model, torch.zeros(3, 7), ["0", "2"], 8
+
+
+def masked_run(name, shrink="never", **options):
+    """A network with masked channels, how to build it again, its values before, and its Pruner."""
+    build = {**MASKED, "weight norm": weight_normed}[name]
+    torch.manual_seed(0)
+    model, example, select, keep = build()
+    best = copy.deepcopy(model.state_dict())
+    at = "input" if name == "dense_block" else "output"
+    schedule = [keep] if shrink == "never" else [keep, keep - 2]
+    space = keepk.channels(select, keep=schedule[-1], name="c", at=at, metric=keepk.metrics.l1, schedule=schedule)
+    followers = [copy.deepcopy(model)] if options.pop("follower", False) else []
+    pruner = keepk.Pruner(model, space, example=example, shrink=shrink, followers=followers)
+    pruner.step()
+    return model, (lambda: build()[0]), best, keep, pruner, *followers
+
+
+def said(folder):
+    return json.loads((folder / "arch.json").read_text())["certificate"]["c"]
+
+
+WITHOUT_PRUNER = {
+    "closed": lambda model, pruner, *_: pruner.close() or model,
+    "copied": lambda model, *_: copy.deepcopy(model),
+    "loaded": lambda _model, _pruner, folder, build: keepk.load(folder, build()),
+    "loaded and copied": lambda _model, _pruner, folder, build: copy.deepcopy(keepk.load(folder, build())),
+}
+
+
+@pytest.mark.parametrize("shrink", ["never", "end"])
+@pytest.mark.parametrize("name", [*MASKED, "weight norm"])
+@pytest.mark.parametrize("how", WITHOUT_PRUNER)
+def test_masked_channels_are_counted_without_a_pruner(how, name, shrink, tmp_path):
+    model, build, best, keep, pruner = masked_run(name, shrink)
+    total = pruner.certificate["c"]["total"]
+    keepk.save(model, tmp_path / "first")
+    assert (said(tmp_path / "first")["kept"], said(tmp_path / "first")["masked"]) == (keep, total - keep)
+    alone = WITHOUT_PRUNER[how](model, pruner, tmp_path / "first", build)
+    keepk.save(alone, tmp_path / "again")  # as long as they are zero, it is true
+    assert said(tmp_path / "again") == said(tmp_path / "first")
+    assert keepk.load(tmp_path / "again", build()) is not None
+    name_of, mask = next((name, mask) for name, mask in pruner.masks.items() if name.endswith(".bias"))
+    with torch.no_grad():
+        dict(alone.named_parameters())[name_of][(~mask).nonzero()[0]] = 1e-6
+    with pytest.raises(FileError, match=rf"space 'c': the last event kept {keep} units, but {keep + 1} are there now"):
+        keepk.save(alone, tmp_path / "again")
+    alone.load_state_dict(best)
+    words = rf"space 'c': the last event kept {keep} units, but {total} are there now.*certificate=False\)"
+    with pytest.raises(FileError, match=words):
+        keepk.save(alone, tmp_path / "again")
+    keepk.save(alone, tmp_path / "again", certificate=False)
+    document = json.loads((tmp_path / "again" / "arch.json").read_text())
+    assert document["certificate"] == {}
+    assert "masked" not in document
+
+
+def test_masked_channels_of_a_follower_are_counted(tmp_path):
+    *_, keep, pruner, ema = masked_run("grouped", follower=True)
+    keepk.save(ema, tmp_path)
+    assert (said(tmp_path)["kept"], said(tmp_path)["masked"]) == (keep, pruner.certificate["c"]["total"] - keep)
+    with torch.no_grad():
+        ema[0].weight.fill_(1)
+    with pytest.raises(FileError, match=f"kept {keep} units, but .* are there now"):
+        keepk.save(ema, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["linear", "grouped", "dense_block"])
+def test_the_places_of_masked_channels_follow_a_cut_by_hand(name, tmp_path):
+    model, build, _, keep, pruner = masked_run(name)
+    total, example = pruner.certificate["c"]["total"], pruner.example
+    pruner.close()
+    graph = keepk.trace(model, example)
+    keepk.shrink(model, graph, graph.choose(0.3, seed=1))
+    keepk.save(model, tmp_path)
+    masked = said(tmp_path).get("masked", 0)
+    assert 0 < masked < total - keep
+    for alone in (model, keepk.load(tmp_path, build())):
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                parameter.fill_(1)
+        with pytest.raises(FileError, match=f"kept {keep} units, but {keep + masked} are there now"):
+            keepk.save(alone, tmp_path)
+    keepk.compact(model, example)  # nothing is dead any more
+    assert said(tmp_path)["masked"] == masked
+
+
+def test_masked_channels_that_are_removed_later_are_not_masked_any_more(tmp_path):
+    model, _, _, keep, pruner = masked_run("linear", "end")
+    assert pruner.certificate["c"]["masked"] == 60
+    pruner.step()
+    assert "masked" not in pruner.certificate["c"]
+    keepk.save(model, tmp_path)
+    assert said(tmp_path)["kept"] == keep - 2 == model[0].out_features
+    assert "masked" not in json.loads((tmp_path / "arch.json").read_text())
+
+
+def test_masked_channels_that_cannot_be_counted_are_refused_with_the_cure(tmp_path):
+    model, *_, pruner = masked_run("linear")
+    model[0] = nn.Linear(64, 90)
+    pruner.close()
+    with pytest.raises(FileError, match=r"60 of its channels are masked .* cannot be counted.*Pruner is open.*=False"):
+        keepk.save(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0"]}), "60 masked channels"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0:2147483648"] * 60}), "not a rising run"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"7": ["0"] * 60}), "no axis of a tensor"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"1,0": ["0"] * 60}), "no axis of a masked"),
+        (lambda it: it["masked"]["c"].update({"no": {"0": ["0"] * 60}}), "not laid out"),
+        (lambda it: it["masked"].update({"d": {}}), "not laid out"),
+        (lambda it: it["certificate"]["c"].update(masked=-1), "masked of the certificate"),
+    ],
+)
+def test_forged_places_are_refused(change, match, tmp_path):
+    model, build, *_ = masked_run("linear")
+    keepk.save(model, tmp_path)
+    document = json.loads((tmp_path / "arch.json").read_text())
+    change(document)
+    document["sha256"] = digest(document)
+    (tmp_path / "arch.json").write_text(json.dumps(document))
+    with pytest.raises(FileError, match=match):
+        keepk.load(tmp_path, build())
+
+
+def test_a_file_without_places_loads_and_is_not_saved_again_with_its_count(tmp_path):
+    model, build, *_ = masked_run("linear")
+    keepk.save(model, tmp_path)
+    document = json.loads((tmp_path / "arch.json").read_text())
+    del document["masked"]
+    document["sha256"] = digest(document)
+    (tmp_path / "arch.json").write_text(json.dumps(document))
+    loaded = keepk.load(tmp_path, build())
+    with pytest.raises(FileError, match="cannot be counted"):
         keepk.save(loaded, tmp_path)

@@ -11,10 +11,12 @@ import numpy as np
 from torch import Tensor, nn
 
 from keepk.cut.hold import Masks, count_revived
+from keepk.cut.record import Places, packed
 from keepk.errors import ShrinkError
 from keepk.graph.facts import Role
 from keepk.graph.maps import Flags
 from keepk.graph.units import GraphSpace
+from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import named_parameters
 from keepk.rank.changed import changed_model
 from keepk.run.channel_side import ChannelSide
@@ -56,6 +58,27 @@ def count_masked(masks: Mapping[str, Tensor], model: nn.Module) -> int:
     fitting = [(now[name], ~mask) for name, mask in masks.items() if name in now and now[name].shape == mask.shape]
     counts = [(dead.count_nonzero(), count_revived(parameter, dead)) for parameter, dead in fitting]
     return sum(int(dead) - int(revived) for dead, revived in counts)
+
+
+def masked_places(side: ChannelSide, model: nn.Module) -> dict[str, Places]:
+    """By space with channels that are masked and not removed: where those are; see `keepk.cut.record.record_of`."""
+    masked, lengths = side.dead & side.graph.alive, lengths_of(model)
+    found = dict[str, Places]()
+    for space, members in side.members.items():
+        units = members.units[masked[members.units]]
+        numbers = np.full(len(masked) + 1, -1)  # the last entry is for what belongs to no unit
+        numbers[units] = np.arange(len(units))
+        names = {tensor for layer in members.layers for tensor, _, _ in layer.axes} if len(units) else set()
+        places = dict[str, dict[str, object]]()
+        for name, parameter in ((name, it) for name, it in model.named_parameters() if name in names):
+            length = lengths.get(parameter)
+            for axis, owners in side.graph.owners(name).items():
+                # The directions of weight norm are not set to zero, only their lengths; see `silencing`.
+                silenced = length is None or length.dim() != parameter.dim() or length.shape[axis] == 1
+                if silenced and (numbers[owners] >= 0).any():
+                    places.setdefault(name, {})[str(axis)] = packed(numbers[owners])
+        found |= {space: places} if places else {}
+    return found
 
 
 def _revived_units(side: ChannelSide, silenced: Masks, model: nn.Module) -> Flags:
