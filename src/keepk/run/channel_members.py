@@ -95,6 +95,12 @@ def _is_side(layer: GraphSpace, at: str) -> bool:
     return at == "output" or layer.kind == "read"
 
 
+def _has_side(graph: Graph, layer: GraphSpace, at: str) -> bool:
+    """Whether a layer is anybody's output: columns that read a buffer, as of coordinates, are inputs only."""
+    own = [role for tensor, _, role in layer.axes if tensor in graph.wiring.parameters]
+    return at == "input" or Role.PRODUCER in own or None in own
+
+
 def _module_of(tensor: str) -> str:
     """The module that a user knows: without parametrizations and wrappers inside of it."""
     path = f".{tensor.rpartition('.')[0]}".partition(".parametrizations.")[0]
@@ -102,7 +108,8 @@ def _module_of(tensor: str) -> str:
 
 
 def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[GraphSpace, ...]:
-    candidates = [(layer, modules_of(layer, space.at)) for layer in graph.spaces if layer.kind in KINDS[space.at]]
+    layers = [layer for layer in graph.spaces if layer.kind in KINDS[space.at] and _has_side(graph, layer, space.at)]
+    candidates = [(layer, modules_of(layer, space.at)) for layer in layers]
     known = [*modules, *(name for _, names in candidates for name in names)]
     for option, globs in (("select", space.select), ("exclude", space.exclude)):
         for glob in globs:
@@ -176,7 +183,8 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
             f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
             f"which are left out unless a glob names them. Say {f'*.{adapter}*'!r} to prune ranks."
         )
-    names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
+    sided = [it for it in graph.spaces if it.kind in KINDS[space.at] and _has_side(graph, it, space.at)]
+    names = [name for layer in sided for name in modules_of(layer, space.at)]
     if _any(names, [glob]):
         raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
     if fixed:
