@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -575,3 +576,89 @@ def test_a_file_without_places_loads_and_is_not_saved_again_with_its_count(tmp_p
     loaded = keepk.load(tmp_path, build())
     with pytest.raises(FileError, match="cannot be counted"):
         keepk.save(loaded, tmp_path)
+
+
+class TakesOne(nn.Module):
+    """One channel of the first layer is taken by its number, so it stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + h[..., :1])
+
+
+def test_a_channel_that_is_fixed_is_told_and_certified(tmp_path):
+    words = (
+        r"space 'c': 1 channel of its layers cannot be removed and is not counted: 'first' 1 of 8, one channel is "
+        r"taken by its number \(aten::slice .*\)\. It keeps 3 of the 7 others, so that 4 are left in all"
+    )
+    model = TakesOne()
+    with pytest.warns(KeepkWarning, match=words) as told:
+        pruner = keepk.Pruner(model, keepk.channels("*", keep=3, name="c"), example=torch.zeros(2, 7))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    pruner.step()
+    assert model.first.out_features == 4
+    assert (pruner.kept, pruner.certificate["c"]["fixed"]) == ({"c": 3}, 1)
+    report = keepk.report(pruner)
+    assert report.spaces[0].fixed == 1
+    assert "not counted" in str(report)
+    assert "c 3 of 7 (and 1 fixed)" in report.line
+    keepk.save(model, tmp_path)
+    assert said(tmp_path)["fixed"] == 1
+    keepk.save(keepk.load(tmp_path, TakesOne()), tmp_path)
+    assert said(tmp_path)["fixed"] == 1
+
+
+def narrow(*widths):
+    layers = [it for pair in pairwise(widths) for it in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+@pytest.mark.parametrize(("widths", "fixed"), [((20, 15, 1, 4), ["2"]), ((20, 15, 1, 1, 6, 1, 1), ["2", "4", "8"])])
+def test_layers_of_width_one_are_told_and_certified(widths, fixed):
+    torch.manual_seed(0)
+    model, example = narrow(*widths), torch.randn(4, 20)
+    listed = "; ".join(f"'{name}' 1 of 1, something of every layer stays" for name in fixed)
+    with pytest.warns(KeepkWarning, match=rf"not counted: {listed}\. It keeps 10 of") as told:
+        pruner = keepk.Pruner(model, keepk.channels("*", keep=10, name="c"), example=example)
+    assert len(told) == 1
+    pruner.step()
+    assert pruner.certificate["c"]["fixed"] == len(fixed)
+    hidden = [layer.out_features for layer in list(model)[:-1] if isinstance(layer, nn.Linear)]
+    assert sum(hidden) == pruner.kept["c"] + len(fixed)
+    group = keepk.inspect(model, example).fixed[0]
+    assert "has one channel" in group.why
+    assert {axis.tensor for axis in group.axes if axis.axis == 0} == {f"{name}.weight" for name in fixed}
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "globs"),
+    [
+        (narrow(1, 8, 1), torch.zeros(3, 1), "*"),  # an input and an output of one number
+        (narrow(20, 15, 1, 4), torch.zeros(3, 20), "0"),  # not selected
+        (nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.ConvTranspose2d(6, 1, 3)), torch.zeros(2, 1, 8, 8), "*"),
+        (
+            nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 4, 1)),
+            torch.zeros(2, 3, 8, 8),
+            "*",
+        ),
+    ],
+)
+def test_inputs_outputs_and_other_layers_are_no_reason_to_warn(model, example, globs):
+    pruner = keepk.Pruner(model, keepk.channels(globs, keep=4, name="c"), example=example)
+    assert "fixed" not in pruner.certificate["c"]
+    assert keepk.report(pruner).spaces[0].fixed == 0
+
+
+def test_a_second_run_over_a_layer_that_was_cut_to_one_channel_tells_it(tmp_path):
+    torch.manual_seed(0)
+    model, example = narrow(20, 15, 8, 4), torch.randn(4, 20)
+    keepk.Pruner(model, keepk.channels("2", keep=1, name="c"), example=example).step()
+    keepk.save(model, tmp_path)
+    model = keepk.load(tmp_path, narrow(20, 15, 8, 4))
+    with pytest.warns(KeepkWarning, match="'2' 1 of 1"):
+        keepk.Pruner(model, keepk.channels("*", keep=10, name="d"), example=example)

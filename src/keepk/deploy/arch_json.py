@@ -36,7 +36,8 @@ ABOUT = {
     "certificate": "By space of the run: how many units there were in the beginning, were asked for, and were kept; of "
     "weights also how many are alive, if dead neurons were swept. cut_since: units of the network that were removed "
     "after that, by hand or as dead neurons; kept does not count what was lost with them. masked: how many of the "
-    "channels that are not kept were set to zero and not removed.",
+    "channels that are not kept were set to zero and not removed. fixed: how many channels the same layers have "
+    "besides, which could not be removed and are in none of these counts.",
     "masked": "By space, tensor and axis: for each masked channel its indices in the saved tensor. '0,1' counts the "
     "entries of the first two axes row by row.",
 }
@@ -168,9 +169,9 @@ def _attributes(settings: Sequence[Setting]) -> dict[str, Any]:
 
 
 def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since", "masked") if key in written)]
+    numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since", "masked", "fixed") if key in written)]
     wrong = [key for key in numbers if type(written[key]) is not int or written[key] < 0]  # a bool is none
-    wrong = wrong or [key for key in numbers if key != "cut_since" and written[key] > written["total"]]
+    wrong = wrong or [key for key in numbers if key not in ("cut_since", "fixed") and written[key] > written["total"]]
     wrong += [] if written["kind"] in KINDS else ["kind"]
     if wrong:
         raise ValueError(f"{wrong[0]} of the certificate of {name!r} is {written[wrong[0]]!r}")

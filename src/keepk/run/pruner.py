@@ -155,6 +155,7 @@ class Pruner:
         self._watch = weights.watch
         if channels is not None:
             channels.watch = self._watch
+            channels.warn_of_uncounted()
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
         _LIVE[next(_NUMBERS)] = self
@@ -200,7 +201,7 @@ class Pruner:
 
         Also how many are alive, if it is another number: fewer after `keepk.compact`; more, with a `KeepkWarning`, if
         pruned units came back, and then ``kept`` has that number too. Of channels also how many are ``masked`` and not
-        removed, if any are.
+        removed, and how many ``fixed`` ones its layers have besides, which cannot be removed and are not counted.
         """
         return self.counted_certificate("certificate")
 

@@ -316,7 +316,7 @@ def certificate(sides: Sides, left: Mapping[str, int]) -> dict[str, dict[str, An
     """By space: its globs, what was asked for, what was kept at the last event, and `left`, if it differs, as alive.
 
     Where more are left than the last event kept, that number is not true any more, and `left` takes its place. Of
-    channels, also how many are masked and not removed.
+    channels, also how many are masked and not removed, and how many their layers have that are not counted.
     """
     found = dict[str, dict[str, Any]]()
     kept = {**sides.weights.certified, **(sides.channels.certified if sides.channels else {})}
@@ -336,6 +336,7 @@ def certificate(sides: Sides, left: Mapping[str, int]) -> dict[str, dict[str, An
         masked = _count_masked(sides.channels, name) - max(0, left[name] - sides.kept[name])
         found[name] = entry | ({"alive": left[name]} if left[name] != kept[name] else {})
         found[name] |= {"masked": masked} if masked > 0 else {}
+        found[name] |= {"fixed": it.fixed} if name not in sides.weights.members and it.fixed else {}
     return found
 
 
