@@ -119,7 +119,7 @@ def _is_side(layer: GraphSpace, at: str) -> bool:
 def _has_side(graph: Graph, layer: GraphSpace, at: str) -> bool:
     """Whether a layer is anybody's output: columns that read a buffer, as of coordinates, are inputs only."""
     own = [role for tensor, _, role in layer.axes if tensor in graph.wiring.parameters]
-    return at == "input" or Role.PRODUCER in own or None in own
+    return at == "input" or any(role is not Role.READER for role in own)
 
 
 def _module_of(tensor: str) -> str:

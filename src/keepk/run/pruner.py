@@ -75,6 +75,7 @@ class Pruner:
             copy, dicts of tensors.
 
     >>> import keepk
+    >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> spaces = [keepk.weights("*.weight", keep=33, name="all", schedule=keepk.Annealing(p0=0.5, n1=2, nu=0.2))]
