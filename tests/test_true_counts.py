@@ -662,3 +662,44 @@ def test_a_second_run_over_a_layer_that_was_cut_to_one_channel_tells_it(tmp_path
     model = keepk.load(tmp_path, narrow(20, 15, 8, 4))
     with pytest.warns(KeepkWarning, match="'2' 1 of 1"):
         keepk.Pruner(model, keepk.channels("*", keep=10, name="d"), example=example)
+
+
+class TiedOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 8), nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("untied", ["embed", "head"])
+def test_a_tie_that_was_undone_is_counted_twice(untied):
+    torch.manual_seed(0)
+    model = TiedOnce()
+    pruner = keepk.Pruner(model, keepk.weights("*", keep=60, name="w"))
+    pruner.step()
+    layer = getattr(model, untied)
+    layer.weight = nn.Parameter(layer.weight.detach() + 1)
+    with pytest.warns(KeepkWarning, match="kept 60 units, but 300 are there now"):
+        assert pruner.kept == {"w": 300}
+
+
+def test_a_layer_that_was_added_under_the_glob_is_counted():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pruner = keepk.Pruner(model, keepk.weights("*.weight", exclude="1*", keep=20, name="w"))
+    pruner.step()
+    model.append(nn.Linear(8, 8))
+    with pytest.warns(KeepkWarning, match="kept 20 units, but 84 are there now"):
+        assert pruner.kept == {"w": 84}
+
+
+def test_a_second_run_over_the_same_weights_leaves_a_true_first_certificate(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(20, 40)
+    for name, keep in (("first", 100), ("second", 50)):
+        with keepk.Pruner(model, keepk.weights("weight", keep=keep, name=name)) as pruner:
+            pruner.step()
+    keepk.save(model, tmp_path)
+    entries = json.loads((tmp_path / "arch.json").read_text())["certificate"]
+    assert (entries["first"]["kept"], entries["first"]["alive"]) == (100, 50)
+    assert entries["second"]["kept"] == 50
+    assert "alive" not in entries["second"]

@@ -4,7 +4,7 @@ Channels that are masked and were not removed are recorded with their places, so
 it or its file can count again which of them are still zero. No `Pruner` is needed for that.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any
 
@@ -61,13 +61,18 @@ def certified_alive(model: nn.Module) -> Change:
     return certified(model, found, masked_places(model))
 
 
-def recounted(model: nn.Module) -> Certificate:
-    """The certificate with `alive` of weights counted again: a stored number may be older than the weights."""
-    return {
-        name: entry
-        | ({"alive": alive_weights(model, entry)} if "alive" in entry and entry["kind"] == "weights" else {})
-        for name, entry in certificate_of(model).items()
-    }
+def recounted(model: nn.Module, known: Container[str]) -> Certificate:
+    """The certificate with `alive` of weights counted again: a stored number may be older than the weights.
+
+    A later run may have left fewer weights of a space than its own run kept; spaces that are `known` to a Pruner, which
+    counts a kept weight of 0.0 as kept, get that number only if it was there before.
+    """
+    found = dict[str, dict[str, Any]]()
+    for name, entry in certificate_of(model).items():
+        alive = alive_weights(model, entry) if entry["kind"] == "weights" else entry["kept"]
+        told = entry["kind"] == "weights" and ("alive" in entry or (alive < entry["kept"] and name not in known))
+        found[name] = entry | ({"alive": alive} if told else {})
+    return found
 
 
 def untrue_weights(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -69,7 +69,8 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
         _refuse_untrue(inner)
     description = describe(inner)
     if certificate:
-        description = replace(description, certificate=recounted(inner))
+        pruner = live_pruner(inner)
+        description = replace(description, certificate=recounted(inner, pruner.plan if pruner else ()))
     else:
         description = replace(description, certificate={}, masked={})
     write_folder(folder, to_document(description), dict(_packed(inner)))

@@ -18,8 +18,10 @@ from keepk.graph.maps import Flags
 from keepk.graph.units import GraphSpace
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import named_parameters
+from keepk.plan.names import matches
 from keepk.rank.changed import changed_model
 from keepk.run.channel_side import ChannelSide
+from keepk.run.resolve import Members
 from keepk.run.weight_side import WeightSide
 
 
@@ -27,19 +29,33 @@ def count_weights(side: WeightSide, model: nn.Module) -> dict[str, int]:
     """By space of weights: kept by the masks, and masked entries that are not 0.0."""
     now, objects = named_parameters(model), {id(parameter) for parameter in model.parameters()}
     found, revived = dict(side.kept), list[tuple[str, Tensor]]()
+    known_objects = {id(it) for members in side.members.values() for it in members.parameters.values()}
     for space, members in side.members.items():
+        counted = set[int]()
         for name, known in members.parameters.items():
             dead = side.dead.get(name)
             # Under another name it is still there: torch.nn.utils.parametrize moves it.
             parameter = now.get(name, known if id(known) in objects else None)
+            counted.add(id(parameter))
             if parameter is None or parameter.shape != known.shape:
                 found[space] -= known.numel() - (0 if dead is None else int(dead.count_nonzero()))
                 found[space] += 0 if parameter is None else parameter.numel()  # no mask fits it
             elif dead is not None:
                 revived.append((space, count_revived(parameter, dead)))
+        for parameter in _added_since(members, now, counted):  # a tie that was undone, a new layer
+            # One that was there under another name is zero where it was pruned.
+            found[space] += int(parameter.count_nonzero()) if id(parameter) in known_objects else parameter.numel()
     for space, count in revived:  # waits for the device only now
         found[space] += int(count)
     return found
+
+
+def _added_since(members: Members, now: Mapping[str, nn.Parameter], counted: set[int]) -> list[nn.Parameter]:
+    """The parameters that the globs of a space name now and that were not counted under a name of its own."""
+    select, exclude = members.space.select, members.space.exclude
+    others = counted | {id(parameter) for name, parameter in now.items() if matches(name, exclude)}
+    found = {id(it): it for name, it in now.items() if id(it) not in others and matches(name, select)}
+    return list(found.values())
 
 
 def count_channels(side: ChannelSide, silenced: Masks, model: nn.Module) -> dict[str, int]:

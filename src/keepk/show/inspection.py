@@ -23,7 +23,7 @@ from keepk.graph.findings import (
     spaces_found,
     tensor_specs,
 )
-from keepk.graph.given import TraceInputs
+from keepk.graph.given import TraceInputs, quantised_module
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
 from keepk.graph.units import GraphSpace
@@ -179,7 +179,7 @@ def inspect(
         bindings=equal_parts(graph),
         layers=costs.layers,
         batch=costs.batch,
-        unknown=graph.unknown,
+        unknown=(*graph.unknown, *_quantised(inner)),
         attributes=attributes_beside(graph),
     )
 
@@ -194,6 +194,15 @@ def _as_a_whole(graph: Graph, space: GraphSpace) -> FixedGroup | None:
     if all(axis.channels < axis.total for axis in axes):
         return None
     return FixedGroup("operation", AS_A_WHOLE, (), axes)
+
+
+def _quantised(model: nn.Module) -> Iterator[str]:
+    """A model that is quantised or prepared for that has few channels that can be followed, or none."""
+    if found := quantised_module(model):
+        yield (
+            f"{found}, so its channels cannot be followed. Prune first and quantise afterwards: inspect the model "
+            f"as it was before it was prepared"
+        )
 
 
 def _single(graph: Graph, model: nn.Module) -> Iterator[FixedGroup]:
