@@ -807,6 +807,36 @@ def test_what_would_be_lost_is_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+class Attending(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.heads, self.out = nn.MultiheadAttention(16, 4, batch_first=True, **options), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.heads(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}])
+@pytest.mark.parametrize("heads", [None, 1, 4])
+def test_heads_that_the_tensors_do_not_leave_are_refused(tmp_path, heads, options):
+    model = Attending(**options).eval()
+    graph = keepk.trace(model, torch.randn(2, 5, 16))
+    keepk.shrink(model, graph, graph.choose(0.5))
+    assert model.heads.num_heads == 2
+    keepk.save(model, tmp_path)
+    keepk.load(tmp_path, Attending(**options))
+    document = json.loads((tmp_path / "arch.json").read_text())
+    document["attributes"]["heads"]["num_heads"]["now"] = heads
+    if heads is None:
+        del document["attributes"]["heads"]["num_heads"]
+    document["sha256"] = digest(document)
+    (tmp_path / "arch.json").write_text(json.dumps(document))
+    with pytest.raises(
+        FileError, match=rf"num_heads of module 'heads' would (be {heads or 4}, but its tensors leave 2|change)"
+    ):
+        keepk.load(tmp_path, Attending(**options))
+
+
 class Packing(nn.Module):
     """Keeps a tensor that is neither parameter nor buffer, and saves it by itself, as quantised modules do."""
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import keepk
 from keepk import KeepkWarning
 from keepk.deploy.arch_json import digest
-from keepk.errors import FileError, ShrinkError, StateError
+from keepk.errors import FileError, RankError, ShrinkError, StateError
 from networks import NETWORKS
 
 CURE = r"Call pruner.apply_masks\(\) to set them to zero again"
@@ -703,3 +703,29 @@ def test_a_second_run_over_the_same_weights_leaves_a_true_first_certificate(tmp_
     assert (entries["first"]["kept"], entries["first"]["alive"]) == (100, 50)
     assert entries["second"]["kept"] == 50
     assert "alive" not in entries["second"]
+
+
+def test_compact_before_a_flat_tail_of_the_plan():
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = keepk.Pruner(model, keepk.weights("*.weight", keep=100, name="w"), optimizer, epochs=3)
+    pruner.step()
+    keepk.compact(model, torch.zeros(2, 64), optimizer)
+    alive = nonzero(model)
+    assert alive < 100
+    for _ in range(3):
+        train(model, optimizer)
+        pruner.step()
+        assert pruner.kept == {"w": alive} == {"w": nonzero(model)}
+    assert pruner.done
+
+
+def test_a_plan_that_still_falls_is_refused_where_a_sweep_left_fewer():
+    model = built()
+    space = keepk.weights("*.weight", keep=90, name="w", schedule=[100, 90])
+    pruner = keepk.Pruner(model, space)
+    pruner.step()
+    keepk.compact(model, torch.zeros(2, 64))
+    assert nonzero(model) < 90
+    with pytest.raises(RankError, match=r"was cut elsewhere, which left only .* fewer than the 90 of its plan"):
+        pruner.step()
