@@ -13,7 +13,7 @@ import keepk
 from dead_networks import ACTIVATIONS, Pictures, finished, mlp, oracle, prune, pruned_networks
 from keepk.cut.compact import compact
 from keepk.cut.record import record_of
-from keepk.errors import ShrinkError, TraceError
+from keepk.errors import OptimizerError, ShrinkError, TraceError
 from keepk.paper.models import LeNet5, LeNet300
 from masked import call, relative_error
 from networks import NETWORKS
@@ -421,3 +421,14 @@ def test_bad_input_is_refused():
 def test_a_model_without_units_is_left_alone():
     report = compact(nn.Linear(3, 3), torch.zeros(2, 3))
     assert (report.units, report.rounds, report.edits, report.note) == (0, 0, (), "")
+
+
+def test_a_wrong_optimizer_is_refused_where_nothing_is_dead():
+    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(OptimizerError, match=r"got StepLR, a learning-rate scheduler\. Give the torch.optim.Optimizer"):
+        keepk.compact(net, torch.zeros(2, 4), scheduler)
+    with pytest.raises(OptimizerError, match="holds no parameter of the model"):
+        keepk.compact(net, torch.zeros(2, 4), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    keepk.compact(net, torch.zeros(2, 4), [optimizer])

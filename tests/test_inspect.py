@@ -481,3 +481,13 @@ def test_help_says_all_that_is_needed():
         "SHAPE",
     ):
         assert words in result.stdout
+
+
+@pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning", "ignore::UserWarning")
+def test_a_model_prepared_for_quantisation_gets_the_cure():
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    prepared = torch.ao.quantization.prepare_qat(net.train())
+    found = str(keepk.inspect(prepared, torch.zeros(2, 8)))
+    assert "quantised or prepared for that" in found
+    assert "Prune first and quantise afterwards" in found

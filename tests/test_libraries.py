@@ -121,6 +121,9 @@ def test_the_heads_of_a_model_with_adapters_of_peft(transformers):
         assert query.lora_A["default"].out_features == query.r["default"] == 4
         assert query.lora_B["default"].out_features == query.base_layer.out_features == 24
     model(example)
+    listed = keepk.inspect(model, example).attributes  # peft's own numbers stay as they are
+    assert any(it.endswith("peft_config.default.r") for it in listed)
+    assert any(it.endswith("q_proj.r.default") for it in listed)
     ranks = prune(model, example, keepk.channels("*.lora_A*", prune=0.5, metric=keepk.metrics.l2))
     ranks.step()
     assert ranks.kept == {"*.lora_A*": 8}

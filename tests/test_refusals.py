@@ -300,7 +300,7 @@ def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, 
     entry = {"select": ["*"], "exclude": [], "kind": "weights", "kept": 3}
     with pytest.raises(ShrinkError, match=rf"^certificate: {what} is sharded over processes, .*or gather"):
         alive_weights(net, entry)
-    certify(net, {"a": entry})
+    certify(net, {"a": entry}, {})
     for count in (untrue_weights, certified_alive):
         with pytest.raises(ShrinkError, match=rf"^certificate: {what} is sharded"):
             count(net)

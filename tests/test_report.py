@@ -240,6 +240,7 @@ def test_data_is_what_json_gives_back():
         "planned": 15,
         "kept": 15,
         "asked": 6,
+        "fixed": 0,
     }
 
 

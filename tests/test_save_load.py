@@ -807,6 +807,88 @@ def test_what_would_be_lost_is_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+class Attending(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.heads, self.out = nn.MultiheadAttention(16, 4, batch_first=True, **options), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.heads(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}])
+@pytest.mark.parametrize("heads", [None, 1, 4])
+def test_heads_that_the_tensors_do_not_leave_are_refused(tmp_path, heads, options):
+    model = Attending(**options).eval()
+    graph = keepk.trace(model, torch.randn(2, 5, 16))
+    keepk.shrink(model, graph, graph.choose(0.5))
+    assert model.heads.num_heads == 2
+    keepk.save(model, tmp_path)
+    keepk.load(tmp_path, Attending(**options))
+    document = json.loads((tmp_path / "arch.json").read_text())
+    document["attributes"]["heads"]["num_heads"]["now"] = heads
+    if heads is None:
+        del document["attributes"]["heads"]["num_heads"]
+    document["sha256"] = digest(document)
+    (tmp_path / "arch.json").write_text(json.dumps(document))
+    with pytest.raises(
+        FileError, match=rf"num_heads of module 'heads' would (be {heads or 4}, but its tensors leave 2|change)"
+    ):
+        keepk.load(tmp_path, Attending(**options))
+
+
+class Packing(nn.Module):
+    """Keeps a tensor that is neither parameter nor buffer, and saves it by itself, as quantised modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.randn(4)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = self.scale
+        destination[prefix + "version"] = 3
+
+
+def test_state_that_is_neither_parameter_nor_buffer_is_refused(tmp_path):
+    folder = tmp_path / "new"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Packing()))
+    words = (
+        r"module '1\.0' \(Packing\) keeps state .* would be lost: '1\.0\.scale', '1\.0\.version'\. Keep it in buffers"
+    )
+    with pytest.raises(FileError, match=words):
+        keepk.save(model, folder)
+    keepk.save(nn.Linear(4, 4), folder)
+    with pytest.raises(FileError, match=r"module '' \(Packing\) keeps state"):
+        keepk.load(folder, Packing())
+
+    hooked = nn.Sequential(nn.Linear(4, 4))
+    hooked[0].register_state_dict_post_hook(lambda _, state, prefix, __: state.update({prefix + "seen": 7}))
+    with pytest.raises(FileError, match=r"module '0' \(Linear\) keeps state .*'0\.seen'"):
+        keepk.save(hooked, folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning", "ignore::UserWarning")
+def test_a_dynamically_quantised_model_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    with pytest.raises(FileError, match=r"module '0' \(Linear\) .*'0\.scale'.*quantise it after keepk\.load"):
+        keepk.save(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_hook_that_renames_what_is_saved_loses_nothing(tmp_path):
+    def renamed(_module, state, prefix, _metadata):
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[f"outer.{key}"] = state.pop(key)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model.register_state_dict_post_hook(renamed)
+    keepk.save(model, tmp_path)
+    loaded = keepk.load(tmp_path, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    assert torch.equal(loaded[0].weight, model[0].weight)
+
+
 class Stubborn(nn.Linear):
     """Refuses a new size when it is told to."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from torch import nn
 
 import keepk
 from keepk.errors import KeepkError, PlanError
@@ -188,3 +189,8 @@ def test_what_is_no_schedule_is_refused_when_the_space_is_made(kind, schedule):
     words = rf"^space 'f': schedule={schedule!r}: got {type(schedule).__name__}. "
     with pytest.raises(PlanError, match=words + r"Give keepk.Cubic\(epochs=...\), a callable or a list of ints.$"):
         kind("f", keep=3, schedule=schedule)
+
+
+def test_a_module_is_no_schedule():
+    with pytest.raises(PlanError, match=r"schedule=.*got Linear\. Give keepk.Cubic"):
+        keepk.weights("*", keep=3, schedule=nn.Linear(2, 2))

@@ -3,18 +3,21 @@
 import copy
 import json
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import keepk
 from keepk import KeepkWarning
-from keepk.errors import FileError, ShrinkError, StateError
+from keepk.deploy.arch_json import digest
+from keepk.errors import FileError, RankError, ShrinkError, StateError
 from networks import NETWORKS
 
 CURE = r"Call pruner.apply_masks\(\) to set them to zero again"
@@ -408,3 +411,321 @@ def test_a_tied_weight_that_one_of_its_names_excludes_is_not_counted(tmp_path):
     pruner.step()
     assert pruner.kept == {"w": 7}
     keepk.save(model, tmp_path)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_alive_is_counted_again_when_a_swept_model_is_saved(closed, tmp_path):
+    model, _, pruner, _ = pruned(held=False)
+    keepk.compact(model, torch.zeros(2, 64))
+    if closed:
+        pruner.close()
+    with torch.no_grad():
+        model[0].weight[model[0].weight.nonzero()[:3].unbind(1)] = 0.0  # still kept, no longer alive
+    alive = nonzero(model)
+    keepk.save(model, tmp_path)
+    entry = json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]
+    assert (entry["kept"], entry["alive"]) == (300, alive)
+    loaded = keepk.load(tmp_path, built())
+    with torch.no_grad():
+        loaded[0].weight[(loaded[0].weight == 0).nonzero()[:5].unbind(1)] = 1.0
+    if alive + 5 <= 300:
+        keepk.save(loaded, tmp_path)
+        assert json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]["alive"] == alive + 5
+    loaded[0].weight.data.fill_(1.0)
+    with pytest.raises(FileError, match=rf"kept 300 units, but {nonzero(loaded):,} are there now"):
+        keepk.save(loaded, tmp_path)
+
+
+def weight_normed():
+    model = nn.Sequential(weight_norm(nn.Linear(7, 12)), nn.Tanh(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
+    return model, torch.zeros(3, 7), ["0", "2"], 8
+
+
+def masked_run(name, shrink="never", **options):
+    """A network with masked channels, how to build it again, its values before, and its Pruner."""
+    build = {**MASKED, "weight norm": weight_normed}[name]
+    torch.manual_seed(0)
+    model, example, select, keep = build()
+    best = copy.deepcopy(model.state_dict())
+    at = "input" if name == "dense_block" else "output"
+    schedule = [keep] if shrink == "never" else [keep, keep - 2]
+    space = keepk.channels(select, keep=schedule[-1], name="c", at=at, metric=keepk.metrics.l1, schedule=schedule)
+    followers = [copy.deepcopy(model)] if options.pop("follower", False) else []
+    pruner = keepk.Pruner(model, space, example=example, shrink=shrink, followers=followers)
+    pruner.step()
+    return model, (lambda: build()[0]), best, keep, pruner, *followers
+
+
+def said(folder):
+    return json.loads((folder / "arch.json").read_text())["certificate"]["c"]
+
+
+WITHOUT_PRUNER = {
+    "closed": lambda model, pruner, *_: pruner.close() or model,
+    "copied": lambda model, *_: copy.deepcopy(model),
+    "loaded": lambda _model, _pruner, folder, build: keepk.load(folder, build()),
+    "loaded and copied": lambda _model, _pruner, folder, build: copy.deepcopy(keepk.load(folder, build())),
+}
+
+
+@pytest.mark.parametrize("shrink", ["never", "end"])
+@pytest.mark.parametrize("name", [*MASKED, "weight norm"])
+@pytest.mark.parametrize("how", WITHOUT_PRUNER)
+def test_masked_channels_are_counted_without_a_pruner(how, name, shrink, tmp_path):
+    model, build, best, keep, pruner = masked_run(name, shrink)
+    total = pruner.certificate["c"]["total"]
+    keepk.save(model, tmp_path / "first")
+    assert (said(tmp_path / "first")["kept"], said(tmp_path / "first")["masked"]) == (keep, total - keep)
+    alone = WITHOUT_PRUNER[how](model, pruner, tmp_path / "first", build)
+    keepk.save(alone, tmp_path / "again")  # as long as they are zero, it is true
+    assert said(tmp_path / "again") == said(tmp_path / "first")
+    assert keepk.load(tmp_path / "again", build()) is not None
+    name_of, mask = next((name, mask) for name, mask in pruner.masks.items() if name.endswith(".bias"))
+    with torch.no_grad():
+        dict(alone.named_parameters())[name_of][(~mask).nonzero()[0]] = 1e-6
+    with pytest.raises(FileError, match=rf"space 'c': the last event kept {keep} units, but {keep + 1} are there now"):
+        keepk.save(alone, tmp_path / "again")
+    alone.load_state_dict(best)
+    words = rf"space 'c': the last event kept {keep} units, but {total} are there now.*certificate=False\)"
+    with pytest.raises(FileError, match=words):
+        keepk.save(alone, tmp_path / "again")
+    keepk.save(alone, tmp_path / "again", certificate=False)
+    document = json.loads((tmp_path / "again" / "arch.json").read_text())
+    assert document["certificate"] == {}
+    assert "masked" not in document
+
+
+def test_masked_channels_of_a_follower_are_counted(tmp_path):
+    *_, keep, pruner, ema = masked_run("grouped", follower=True)
+    keepk.save(ema, tmp_path)
+    assert (said(tmp_path)["kept"], said(tmp_path)["masked"]) == (keep, pruner.certificate["c"]["total"] - keep)
+    with torch.no_grad():
+        ema[0].weight.fill_(1)
+    with pytest.raises(FileError, match=f"kept {keep} units, but .* are there now"):
+        keepk.save(ema, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["linear", "grouped", "dense_block"])
+def test_the_places_of_masked_channels_follow_a_cut_by_hand(name, tmp_path):
+    model, build, _, keep, pruner = masked_run(name)
+    total, example = pruner.certificate["c"]["total"], pruner.example
+    pruner.close()
+    graph = keepk.trace(model, example)
+    keepk.shrink(model, graph, graph.choose(0.3, seed=1))
+    keepk.save(model, tmp_path)
+    masked = said(tmp_path).get("masked", 0)
+    assert 0 < masked < total - keep
+    for alone in (model, keepk.load(tmp_path, build())):
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                parameter.fill_(1)
+        with pytest.raises(FileError, match=f"kept {keep} units, but {keep + masked} are there now"):
+            keepk.save(alone, tmp_path)
+    keepk.compact(model, example)  # nothing is dead any more
+    assert said(tmp_path)["masked"] == masked
+
+
+def test_masked_channels_that_are_removed_later_are_not_masked_any_more(tmp_path):
+    model, _, _, keep, pruner = masked_run("linear", "end")
+    assert pruner.certificate["c"]["masked"] == 60
+    pruner.step()
+    assert "masked" not in pruner.certificate["c"]
+    keepk.save(model, tmp_path)
+    assert said(tmp_path)["kept"] == keep - 2 == model[0].out_features
+    assert "masked" not in json.loads((tmp_path / "arch.json").read_text())
+
+
+def test_masked_channels_that_cannot_be_counted_are_refused_with_the_cure(tmp_path):
+    model, *_, pruner = masked_run("linear")
+    model[0] = nn.Linear(64, 90)
+    pruner.close()
+    with pytest.raises(FileError, match=r"60 of its channels are masked .* cannot be counted.*Pruner is open.*=False"):
+        keepk.save(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0"]}), "60 masked channels"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0:2147483648"] * 60}), "not a rising run"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"7": ["0"] * 60}), "no axis of a tensor"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"1,0": ["0"] * 60}), "no axis of a masked"),
+        (lambda it: it["masked"]["c"].update({"no": {"0": ["0"] * 60}}), "not laid out"),
+        (lambda it: it["masked"].update({"d": {}}), "not laid out"),
+        (lambda it: it["certificate"]["c"].update(masked=-1), "masked of the certificate"),
+    ],
+)
+def test_forged_places_are_refused(change, match, tmp_path):
+    model, build, *_ = masked_run("linear")
+    keepk.save(model, tmp_path)
+    document = json.loads((tmp_path / "arch.json").read_text())
+    change(document)
+    document["sha256"] = digest(document)
+    (tmp_path / "arch.json").write_text(json.dumps(document))
+    with pytest.raises(FileError, match=match):
+        keepk.load(tmp_path, build())
+
+
+def test_a_file_without_places_loads_and_is_not_saved_again_with_its_count(tmp_path):
+    model, build, *_ = masked_run("linear")
+    keepk.save(model, tmp_path)
+    document = json.loads((tmp_path / "arch.json").read_text())
+    del document["masked"]
+    document["sha256"] = digest(document)
+    (tmp_path / "arch.json").write_text(json.dumps(document))
+    loaded = keepk.load(tmp_path, build())
+    with pytest.raises(FileError, match="cannot be counted"):
+        keepk.save(loaded, tmp_path)
+
+
+class TakesOne(nn.Module):
+    """One channel of the first layer is taken by its number, so it stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + h[..., :1])
+
+
+def test_a_channel_that_is_fixed_is_told_and_certified(tmp_path):
+    words = (
+        r"space 'c': 1 channel of its layers cannot be removed and is not counted: 'first' 1 of 8, one channel is "
+        r"taken by its number \(aten::slice .*\)\. It keeps 3 of the 7 others, so that 4 are left in all"
+    )
+    model = TakesOne()
+    with pytest.warns(KeepkWarning, match=words) as told:
+        pruner = keepk.Pruner(model, keepk.channels("*", keep=3, name="c"), example=torch.zeros(2, 7))
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    pruner.step()
+    assert model.first.out_features == 4
+    assert (pruner.kept, pruner.certificate["c"]["fixed"]) == ({"c": 3}, 1)
+    report = keepk.report(pruner)
+    assert report.spaces[0].fixed == 1
+    assert "not counted" in str(report)
+    assert "c 3 of 7 (and 1 fixed)" in report.line
+    keepk.save(model, tmp_path)
+    assert said(tmp_path)["fixed"] == 1
+    keepk.save(keepk.load(tmp_path, TakesOne()), tmp_path)
+    assert said(tmp_path)["fixed"] == 1
+
+
+def narrow(*widths):
+    layers = [it for pair in pairwise(widths) for it in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+@pytest.mark.parametrize(("widths", "fixed"), [((20, 15, 1, 4), ["2"]), ((20, 15, 1, 1, 6, 1, 1), ["2", "4", "8"])])
+def test_layers_of_width_one_are_told_and_certified(widths, fixed):
+    torch.manual_seed(0)
+    model, example = narrow(*widths), torch.randn(4, 20)
+    listed = "; ".join(f"'{name}' 1 of 1, something of every layer stays" for name in fixed)
+    with pytest.warns(KeepkWarning, match=rf"not counted: {listed}\. It keeps 10 of") as told:
+        pruner = keepk.Pruner(model, keepk.channels("*", keep=10, name="c"), example=example)
+    assert len(told) == 1
+    pruner.step()
+    assert pruner.certificate["c"]["fixed"] == len(fixed)
+    hidden = [layer.out_features for layer in list(model)[:-1] if isinstance(layer, nn.Linear)]
+    assert sum(hidden) == pruner.kept["c"] + len(fixed)
+    group = keepk.inspect(model, example).fixed[0]
+    assert "has one channel" in group.why
+    assert {axis.tensor for axis in group.axes if axis.axis == 0} == {f"{name}.weight" for name in fixed}
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "globs"),
+    [
+        (narrow(1, 8, 1), torch.zeros(3, 1), "*"),  # an input and an output of one number
+        (narrow(20, 15, 1, 4), torch.zeros(3, 20), "0"),  # not selected
+        (nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.ConvTranspose2d(6, 1, 3)), torch.zeros(2, 1, 8, 8), "*"),
+        (
+            nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6), nn.Conv2d(6, 4, 1)),
+            torch.zeros(2, 3, 8, 8),
+            "*",
+        ),
+    ],
+)
+def test_inputs_outputs_and_other_layers_are_no_reason_to_warn(model, example, globs):
+    pruner = keepk.Pruner(model, keepk.channels(globs, keep=4, name="c"), example=example)
+    assert "fixed" not in pruner.certificate["c"]
+    assert keepk.report(pruner).spaces[0].fixed == 0
+
+
+def test_a_second_run_over_a_layer_that_was_cut_to_one_channel_tells_it(tmp_path):
+    torch.manual_seed(0)
+    model, example = narrow(20, 15, 8, 4), torch.randn(4, 20)
+    keepk.Pruner(model, keepk.channels("2", keep=1, name="c"), example=example).step()
+    keepk.save(model, tmp_path)
+    model = keepk.load(tmp_path, narrow(20, 15, 8, 4))
+    with pytest.warns(KeepkWarning, match="'2' 1 of 1"):
+        keepk.Pruner(model, keepk.channels("*", keep=10, name="d"), example=example)
+
+
+class TiedOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 8), nn.Linear(8, 30, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("untied", ["embed", "head"])
+def test_a_tie_that_was_undone_is_counted_twice(untied):
+    torch.manual_seed(0)
+    model = TiedOnce()
+    pruner = keepk.Pruner(model, keepk.weights("*", keep=60, name="w"))
+    pruner.step()
+    layer = getattr(model, untied)
+    layer.weight = nn.Parameter(layer.weight.detach() + 1)
+    with pytest.warns(KeepkWarning, match="kept 60 units, but 300 are there now"):
+        assert pruner.kept == {"w": 300}
+
+
+def test_a_layer_that_was_added_under_the_glob_is_counted():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    pruner = keepk.Pruner(model, keepk.weights("*.weight", exclude="1*", keep=20, name="w"))
+    pruner.step()
+    model.append(nn.Linear(8, 8))
+    with pytest.warns(KeepkWarning, match="kept 20 units, but 84 are there now"):
+        assert pruner.kept == {"w": 84}
+
+
+def test_a_second_run_over_the_same_weights_leaves_a_true_first_certificate(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(20, 40)
+    for name, keep in (("first", 100), ("second", 50)):
+        with keepk.Pruner(model, keepk.weights("weight", keep=keep, name=name)) as pruner:
+            pruner.step()
+    keepk.save(model, tmp_path)
+    entries = json.loads((tmp_path / "arch.json").read_text())["certificate"]
+    assert (entries["first"]["kept"], entries["first"]["alive"]) == (100, 50)
+    assert entries["second"]["kept"] == 50
+    assert "alive" not in entries["second"]
+
+
+def test_compact_before_a_flat_tail_of_the_plan():
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pruner = keepk.Pruner(model, keepk.weights("*.weight", keep=100, name="w"), optimizer, epochs=3)
+    pruner.step()
+    keepk.compact(model, torch.zeros(2, 64), optimizer)
+    alive = nonzero(model)
+    assert alive < 100
+    for _ in range(3):
+        train(model, optimizer)
+        pruner.step()
+        assert pruner.kept == {"w": alive} == {"w": nonzero(model)}
+    assert pruner.done
+
+
+def test_a_plan_that_still_falls_is_refused_where_a_sweep_left_fewer():
+    model = built()
+    space = keepk.weights("*.weight", keep=90, name="w", schedule=[100, 90])
+    pruner = keepk.Pruner(model, space)
+    pruner.step()
+    keepk.compact(model, torch.zeros(2, 64))
+    assert nonzero(model) < 90
+    with pytest.raises(RankError, match=r"was cut elsewhere, which left only .* fewer than the 90 of its plan"):
+        pruner.step()

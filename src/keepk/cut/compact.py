@@ -14,6 +14,7 @@ from keepk.cut.constants import fold, reader_paths, readings, same_readings
 from keepk.cut.dead import dead_units, removable, would_matter
 from keepk.cut.dead_flow import Flow, NotFollowed
 from keepk.cut.followers import Follower, tensors_of
+from keepk.cut.optimizer_state import refuse_stranger
 from keepk.cut.shrink import prepare
 from keepk.cut.undo import Change, Undo, all_or_nothing, replaced
 from keepk.errors import ShrinkError
@@ -114,6 +115,10 @@ def compact(
     if not isinstance(model, nn.Module):
         raise ShrinkError(f"compact: {no_model(model)}")
     refuse_quantised(unwrap(model), ShrinkError)
+    # Before the sweep, so that a wrong one is found where nothing is dead, too.
+    given = optimizer if isinstance(optimizer, Sequence) else () if optimizer is None else (optimizer,)
+    for each in given:
+        refuse_stranger(each, model.parameters())
     inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
     before, note, done = _count(model), "", list[tuple[_Found, Edits]]()
     with ExitStack() as undos, torch.inference_mode(False), torch.no_grad():

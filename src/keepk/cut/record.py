@@ -5,6 +5,7 @@ as a list would; a list of Python ints would be visited one by one by every deep
 """
 
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from keepk.cut.undo import Change, Undo, undone_by
 from keepk.graph.edits import Cut, Edits, read_attribute
 
 ATTRIBUTE = "keepk_record"
+Places = Mapping[str, Mapping[str, Any]]  # by tensor and axis, the owner of each index as `packed` keeps it
 PART = "keepk_was_cut"  # on each module that lost something, so that a part does not pass for a dense model
 
 
@@ -23,7 +25,9 @@ def record_of(model: nn.Module) -> dict[str, Any]:
 
     ``tensors`` has, by name, the dense shape and the kept indices of each axis; ``attributes``, by module, the values
     that were set (``now``) and those of the dense model; ``selections`` the channels that BatchNorms read; ``headwise``
-    the attentions that lost heads; ``certificate``, if a `Pruner` was at work, what was asked for and what is kept.
+    the attentions that lost heads; ``certificate``, if a `Pruner` was at work, what was asked for and what is kept;
+    ``masked``, by space, where its channels are that are masked and were not removed: by tensor and axis, for each
+    index the number of its masked channel, -1 for none.
     """
     found = model.__dict__.get(ATTRIBUTE)
     return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
@@ -74,7 +78,7 @@ def _cut_between(name: str, before: dict[str, Any] | None, now: dict[str, Any]) 
 
 def was_cut(model: nn.Module) -> bool:
     """Whether anything was cut from a model since it was built."""
-    return any(value for key, value in record_of(model).items() if key != "certificate")
+    return any(value for key, value in record_of(model).items() if key not in ("certificate", "masked"))
 
 
 def noted(model: nn.Module, edits: Edits) -> Change:
@@ -127,7 +131,50 @@ def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str,
             name: space | {"cut_since": space.get("cut_since", 0) + len(edits.units)}
             for name, space in new["certificate"].items()
         }
+    if "masked" in new:
+        _cut_masked(new, {cut.tensor: cut for cut in edits.cuts})
     return new
+
+
+def _cut_masked(record: dict[str, Any], cuts: Mapping[str, Cut]) -> None:
+    """Let the places of masked channels follow a cut; channels that it took are not masked any more."""
+    left = dict[str, Places]()
+    for space, places in record["masked"].items():
+        found = _places_left(places, cuts)
+        owners = [np.asarray(it).ravel() for axes in found.values() for it in axes.values()]
+        number = max((int(it.max(initial=-1)) + 1 for it in owners), default=0)
+        entry = {key: value for key, value in record["certificate"][space].items() if key != "masked"}
+        record["certificate"][space] = entry | ({"masked": number} if number else {})
+        left |= {space: found} if number else {}
+    del record["masked"]
+    record |= {"masked": left} if left else {}
+
+
+def _places_left(places: Places, cuts: Mapping[str, Cut]) -> Places:
+    left = {
+        tensor: {axis: _owners_left(np.asarray(owners, np.int64), int(axis), cuts.get(tensor)) for axis, owners in it}
+        for tensor, it in ((tensor, axes.items()) for tensor, axes in places.items())
+    }
+    numbers = np.unique(np.concatenate([owners.ravel() for axes in left.values() for owners in axes.values()]))
+    numbers = numbers[numbers >= 0]
+    # The channels that are left are numbered from 0 again.
+    return {
+        tensor: {axis: packed(np.where(it >= 0, np.searchsorted(numbers, it), -1)) for axis, it in axes.items()}
+        for tensor, axes in left.items()
+    }
+
+
+def _owners_left(owners: NDArray[np.int64], axis: int, cut: Cut | None) -> NDArray[np.int64]:
+    if cut is None:
+        return owners
+    if owners.ndim == 2 and 0 in cut.kept:
+        owners = owners[cut.kept[0]]
+    kept = cut.kept.get(axis)
+    if kept is None:
+        return owners
+    if owners.ndim == 1:
+        return owners[kept]  # by row and column, if that is how they were cut
+    return np.take_along_axis(owners, kept, axis=1) if kept.ndim == 2 else owners[:, kept]
 
 
 def _copied(record: dict[str, Any]) -> dict[str, Any]:

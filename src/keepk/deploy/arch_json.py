@@ -9,6 +9,7 @@ Runs of indices are written as in Python slices.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from keepk.cut.record import Places, packed
 from keepk.deploy.description import Description, Entry, setting_of
 from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting
@@ -33,7 +35,11 @@ ABOUT = {
     "headwise": "Attentions that lost heads.",
     "certificate": "By space of the run: how many units there were in the beginning, were asked for, and were kept; of "
     "weights also how many are alive, if dead neurons were swept. cut_since: units of the network that were removed "
-    "after that, by hand or as dead neurons; kept does not count what was lost with them.",
+    "after that, by hand or as dead neurons; kept does not count what was lost with them. masked: how many of the "
+    "channels that are not kept were set to zero and not removed. fixed: how many channels the same layers have "
+    "besides, which could not be removed and are in none of these counts.",
+    "masked": "By space, tensor and axis: for each masked channel its indices in the saved tensor. '0,1' counts the "
+    "entries of the first two axes row by row.",
 }
 KINDS = ("weights", "channels")
 FORMAT = "keepk.model"
@@ -43,7 +49,7 @@ LARGEST = 2**63 - 1  # that torch has a number for
 
 def to_document(description: Description) -> dict[str, Any]:
     """A description as what JSON has words for."""
-    return {
+    document: dict[str, Any] = {
         "dense_sha256": description.dense_sha256(),
         "modules": description.modules,
         "tensors": {name: _entry(entry) for name, entry in description.tensors.items()},
@@ -53,6 +59,9 @@ def to_document(description: Description) -> dict[str, Any]:
         "headwise": list(description.headwise),
         "certificate": description.certificate,
     }
+    if description.masked:
+        document["masked"] = {space: _masked(places) for space, places in description.masked.items()}
+    return document
 
 
 def dense_from(document: Mapping[str, Any]) -> Description:
@@ -85,13 +94,16 @@ def from_document(document: Mapping[str, Any], dense: Description, widths: Mappi
         widths: By path of each BatchNorm of that model, how many channels it has.
     """
     with _laid_out():
-        return replace(
+        found = replace(
             dense,
             tensors={name: _cut_entry(dense.tensors[name], it) for name, it in document["tensors"].items()},
             settings=tuple(_read_settings(document["attributes"])),
             selections={path: _selection(path, text, widths) for path, text in document["selections"].items()},
             headwise=tuple(_texts(dict.fromkeys(document["headwise"], ""))),
             certificate={name: _certificate(name, entry) for name, entry in document.get("certificate", {}).items()},
+        )
+        return replace(
+            found, masked={name: _places(name, it, found) for name, it in document.get("masked", {}).items()}
         )
 
 
@@ -157,9 +169,9 @@ def _attributes(settings: Sequence[Setting]) -> dict[str, Any]:
 
 
 def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since") if key in written)]
+    numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since", "masked", "fixed") if key in written)]
     wrong = [key for key in numbers if type(written[key]) is not int or written[key] < 0]  # a bool is none
-    wrong = wrong or [key for key in numbers if key != "cut_since" and written[key] > written["total"]]
+    wrong = wrong or [key for key in numbers if key not in ("cut_since", "fixed") and written[key] > written["total"]]
     wrong += [] if written["kind"] in KINDS else ["kind"]
     if wrong:
         raise ValueError(f"{wrong[0]} of the certificate of {name!r} is {written[wrong[0]]!r}")
@@ -167,6 +179,44 @@ def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(written[key], list) or not all(isinstance(glob, str) for glob in written[key]):
             raise ValueError(f"{key} of the certificate of {name!r} is {written[key]!r}, not a list of names")
     return dict(written)
+
+
+def _masked(places: Places) -> dict[str, dict[str, list[str]]]:
+    """The places of masked channels, with a text of indices for each channel."""
+    arrays = {name: {axis: np.asarray(it, np.int64) for axis, it in axes.items()} for name, axes in places.items()}
+    number = 1 + max(int(owners.max(initial=-1)) for axes in arrays.values() for owners in axes.values())
+    written = dict[str, dict[str, list[str]]]()
+    for name, axes in arrays.items():
+        for axis, owners in axes.items():
+            flat = owners.ravel()
+            order = np.argsort(flat, kind="stable")
+            parts = np.split(order, np.searchsorted(flat[order], np.arange(number)))[1:]
+            key = axis if owners.ndim == 1 else f"0,{axis}"
+            written.setdefault(name, {})[key] = [as_text(part) for part in parts]
+    return written
+
+
+def _places(space: str, written: Mapping[str, Any], found: Description) -> Places:
+    number = found.certificate[space].get("masked")
+    return {
+        name: {key.removeprefix("0,"): _owners(key, texts, number, found.tensors[name].shape) for key, texts in it}
+        for name, it in ((name, axes.items()) for name, axes in written.items())
+    }
+
+
+def _owners(key: str, texts: Any, number: object, shape: Sequence[int]) -> Any:
+    """For each index of an axis, or of the first two, the number of the masked channel that it belongs to."""
+    dims = [_number_in(dim, len(shape)) for dim in key.split(",")]
+    if len(dims) > 1 and dims != [0, 1]:
+        raise ValueError(f"{key!r} is no axis of a masked channel")
+    if not isinstance(texts, list) or len(texts) != number:
+        raise ValueError(f"the certificate has {number!r} masked channels, an axis has another number")
+    sizes = [shape[dim] for dim in dims]
+    owners = np.full(math.prod(sizes), -1, np.int64)
+    for channel, text in enumerate(texts):
+        if text:
+            owners[from_text(text, len(owners))] = channel
+    return packed(owners.reshape(sizes))
 
 
 def _dense_entry(written: Mapping[str, Any]) -> Entry:

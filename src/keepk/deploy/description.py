@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from keepk.cut.certificate import certificate_of
-from keepk.cut.record import ATTRIBUTE, PART, record_of, was_cut
+from keepk.cut.certificate import certificate_of, masked_places
+from keepk.cut.record import ATTRIBUTE, PART, Places, record_of, was_cut
 from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting, read_attribute
 from keepk.graph.layers import HeadwiseAttention
@@ -54,6 +54,7 @@ class Description:
         selections: By path of a BatchNorm, the channels that it reads.
         headwise: The attentions that lost heads.
         certificate: By space of a run, its kind, the units in the beginning, how many were asked for and are kept.
+        masked: By space, where its channels are that are masked and were not removed; see `record_of`.
     """
 
     modules: dict[str, str]
@@ -63,6 +64,7 @@ class Description:
     selections: dict[str, Indices]
     headwise: tuple[str, ...]
     certificate: dict[str, dict[str, Any]]
+    masked: dict[str, Places] = field(default_factory=dict)
 
     def dense_sha256(self) -> str:
         """The hash of the dense architecture: classes by path; names, shapes, dtypes and ties of what is persistent."""
@@ -78,14 +80,17 @@ def describe(model: nn.Module) -> Description:
     _refuse_parts_of_larger(modules, record["tensors"])
     _refuse_removed_parametrizations(modules, record["tensors"])
     selections = {path: np.asarray(it, np.int64) for path, it in record["selections"].items() if path in modules}
+    tensors = dict(_entries(model, record["tensors"]))
     return Description(
         modules={path: _dense_class(module) for path, module in modules.items()},
-        tensors=dict(_entries(model, record["tensors"])),
+        tensors=tensors,
         ties=_ties(model),
         settings=tuple(_settings(modules, record["attributes"])),
         selections=selections,
         headwise=tuple(path for path in record["headwise"] if path in modules),
         certificate=dict(certificate_of(model)),
+        # A copy inside other wrappers has other names.
+        masked={space: places for space, places in masked_places(model).items() if set(places) <= set(tensors)},
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from keepk.cut.certificate import untrue_weights
+from keepk.cut.certificate import certificate_of, recounted, revived_channels, untrue_weights
 from keepk.cut.changes import forget_compiled
 from keepk.cut.holders import refuse_holders
 from keepk.cut.tensors import sharded
@@ -21,6 +21,7 @@ from keepk.deploy.sizes import refuse_impossible, widths_of_norms
 from keepk.errors import FileError, ShrinkError
 from keepk.graph.edits import Edits
 from keepk.graph.given import no_model
+from keepk.graph.layers import SELECTED
 from keepk.graph.trace import trace
 from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
@@ -66,7 +67,12 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     _refuse_meta(inner, "Materialize the model first.")
     if certificate:
         _refuse_untrue(inner)
-    description = describe(inner) if certificate else replace(describe(inner), certificate={})
+    description = describe(inner)
+    if certificate:
+        pruner = live_pruner(inner)
+        description = replace(description, certificate=recounted(inner, pruner.plan if pruner else ()))
+    else:
+        description = replace(description, certificate={}, masked={})
     write_folder(folder, to_document(description), dict(_packed(inner)))
 
 
@@ -116,7 +122,19 @@ def _refuse_unfit(model: nn.Module, example: Any, edits: Edits) -> None:
 
 def _refuse_untrue(model: nn.Module) -> None:
     """Refuse counts that are not true; warn of a model whose Pruner has not pruned anything yet."""
-    pruner, untrue = live_pruner(model), untrue_weights(model)
+    pruner, untrue, kept_by = live_pruner(model), untrue_weights(model), certificate_of(model)
+    for space, back in revived_channels(model).items():
+        if pruner is not None and space in pruner.plan:
+            continue
+        if back is None:
+            raise FileError(
+                f"save: space {space!r}: {kept_by[space]['masked']:,} of its channels are masked and were not removed, "
+                f"and nothing tells which of the model's parameters were zero for that, so that the "
+                f"{kept_by[space]['kept']:,} that it kept cannot be counted. Save while its Pruner is open, or have it "
+                f'remove them (shrink="each"). To save without the counts: keepk.save(model, path, certificate=False).'
+            )
+        if back:
+            untrue[space] = (kept_by[space]["kept"], kept_by[space]["kept"] + back)
     if pruner is not None:
         untrue |= pruner.untrue_counts()
     for space, (kept, found) in untrue.items():
@@ -147,6 +165,30 @@ def _refuse_extra_state(model: nn.Module) -> None:
                 f"module {path!r} ({type(module).__name__}) keeps extra state, which may be any object. "
                 f"Keep what has to be saved in buffers."
             )
+    _refuse_other_state(model)
+
+
+def _refuse_other_state(model: nn.Module) -> None:
+    """Refuse a model whose state_dict has more than its parameters and buffers, which is all that a file keeps.
+
+    Quantised modules pack their weights so, and modules may write entries of their own. An entry that is a parameter or
+    buffer under another name, as hooks rename them, is no loss.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names, tensors = {name for name, _ in named}, {id(tensor) for _, tensor in named}
+    state = model.state_dict(keep_vars=True)  # with the tensors themselves, not detached ones
+    # The channels that a BatchNorm selects are in the file, too.
+    tensors |= {id(getattr(module, SELECTED)) for module in model.modules() if hasattr(module, "reads_selection")}
+    lost = [key for key, value in state.items() if key not in names and id(value) not in tensors]
+    if lost:
+        path = max((it for it, _ in model.named_modules() if lost[0].startswith(f"{it}." if it else "")), key=len)
+        keys = [repr(key) for key in lost if key.startswith(f"{path}." if path else "")]
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise FileError(
+            f"module {path!r} ({type(model.get_submodule(path)).__name__}) keeps state that is neither a parameter nor "
+            f"a buffer and would be lost: {', '.join(keys[:5])}{more}. Keep it in buffers. Of a quantised model save "
+            f"the float one, and quantise it after keepk.load; or save model.state_dict() with torch.save."
+        )
 
 
 def _refuse_meta(model: nn.Module, remedy: str) -> None:

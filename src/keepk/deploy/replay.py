@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.certificate import certificate_of, certified
+from keepk.cut.certificate import certificate_of, certified, masked_places
 from keepk.cut.changes import cut_module, flatten_again
 from keepk.cut.record import was_cut
 from keepk.cut.tensors import replace_contents
@@ -83,8 +83,8 @@ def replay(model: nn.Module, saved: Description, given: Description, values: Map
         if name in given.tensors and _fits(values[name], entry, given.tensors[name]):
             changes.append(_fill(tensors[name], entry, values[name]))
     changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
-    if saved.certificate != certificate_of(model):
-        changes.append(certified(model, saved.certificate))
+    if (saved.certificate, saved.masked) != (certificate_of(model), masked_places(model)):
+        changes.append(certified(model, saved.certificate, saved.masked))
     all_or_nothing(changes)
 
 

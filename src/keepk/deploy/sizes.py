@@ -189,6 +189,10 @@ def _disagreeing(
                     yield f"{what} of module {path!r} would have {found}, where the layer has {expected}"
             if kind is nn.MultiheadAttention and path not in saved.headwise and _lost_heads(entries):
                 yield f"module {path!r} would have lost heads without being listed under headwise"
+            if kind is nn.MultiheadAttention and (told := now.get("num_heads", module.num_heads)) != (
+                heads := _heads_left(module, entries)
+            ):
+                yield f"num_heads of module {path!r} would be {told}, but its tensors leave {heads}"
             return
 
 
@@ -269,6 +273,15 @@ def _projected(shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
 
 def _lost_heads(entries: Mapping[str, Entry]) -> bool:
     return _projected(_shapes(entries)) != _projected({name: it.dense for name, it in entries.items()})
+
+
+def _heads_left(module: Any, entries: Mapping[str, Entry]) -> int:
+    """How many heads have queries left; the rows of a head are next to each other."""
+    entry = entries.get("in_proj_weight") or entries.get("q_proj_weight")
+    if entry is None or 0 not in entry.kept:
+        return int(module.num_heads)
+    queries = entry.kept[0][entry.kept[0] < module.embed_dim]
+    return len(np.unique(queries // module.head_dim))
 
 
 RELATIONS: dict[type[nn.Module], Callable[[Any, _Layer], Relations]] = {

@@ -83,7 +83,7 @@ class Probe:
             self._try_out(lossy=True)
         following = {(it.module, it.attribute, it.item) for it in self.constants}
         following |= {(it.module, it.attribute, it.item) for it in self.wiring.sized}
-        beside = self._numbers.beside()
+        beside = [*self._numbers.beside(), *self._numbers.ranks_beside(self.wiring)]
         self.graph.beside = tuple(it for it in beside if (it.module, it.attribute, it.item) not in following)
         return self.graph
 

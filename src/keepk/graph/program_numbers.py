@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from keepk.graph.edits import entries_of
 from keepk.graph.maps import Flags, Map, fibres, predict, support
 from keepk.graph.tracer import MAY_DIFFER, Step
-from keepk.graph.wiring import Constant
+from keepk.graph.wiring import Constant, Wiring
 
 PARENTS = 3  # how far up a number may be kept
 CHILDREN = 2  # how far down
@@ -108,6 +108,23 @@ class ProgramNumbers:
                         if key not in seen:
                             seen.add(key)
                             yield Constant(step.module, attribute, item, shape, maps, dim)
+
+    def ranks_beside(self, wiring: Wiring) -> Iterator[Constant]:
+        """The ranks of adapters that peft keeps beside them: ``r`` of a layer and of its config, by adapter name."""
+        configured = next((path for path, it in self.modules.items() if hasattr(it, "peft_config")), None)
+        for tensor, adapter in wiring.adapters.items():
+            path, _, kind = adapter.rpartition(".")
+            name = tensor[len(adapter) + 1 :].partition(".")[0]
+            if kind != "lora_A" or tensor not in wiring.tensors:
+                continue
+            shape, maps = wiring.shapes[tensor], wiring.tensors[tensor]
+            ranks, configs = getattr(self.modules.get(path), "r", None), None
+            if isinstance(ranks, Mapping) and ranks.get(name) == shape[0]:
+                yield Constant(path, f"r.{name}", None, shape, maps, 0)
+            if configured is not None:
+                configs = getattr(self.modules[configured], "peft_config", None)
+            if isinstance(configs, Mapping) and getattr(configs.get(name), "r", None) == shape[0]:
+                yield Constant(configured or "", f"peft_config.{name}.r", None, shape, maps, 0)
 
     def siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
         """The same attribute in every module of that class, wherever the same line did the same operation."""

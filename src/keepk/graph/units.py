@@ -37,7 +37,7 @@ class GraphSpace:
     """Units that have their slices in the same axes.
 
     Attributes:
-        name: The module that produces them.
+        name: The module that produces them; the tensor they come from where no module does.
         units: Their ids.
         axes: (tensor, axis, role) of their slices.
         kind: "channel"; "read", a BatchNorm's reading of a channel that others read too; or "source", such a channel,
@@ -165,7 +165,9 @@ def find_spaces(
         first = int(members[0])
         numbers = dict.fromkeys(axis for axis, _ in units.slices(first))
         described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
-        home = next((tensor for tensor, _, role in described if role is Role.PRODUCER), described[0][0])
+        homes = [tensor for tensor, _, role in described if role is Role.PRODUCER]
+        homes += [tensor for tensor, _, role in described if role is not Role.READER]  # such as a table that is read
+        home = next(iter(homes), described[0][0])
         kind = KINDS[kinds[units.classes[first]]]
         lossy, aligned = (
             next((str(why[c]) for c in units.classes[members].tolist() if c in why), "")

@@ -213,7 +213,8 @@ def checked_schedule(given: Any, what: str) -> AnySchedule:
     >>> checked_schedule([50, 10], "schedule")
     (50, 10)
     """
-    if callable(given):
+    # A module is callable, and would only fail when it is asked; torch is not needed to know one.
+    if callable(given) and not hasattr(given, "named_parameters"):
         return given  # type: ignore[no-any-return]  # what it answers is checked when it is asked
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise PlanError(

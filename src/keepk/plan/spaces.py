@@ -137,7 +137,9 @@ def channels(
 
     Args:
         select: A glob, or several, over ``model.named_modules()``: ``"features.*"``, ``"*.linear1"``.
-        keep: K, how many channels are left at the end. Met exactly, also where counts bind each other.
+        keep: K, how many channels are left at the end. Met exactly, also where counts bind each other. Channels of the
+            same layers that cannot be removed (one that the model takes by its number, the only one of a layer) are not
+            counted: they are left besides, and a `keepk.KeepkWarning` names them.
         prune: The share that goes instead; K = floor(M (1 - prune)), exact in the decimals written.
         exclude: Globs of modules whose channels stay out of the space.
         at: "output" takes the channels that the modules produce; "input" those that they read, and counts what each

@@ -1,10 +1,11 @@
 """From names of modules to channels: the spaces of a plan found in the graph of a model."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 import numpy as np
+from torch import nn
 
 from keepk.errors import SpaceError
 from keepk.graph.edits import Indices
@@ -25,6 +26,16 @@ NONE = np.zeros(0, np.int64)
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
 
+@dataclass(frozen=True)
+class Uncounted:
+    """So many channels of a layer, of so many in all, that cannot be removed, and why."""
+
+    layer: str
+    channels: int
+    width: int
+    why: str
+
+
 @dataclass(frozen=True, eq=False)
 class ChannelMembers:
     """The channels of one space.
@@ -38,6 +49,7 @@ class ChannelMembers:
         choices: What is chosen from as one.
         sources: Units of which at least one of each set must stay, so that every source is read by somebody.
         links: Which of the units are read by others of them.
+        uncounted: The channels of the same layers that cannot be removed, which are not among the units.
     """
 
     space: ChannelSpace
@@ -48,20 +60,28 @@ class ChannelMembers:
     choices: tuple[Choice, ...]
     sources: tuple[Indices, ...]
     links: Links
+    uncounted: tuple[Uncounted, ...] = ()
+
+    @property
+    def fixed(self) -> int:
+        """How many channels its layers have besides the counted ones."""
+        return sum(it.channels for it in self.uncounted)
 
 
 class NoChannelsError(SpaceError):
     """A glob finds modules, but no channel that can go."""
 
 
-def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[ChannelSpace]) -> dict[str, ChannelMembers]:
+def find_channels(
+    graph: Graph, modules: Mapping[str, nn.Module], spaces: Sequence[ChannelSpace]
+) -> dict[str, ChannelMembers]:
     """The channels of every space, checked: each glob finds some, none is in two spaces, K can be met."""
     found = dict[str, ChannelMembers]()
     taken = dict[int, str]()
     for space in spaces:
         refuse_uncalled(space.metric, space.name)
         _refuse_metric_of_weights(space)
-        layers = _select(graph, modules, space)
+        layers = _select(graph, list(modules), space)
         for layer in layers:
             if (other := taken.get(int(layer.units[0]))) is not None:
                 raise SpaceError(
@@ -69,7 +89,8 @@ def find_channels(graph: Graph, modules: Sequence[str], spaces: Sequence[Channel
                     f"Spaces are disjoint: narrow one, or use exclude=."
                 )
         taken |= {int(layer.units[0]): space.name for layer in layers}
-        found[space.name] = _counted(graph, space, layers)
+        uncounted = (*_pinned_channels(graph, space, layers), *_single_channels(graph, modules, space))
+        found[space.name] = replace(_counted(graph, space, layers), uncounted=uncounted)
     _refuse_sources_beside_readings(graph, found)
     return found
 
@@ -95,6 +116,12 @@ def _is_side(layer: GraphSpace, at: str) -> bool:
     return at == "output" or layer.kind == "read"
 
 
+def _has_side(graph: Graph, layer: GraphSpace, at: str) -> bool:
+    """Whether a layer is anybody's output: columns that read a buffer, as of coordinates, are inputs only."""
+    own = [role for tensor, _, role in layer.axes if tensor in graph.wiring.parameters]
+    return at == "input" or any(role is not Role.READER for role in own)
+
+
 def _module_of(tensor: str) -> str:
     """The module that a user knows: without parametrizations and wrappers inside of it."""
     path = f".{tensor.rpartition('.')[0]}".partition(".parametrizations.")[0]
@@ -102,7 +129,8 @@ def _module_of(tensor: str) -> str:
 
 
 def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[GraphSpace, ...]:
-    candidates = [(layer, modules_of(layer, space.at)) for layer in graph.spaces if layer.kind in KINDS[space.at]]
+    layers = [layer for layer in graph.spaces if layer.kind in KINDS[space.at] and _has_side(graph, layer, space.at)]
+    candidates = [(layer, modules_of(layer, space.at)) for layer in layers]
     known = [*modules, *(name for _, names in candidates for name in names)]
     for option, globs in (("select", space.select), ("exclude", space.exclude)):
         for glob in globs:
@@ -176,7 +204,8 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
             f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
             f"which are left out unless a glob names them. Say {f'*.{adapter}*'!r} to prune ranks."
         )
-    names = [name for layer in graph.spaces if layer.kind in KINDS[space.at] for name in modules_of(layer, space.at)]
+    sided = [it for it in graph.spaces if it.kind in KINDS[space.at] and _has_side(graph, it, space.at)]
+    names = [name for layer in sided for name in modules_of(layer, space.at)]
     if _any(names, [glob]):
         raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
     if fixed:
@@ -215,6 +244,48 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[GraphSpace, ...]) 
             f"Nearest that can: {' and '.join(map(str, possible))}."
         )
     return ChannelMembers(space, layers, units, total, keep, choices, sources, links)
+
+
+def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[GraphSpace]) -> Iterator[Uncounted]:
+    """The channels of selected layers that stay because of something that the model does with them."""
+    axes = {(axis.tensor, axis.dim): axis for axis in graph.wiring.axes}
+    role, seen = Role.PRODUCER if space.at == "output" else Role.READER, set[int]()
+    for tensor, dim in dict.fromkeys((t, dim) for layer in layers for t, dim, found in layer.axes if found is role):
+        axis = axes[tensor, dim]
+        classes = np.unique(graph.solution.classes[axis.start : axis.start + axis.size]).tolist()
+        # Those of a residual stream are one for all layers that add to it.
+        pinned = [it for it in classes if it in graph.solution.pinned and it not in seen]
+        seen |= set(pinned)
+        if pinned:
+            yield Uncounted(_module_of(tensor), len(pinned), len(classes), str(graph.solution.pinned[pinned[0]]))
+
+
+def _single_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
+    """Selected layers with one channel, which the graph leaves out, as something of every layer stays."""
+    for pair in single_channels(graph, modules):
+        name = pair[0] if space.at == "output" else pair[1]
+        if matches(name, space.select) and not matches(name, space.exclude):
+            yield Uncounted(name, 1, 1, "something of every layer stays")
+
+
+def single_channels(graph: Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+    """Layers whose only channel is read by a later one, and that one; an output of the model is read by none."""
+    order, last = (
+        {name: float(place) for place, name in enumerate(_module_of(it) for it, _ in graph.wiring.roles)},
+        -1.0,
+    )
+    for name in modules:  # one with a single channel on both sides has no roles: it comes after its neighbour
+        last = order.setdefault(name, last + 0.5) if name in order or _width(modules[name], "in") == 1 else last
+    known = [(place, name, modules[name]) for name, place in order.items() if name in modules]
+    known.sort(key=lambda it: it[0])
+    one_out = [(place, name) for place, name, module in known if _width(module, "out") == 1]
+    one_in = [(place, name) for place, name, module in known if _width(module, "in") == 1]
+    readers = [(name, next((reader for later, reader in one_in if later > place), None)) for place, name in one_out]
+    return [(name, reader) for name, reader in readers if reader is not None]
+
+
+def _width(module: nn.Module, side: str) -> object:
+    return getattr(module, f"{side}_features", getattr(module, f"{side}_channels", None))
 
 
 def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:

@@ -61,6 +61,11 @@ class ChannelSide:
             if reads_weights_alone(metric):
                 channel_scores(metric, layers)
 
+    def warn_of_uncounted(self) -> None:
+        """Warn of layers that have other channels than those that their space counts."""
+        for name, it in self.members.items():
+            self.watch.uncounted(name, it.keep, it.total, [(u.layer, u.channels, u.width, u.why) for u in it.uncounted])
+
     @property
     def kept(self) -> dict[str, int]:
         """By space, how many channels are left."""

@@ -11,13 +11,17 @@ import numpy as np
 from torch import Tensor, nn
 
 from keepk.cut.hold import Masks, count_revived
+from keepk.cut.record import Places, packed
 from keepk.errors import ShrinkError
 from keepk.graph.facts import Role
 from keepk.graph.maps import Flags
 from keepk.graph.units import GraphSpace
+from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import named_parameters
+from keepk.plan.names import matches
 from keepk.rank.changed import changed_model
 from keepk.run.channel_side import ChannelSide
+from keepk.run.resolve import Members
 from keepk.run.weight_side import WeightSide
 
 
@@ -25,19 +29,33 @@ def count_weights(side: WeightSide, model: nn.Module) -> dict[str, int]:
     """By space of weights: kept by the masks, and masked entries that are not 0.0."""
     now, objects = named_parameters(model), {id(parameter) for parameter in model.parameters()}
     found, revived = dict(side.kept), list[tuple[str, Tensor]]()
+    known_objects = {id(it) for members in side.members.values() for it in members.parameters.values()}
     for space, members in side.members.items():
+        counted = set[int]()
         for name, known in members.parameters.items():
             dead = side.dead.get(name)
             # Under another name it is still there: torch.nn.utils.parametrize moves it.
             parameter = now.get(name, known if id(known) in objects else None)
+            counted.add(id(parameter))
             if parameter is None or parameter.shape != known.shape:
                 found[space] -= known.numel() - (0 if dead is None else int(dead.count_nonzero()))
                 found[space] += 0 if parameter is None else parameter.numel()  # no mask fits it
             elif dead is not None:
                 revived.append((space, count_revived(parameter, dead)))
+        for parameter in _added_since(members, now, counted):  # a tie that was undone, a new layer
+            # One that was there under another name is zero where it was pruned.
+            found[space] += int(parameter.count_nonzero()) if id(parameter) in known_objects else parameter.numel()
     for space, count in revived:  # waits for the device only now
         found[space] += int(count)
     return found
+
+
+def _added_since(members: Members, now: Mapping[str, nn.Parameter], counted: set[int]) -> list[nn.Parameter]:
+    """The parameters that the globs of a space name now and that were not counted under a name of its own."""
+    select, exclude = members.space.select, members.space.exclude
+    others = counted | {id(parameter) for name, parameter in now.items() if matches(name, exclude)}
+    found = {id(it): it for name, it in now.items() if id(it) not in others and matches(name, select)}
+    return list(found.values())
 
 
 def count_channels(side: ChannelSide, silenced: Masks, model: nn.Module) -> dict[str, int]:
@@ -56,6 +74,27 @@ def count_masked(masks: Mapping[str, Tensor], model: nn.Module) -> int:
     fitting = [(now[name], ~mask) for name, mask in masks.items() if name in now and now[name].shape == mask.shape]
     counts = [(dead.count_nonzero(), count_revived(parameter, dead)) for parameter, dead in fitting]
     return sum(int(dead) - int(revived) for dead, revived in counts)
+
+
+def masked_places(side: ChannelSide, model: nn.Module) -> dict[str, Places]:
+    """By space with channels that are masked and not removed: where those are; see `keepk.cut.record.record_of`."""
+    masked, lengths = side.dead & side.graph.alive, lengths_of(model)
+    found = dict[str, Places]()
+    for space, members in side.members.items():
+        units = members.units[masked[members.units]]
+        numbers = np.full(len(masked) + 1, -1)  # the last entry is for what belongs to no unit
+        numbers[units] = np.arange(len(units))
+        names = {tensor for layer in members.layers for tensor, _, _ in layer.axes} if len(units) else set()
+        places = dict[str, dict[str, object]]()
+        for name, parameter in ((name, it) for name, it in model.named_parameters() if name in names):
+            length = lengths.get(parameter)
+            for axis, owners in side.graph.owners(name).items():
+                # The directions of weight norm are not set to zero, only their lengths; see `silencing`.
+                silenced = length is None or length.dim() != parameter.dim() or length.shape[axis] == 1
+                if silenced and (numbers[owners] >= 0).any():
+                    places.setdefault(name, {})[str(axis)] = packed(numbers[owners])
+        found |= {space: places} if places else {}
+    return found
 
 
 def _revived_units(side: ChannelSide, silenced: Masks, model: nn.Module) -> Flags:

@@ -69,7 +69,7 @@ def channel_side(
         )
     inner = unwrap(model)
     graph = trace_inputs(inner, inputs)
-    modules = [name for name, _ in inner.named_modules(remove_duplicate=False)]
+    modules = dict(inner.named_modules(remove_duplicate=False))
     try:
         found = find_channels(graph, modules, spaces)
     except NoChannelsError as error:

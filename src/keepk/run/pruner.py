@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepk.cut.certificate import Certificate, certificate_of, certified, certify
+from keepk.cut.certificate import Certificate, certificate_of, certified, certify, masked_places
 from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.followers import Follower, followed, refuse_no_followers, refuse_strange_followers
 from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
+from keepk.cut.record import Places
 from keepk.cut.undo import Undo, undone_by
 from keepk.errors import KeepkError, PlanError, SpaceError
 from keepk.graph.given import TraceInputs, TrainMode, ValueBranches
@@ -74,6 +75,7 @@ class Pruner:
             copy, dicts of tensors.
 
     >>> import keepk
+    >>> _ = torch.manual_seed(0)
     >>> model = nn.Sequential(nn.Linear(20, 10), nn.ReLU(), nn.Linear(10, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> spaces = [keepk.weights("*.weight", keep=33, name="all", schedule=keepk.Annealing(p0=0.5, n1=2, nu=0.2))]
@@ -154,6 +156,7 @@ class Pruner:
         self._watch = weights.watch
         if channels is not None:
             channels.watch = self._watch
+            channels.warn_of_uncounted()
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
         _LIVE[next(_NUMBERS)] = self
@@ -198,7 +201,8 @@ class Pruner:
         """By space: its kind, its globs, how many units there were, are asked for, and were kept at the last event.
 
         Also how many are alive, if it is another number: fewer after `keepk.compact`; more, with a `KeepkWarning`, if
-        pruned units came back, and then ``kept`` has that number too.
+        pruned units came back, and then ``kept`` has that number too. Of channels also how many are ``masked`` and not
+        removed, and how many ``fixed`` ones its layers have besides, which cannot be removed and are not counted.
         """
         return self.counted_certificate("certificate")
 
@@ -328,7 +332,7 @@ class Pruner:
             self._enter_epoch(saved.epoch)
             self._watch.restart()
             for module in self._certified_modules():
-                way_back.callback(certified(module, self._with_others(module))())
+                way_back.callback(certified(module, *self._with_others(module))())
             return way_back.pop_all().close
 
     def close(self) -> None:
@@ -367,16 +371,17 @@ class Pruner:
     def _certify(self) -> None:
         """Write what is asked and kept into the record of the model and of the modules that follow it."""
         for module in self._certified_modules():
-            certify(module, self._with_others(module))
+            certify(module, *self._with_others(module))
 
     def _certified_modules(self) -> list[nn.Module]:
         return [self._model, *(followed(it) for it in self._followers if isinstance(it, nn.Module))]
 
-    def _with_others(self, module: nn.Module) -> Certificate:
-        """The certificate beside those of other runs over the same model."""
+    def _with_others(self, module: nn.Module) -> tuple[Certificate, dict[str, Places]]:
+        """The certificate and the places of masked channels, beside those of other runs over the same model."""
         others = {name: entry for name, entry in certificate_of(module).items() if name not in self._plan}
         mine = certificate(self._sides, self._sides.kept)
-        return {**others, **{name: mine[name] for name in self._plan}}
+        masked = {name: places for name, places in masked_places(module).items() if name in others}
+        return {**others, **{name: mine[name] for name in self._plan}}, {**masked, **self._sides.masked_places}
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._watch.updated(optimizer)
@@ -411,7 +416,7 @@ class Pruner:
             way_back.callback(self._enter_epoch, self._epoch)
             self._enter_epoch(self._epoch + 1)
             for module in self._certified_modules():
-                way_back.callback(certified(module, self._with_others(module))())
+                way_back.callback(certified(module, *self._with_others(module))())
             return way_back.pop_all().close
 
     def _enter_epoch(self, epoch: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from keepk.cut.followers import Follower, parameters_of, refuse_strange_followers, zero_followers
 from keepk.cut.hold import Held, Masks, held
 from keepk.cut.optimizer_state import flat_history, refuse_foreign_state, restart_flat_history, state_per_weight
-from keepk.cut.record import cuts_since, record_of
+from keepk.cut.record import Places, cuts_since, record_of
 from keepk.cut.tensors import left_of
 from keepk.cut.undo import Undo
 from keepk.errors import ShrinkError, StateError
@@ -23,7 +23,7 @@ from keepk.plan.phases import Plan
 from keepk.rank.changed import changed_model
 from keepk.rank.pieces import one_thread
 from keepk.run.channel_side import ChannelEvent, ChannelSide
-from keepk.run.counting import count_channels, count_weights
+from keepk.run.counting import count_channels, count_weights, masked_places
 from keepk.run.state import Saved, read_masks
 from keepk.run.surgery import Operation, Surgery, by_plain_name, nothing
 from keepk.run.weight_side import WeightSide
@@ -89,6 +89,11 @@ class Sides:
         """By space: how many units the model's tensors have now, masked ones that came back included."""
         channels = count_channels(self.channels, self._silenced, self._model) if self.channels else {}
         return {**count_weights(self.weights, self._model), **channels}
+
+    @property
+    def masked_places(self) -> dict[str, Places]:
+        """By space: where its channels are that are masked and not removed."""
+        return masked_places(self.channels, self._model) if self.channels else {}
 
     @property
     def masks(self) -> Masks:
@@ -310,7 +315,8 @@ class Sides:
 def certificate(sides: Sides, left: Mapping[str, int]) -> dict[str, dict[str, Any]]:
     """By space: its globs, what was asked for, what was kept at the last event, and `left`, if it differs, as alive.
 
-    Where more are left than the last event kept, that number is not true any more, and `left` takes its place.
+    Where more are left than the last event kept, that number is not true any more, and `left` takes its place. Of
+    channels, also how many are masked and not removed, and how many their layers have that are not counted.
     """
     found = dict[str, dict[str, Any]]()
     kept = {**sides.weights.certified, **(sides.channels.certified if sides.channels else {})}
@@ -327,8 +333,18 @@ def certificate(sides: Sides, left: Mapping[str, int]) -> dict[str, dict[str, An
             "asked": it.keep,
             "kept": max(kept[name], left[name]),
         }
+        masked = _count_masked(sides.channels, name) - max(0, left[name] - sides.kept[name])
         found[name] = entry | ({"alive": left[name]} if left[name] != kept[name] else {})
+        found[name] |= {"masked": masked} if masked > 0 else {}
+        found[name] |= {"fixed": it.fixed} if name not in sides.weights.members and it.fixed else {}
     return found
+
+
+def _count_masked(channels: ChannelSide | None, space: str) -> int:
+    """How many channels of a space are masked and not removed."""
+    if channels is None or space not in channels.members:
+        return 0
+    return int((channels.dead & channels.graph.alive)[channels.members[space].units].sum())
 
 
 def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Mapping[str, Tensor]) -> Tensor:

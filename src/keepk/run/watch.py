@@ -51,6 +51,11 @@ class Watch:
         if thin := thin_layers(layers, share):
             self.once(("thin", space), told_thin(space, kind, thin))
 
+    def uncounted(self, space: str, keep: int, total: int, layers: Sequence[tuple[str, int, int, str]]) -> None:
+        """Warn of channels that cannot be removed, which no count includes."""
+        if layers:
+            self.once(("uncounted", space), told_uncounted(space, keep, total, layers))
+
     def tied_scores(self, space: str, kind: str, tied: int, total: int) -> None:
         """Warn where most units of a space have the score at which the ranking is cut."""
         if 2 * tied > total:
@@ -94,7 +99,8 @@ def told_untrue(space: str, claimed: int, found: int) -> str:
         return (
             f"space {space!r}: the last event kept {claimed:,} units, but {found:,} are there now: pruned ones are not "
             f"zero any more. load_state_dict, or training that the Pruner's optimizer does not do, brings them back. "
-            f"Call pruner.apply_masks() to set them to zero again."
+            f"Call pruner.apply_masks() to set them to zero again; where parameters were added or untied since, make a "
+            f"new Pruner."
         )
     return (
         f"space {space!r}: the last event kept {claimed:,} units, but only {found:,} are there now: parameters were "
@@ -112,6 +118,19 @@ def thin_layers(layers: Sequence[Thin], share: float) -> list[Thin]:
     """
     limit = min(SHARE, share / 2)
     return [(name, left, total) for name, left, total in layers if left < limit * total]
+
+
+def told_uncounted(space: str, keep: int, total: int, layers: Sequence[tuple[str, int, int, str]]) -> str:
+    """Which layers have channels besides those that are counted, why, and how many are left in all."""
+    fixed = sum(channels for _, channels, _, _ in layers)
+    some = "; ".join(f"{name!r} {channels:,} of {width:,}, {why}" for name, channels, width, why in layers[:5])
+    more = f"; and {len(layers) - 5} layers more" if len(layers) > 5 else ""
+    are = "are" if fixed > 1 else "is"
+    return (
+        f"space {space!r}: {fixed:,} channel{'s' * (fixed > 1)} of its layers cannot be removed and {are} not counted: "
+        f"{some}{more}. It keeps {keep:,} of the {total:,} others, so that {keep + fixed:,} are left in all. Choose "
+        f"keep= by that, or leave these layers out with exclude=."
+    )
 
 
 def told_thin(space: str, kind: str, thin: Sequence[Thin]) -> str:

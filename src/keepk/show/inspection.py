@@ -23,11 +23,12 @@ from keepk.graph.findings import (
     spaces_found,
     tensor_specs,
 )
-from keepk.graph.given import TraceInputs
+from keepk.graph.given import TraceInputs, quantised_module
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
 from keepk.graph.units import GraphSpace
 from keepk.graph.wrappers import unwrap
+from keepk.run.channel_members import single_channels
 from keepk.show.tables import Table, percent
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ WIDTH = 120
 NAMES = 5  # how many names a line has; the JSON form has all
 NAMES_IN_TABLE = 3
 MARGIN = "  "
-AS_A_WHOLE = "is one unit, all of a layer: it could only go as a whole, and something of every layer stays"
+AS_A_WHOLE = (
+    "is one unit, all of a layer: it could only go as a whole, and something of every layer stays; a Pruner counts it "
+    "among those that it keeps"
+)
+ONE_CHANNEL = "has one channel, and something of every layer stays; a Pruner does not count it"
 PLAINLY = {
     "input": "read from an axis without channels, such as an input of the model",
     "output": "outputs of the model",
@@ -170,11 +175,11 @@ def inspect(
         model=type(inner).__name__,
         example=tensor_specs(example),
         spaces=tuple(space for number, space in enumerate(spaces_found(graph)) if number not in whole),
-        fixed=(*whole.values(), *fixed_groups(graph)),
+        fixed=(*whole.values(), *_single(graph, inner), *fixed_groups(graph)),
         bindings=equal_parts(graph),
         layers=costs.layers,
         batch=costs.batch,
-        unknown=graph.unknown,
+        unknown=(*graph.unknown, *_quantised(inner)),
         attributes=attributes_beside(graph),
     )
 
@@ -189,6 +194,29 @@ def _as_a_whole(graph: Graph, space: GraphSpace) -> FixedGroup | None:
     if all(axis.channels < axis.total for axis in axes):
         return None
     return FixedGroup("operation", AS_A_WHOLE, (), axes)
+
+
+def _quantised(model: nn.Module) -> Iterator[str]:
+    """A model that is quantised or prepared for that has few channels that can be followed, or none."""
+    if found := quantised_module(model):
+        yield (
+            f"{found}, so its channels cannot be followed. Prune first and quantise afterwards: inspect the model "
+            f"as it was before it was prepared"
+        )
+
+
+def _single(graph: Graph, model: nn.Module) -> Iterator[FixedGroup]:
+    """The layers with one channel that another one reads."""
+    modules = dict(model.named_modules())
+    pairs = [pair for pair in single_channels(graph, modules) if set(pair) <= set(modules)]
+    sides = [(f"{pair[side]}.weight", modules[pair[side]], side) for pair in pairs for side in (0, 1)]
+    axes = tuple(
+        # A transposed convolution has its output channels on axis 1.
+        FixedAxis(name, side if not hasattr(module, "transposed") or not module.transposed else 1 - side, 1, 1)
+        for name, module, side in dict.fromkeys(sides)
+    )
+    if axes:
+        yield FixedGroup("operation", ONE_CHANNEL, (), axes)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class SpaceReport:
         kept: What is left now, counted. Fewer than planned where channels took weights along, or dead neurons were
             swept; more where pruned weights came back.
         asked: K, what is left at the end.
+        fixed: How many channels its layers have besides, which cannot be removed and are in none of these counts.
     """
 
     name: str
@@ -34,6 +35,7 @@ class SpaceReport:
     planned: int
     kept: int
     asked: int
+    fixed: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class RunReport:
     @property
     def line(self) -> str:
         """All of it in a line, such as a progress bar has room for."""
-        kept = ", ".join(f"{space.name} {space.kept:,} of {space.total:,}" for space in self.spaces)
+        kept = ", ".join(f"{space.name} {space.kept:,} of {space.total:,}{_beside(space)}" for space in self.spaces)
         return f"epoch {self.epoch}/{self.epochs}: kept {kept}; {self._costs()}"
 
     def data(self) -> dict[str, Any]:
@@ -96,6 +98,7 @@ class RunReport:
         return f"{self.parameters:,} parameters{masked}{macs}{error}"
 
     def _table(self) -> Table:
+        any_fixed = any(space.fixed for space in self.spaces)
         rows = tuple(
             (
                 space.name,
@@ -105,10 +108,25 @@ class RunReport:
                 f"{space.kept:,}",
                 percent(space.kept, space.total),
                 f"{space.asked:,}",
+                *([f"{space.fixed:,}"] if any_fixed else []),
             )
             for space in self.spaces
         )
-        return Table(("space", "kind", "total", "planned", "kept", "kept %", "asked"), rows)
+        columns = (
+            "space",
+            "kind",
+            "total",
+            "planned",
+            "kept",
+            "kept %",
+            "asked",
+            *(["not counted"] if any_fixed else []),
+        )
+        return Table(columns, rows)
+
+
+def _beside(space: SpaceReport) -> str:
+    return f" (and {space.fixed:,} fixed)" if space.fixed else ""
 
 
 def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
@@ -146,6 +164,7 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
             plan[name][epoch - 1] if epoch else space["total"],
             space["alive"] if "alive" in space else space["kept"],
             space["asked"],
+            space.get("fixed", 0),
         )
         for name, space in pruner.counted_certificate("report").items()
     )
