@@ -154,6 +154,148 @@ def test_several_examples_are_traced_and_what_none_uses_stays():
     assert all(relative_error(oracle(x), model(x)) < 1e-5 for x in examples)
 
 
+def cut_or_why(model, example, others=()):
+    """Prune half of `a` by masks and by cutting, and compare both on all inputs in both modes; or the refusal."""
+    cut, masked = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    example, *others = (it.double() for it in (example, *others))
+    for net, shrink in ((masked, "never"), (cut, "each")):
+        try:
+            keepk.Pruner(net, [keepk.channels("a", keep=8)], example=example, shrink=shrink).step()
+        except keepk.errors.KeepkError as error:
+            return str(error)
+    assert cut.a.out_features == 8
+    for training in (False, True):
+        masked.train(training), cut.train(training)
+        for x in (example, *others):
+            assert relative_error(masked(x), cut(x)) < 1e-9
+    return ""
+
+
+class Experts(Hidden):
+    """One line asks for each expert in turn whether it has anything to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def between(self, h, x):
+        y = h
+        for number, expert in enumerate(self.experts):
+            mask = x[:, number] > 0
+            if mask.any():
+                y = y + torch.where(mask[:, None], F.relu(expert(h)), 0.0)
+        return y
+
+
+class FirstWay(Experts):
+    def between(self, h, x):
+        for number, expert in enumerate(self.experts):
+            if x[0, number] > 0:
+                return F.relu(expert(h))
+        return h
+
+
+class SoftmaxIf(Hidden):
+    """Of two truth values, `both` says when the channels are normalised."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.both = both
+
+    def between(self, h, x):
+        flags = [bool(x.sum() > 0), bool(x[0, 0] > 0)]
+        return h.softmax(1) if self.both(*flags) else h
+
+
+class NestedFlags(Hidden):
+    def between(self, h, x):
+        if x.sum() > 0:
+            return h
+        if x[0, 0] > 0:
+            return h * 2
+        return h.softmax(1) if x[0, 1] > 0 else h
+
+
+class WidthOnOtherSide(Hidden):
+    """Both sides do the same until something is cut."""
+
+    def between(self, h, x):
+        return h / (16 if x.sum() > 0 else h.shape[1])
+
+
+class TrainsOnOtherSide(Hidden):
+    """Both sides do the same in eval mode."""
+
+    def between(self, h, x):
+        return h.softmax(1) if bool(x.sum() < 0) and self.training else h
+
+
+def signs(*columns):
+    x = torch.rand(4, 7) + 0.1
+    for column in columns:
+        x[:, column] *= -1
+    return x
+
+
+@pytest.mark.parametrize("kind", [Experts, FirstWay])
+def test_each_truth_value_that_one_line_reads_has_two_outcomes(kind):
+    examples = [signs(1), signs(0, 1), signs(0, 1, 2), signs(0, 2), signs()]
+    for number, example in enumerate(examples):
+        assert cut_or_why(kind(), example, examples[:number] + examples[number + 1 :]) == ""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SoftmaxIf(lambda p, q: p and q),
+        SoftmaxIf(lambda p, q: p and not q),
+        SoftmaxIf(lambda p, q: not p and not q),
+        NestedFlags(),
+        WidthOnOtherSide(),
+        TrainsOnOtherSide(),
+    ],
+)
+def test_all_outcomes_of_two_truth_values_are_seen(model):
+    for example in (signs(), -signs(), -signs(0), signs(0)):
+        assert "lossy=True" in cut_or_why(model, example)
+
+
+def test_truth_values_that_decide_nothing_bind_nothing():
+    assert cut_or_why(SoftmaxIf(lambda *flags: len(flags) > 2), signs(), [-signs()]) == ""
+
+
+class AsksTwice(Hidden):
+    """Two truth values that are always the same."""
+
+    def between(self, h, x):
+        scale = {}
+        if x.sum() > 0:
+            scale["two"] = 2
+        return h * scale["two"] if x.sum() > 0 else h
+
+
+def test_a_combination_that_cannot_be_does_not_hinder():
+    assert cut_or_why(AsksTwice(), signs(), [-signs()]) == ""
+    assert cut_or_why(AsksTwice(), -signs(), [signs()]) == ""
+
+
+class ManyFlags(Hidden):
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def between(self, h, x):
+        for column in range(40):
+            if x[0, column % 7] < -1e6:
+                h = h.softmax(1) if self.last and column in (0, 39) else h * 2
+        return h
+
+
+def test_more_truth_values_than_passes_are_seen_at_the_first_and_the_last():
+    assert cut_or_why(ManyFlags(last=False), signs()) == ""
+    assert "lossy=True" in cut_or_why(ManyFlags(last=True), signs())
+
+
 @pytest.mark.parametrize("verb", [keepk.trace, keepk.inspect, keepk.compact])
 def test_examples_that_are_no_list_are_refused(verb):
     with pytest.raises(TraceError, match=r"examples: got Tensor. Give a list"):

@@ -21,7 +21,7 @@ from keepk.graph.facts import Facts
 from keepk.graph.label import Label, begin_forward_pass, is_labelled, label_of, set_label, tensors_in
 from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
-from keepk.graph.values import CREATED, FEW, NeedsValues, ValueRead, WatchedValues, keep_values, value_of
+from keepk.graph.values import CREATED, FEW, Answers, NeedsValues, ValueRead, WatchedValues, keep_values, value_of
 
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
 # Constants and copies have atoms even where nothing that they are made of has any.
@@ -129,19 +129,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     Args:
         model: A copy of the user's model that may be labelled.
         groups: By name of a weight, the groups of the convolution that uses it, as far as they are known.
-        answers: By place, the values to answer there instead of the true ones, one after the other.
+        answers: The truth values to answer instead of the true ones.
     """
 
-    def __init__(
-        self, model: nn.Module, groups: dict[str, int], answers: Mapping[str, Sequence[Any]] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, groups: dict[str, int], answers: Answers | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.model, self.groups = model, groups
         self.atoms, self.facts = Atoms(), Facts()
         self.steps: list[Step] = []
         self.reads: list[ValueRead] = []
         self.made_at: dict[int, int] = {}  # by the id of a tensor that is still there, the step that made it
-        self._answers = {place: list(reversed(outcomes)) for place, outcomes in (answers or {}).items()}
+        self._answers = answers or Answers()
         begin_forward_pass()
         self.tensors: dict[str, tuple[Map, ...]] = {}
         self.touched: set[str] = set()
@@ -204,9 +202,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
         """Tell Python a value that it reads, and write that down."""
         place = self.place()
-        if self._answers.get(place):
-            value: Any = self._answers[place].pop()
-        else:
+        value: Any = self._answers.told(self.reads, place) if boolean else None
+        if value is None:
             values = [known for tensor in tensors if (known := value_of(tensor)) is not None]
             if len(values) < len(tensors):
                 raise NeedsValues(f"a value is read at {place}")

@@ -9,9 +9,11 @@ A trace runs on the meta device, where tensors have shapes and no values. Two th
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dis import opname
+from functools import partial
 from numbers import Complex, Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,16 +66,143 @@ class ValueRead:
     own: bool
 
 
-def opposite(reads: Sequence[ValueRead], place: str) -> tuple[bool, ...]:
-    """The other answers to the truth values asked for at a place; a few more of the last one.
+@dataclass(frozen=True)
+class Asked:
+    """A truth value that is read: the place, and how often one was read there before in the same pass."""
+
+    place: str
+    earlier: int
+
+
+def asked_in(reads: Sequence[ValueRead]) -> dict[int, Asked]:
+    """By their numbers, the truth values among the reads of a pass.
+
+    >>> asked_in([ValueRead(True, "net.py:3", True, False)] * 2)[1]
+    Asked(place='net.py:3', earlier=1)
+    """
+    found, seen = dict[int, Asked](), dict[str, int]()
+    for number, read in enumerate(reads):
+        if read.boolean:
+            found[number] = Asked(read.place, seen.get(read.place, 0))
+            seen[read.place] = found[number].earlier + 1
+    return found
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Truth values that Python is told in one forward pass instead of the true ones.
+
+    Attributes:
+        numbered: By the number of a read in the sequence of all reads of the pass.
+        placed: By place, one after the other, for reads that are not in `numbered`.
+        goals: The outcomes that are to be seen, the one that was chosen last at the end.
+    """
+
+    numbered: Mapping[int, bool] = field(default_factory=dict)
+    placed: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    goals: tuple[tuple[Asked, bool], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.numbered or self.placed)
+
+    @property
+    def places(self) -> list[str]:
+        """Where they are given."""
+        return list(dict.fromkeys(asked.place for asked, _ in self.goals))
+
+    def told(self, reads: Sequence[ValueRead], place: str) -> bool | None:
+        """The answer to the truth value that is read next, at this place; None if it is the true one.
+
+        >>> earlier = [ValueRead(True, "net.py:3", True, False)]
+        >>> Answers({1: False}).told(earlier, "net.py:3"), Answers({1: False}).told([], "net.py:3")
+        (False, None)
+        """
+        if len(reads) in self.numbered:
+            return self.numbered[len(reads)]
+        outcomes = self.placed.get(place, ())
+        earlier = sum(read.boolean and read.place == place for read in reads) if outcomes else 0
+        return outcomes[earlier] if earlier < len(outcomes) else None
+
+    def and_not(self, reads: Sequence[ValueRead], number: int) -> "Answers":
+        """These answers, and the opposite one to a read of the pass in which they were given."""
+        flipped = {**self.numbered, number: not reads[number].value}
+        return Answers(flipped, self.placed, (*self.goals, (asked_in(reads)[number], flipped[number])))
+
+
+def all_opposite(reads: Sequence[ValueRead], places: Sequence[str]) -> Answers:
+    """The opposite answers to all truth values that were read at some places; a few more of the last one at each.
 
     ``if a or b`` asks for b only once a is false, which the first run may not have done.
 
-    >>> opposite([ValueRead(False, "net.py:3", True, False)], "net.py:3")
-    (True, True, True, True)
+    >>> all_opposite([ValueRead(False, "net.py:3", True, False)], ["net.py:3"]).placed
+    {'net.py:3': (True, True, True, True)}
     """
-    asked = [not read.value for read in reads if read.place == place and read.boolean]
-    return (*asked, *asked[-1:] * REPEATED)
+    goals = [(asked, not reads[number].value) for number, asked in asked_in(reads).items() if asked.place in places]
+    found = {place: [outcome for asked, outcome in goals if asked.place == place] for place in places}
+    placed = {place: (*outcomes, *outcomes[-1:] * REPEATED) for place, outcomes in found.items()}
+    return Answers(placed=placed, goals=tuple(goals))
+
+
+class Outcomes:
+    """Chooses the forward passes that show both outcomes of every truth value that Python reads.
+
+    First each truth value of the first pass is answered the other way, alone; then all of them. A truth value that is
+    read for the first time in one of these passes is answered the other way in turn, and pairs follow, while the number
+    of passes allows it. Where there are too many truth values for that, all of a place are answered the other way
+    together, then the first and the last one of each place, alone.
+
+    Args:
+        reads: The values that the first pass read.
+        passes: How many passes there may be.
+        pairs: How many there may be before a pair is tried no more.
+    """
+
+    def __init__(self, reads: Sequence[ValueRead], passes: int, pairs: int) -> None:
+        self._left, self._for_pairs = passes, pairs
+        self.too_many = False  # places, so that not all of them are seen to have the other outcome
+        asked = asked_in(reads)
+        self._seen, self._often = set(asked.values()), Counter(it.place for it in asked.values())
+        places = list(self._often)
+        self._every = len(asked) < passes
+        self._first = [all_opposite(reads, places)] if len(asked) > 1 else []
+        if self._every:
+            self._first = [*map(partial(Answers().and_not, reads), asked), *self._first]
+        else:
+            self._first += [all_opposite(reads, [place]) for place in places]
+            self.too_many = len(self._first) > passes
+            self._first += map(partial(Answers().and_not, reads), _first_and_last(asked))
+        self._new, self._pairs = list[Answers](), list[Answers]()
+
+    def __iter__(self) -> Iterator[Answers]:
+        while self._left > 0 and (answers := self._next()) is not None:
+            self._left -= 1
+            self._for_pairs -= 1
+            yield answers
+
+    def _next(self) -> Answers | None:
+        for waiting in (self._first, self._new, self._pairs if self._for_pairs > 0 else []):
+            if waiting:
+                return waiting.pop(0)
+        return None
+
+    def learn(self, answers: Answers, reads: Sequence[ValueRead]) -> None:
+        """A pass with these answers read these values: choose from them."""
+        last = max(answers.numbered, default=-1)
+        for number, asked in asked_in(reads).items():
+            if number <= last:
+                continue
+            if asked not in self._seen and asked.earlier < self._often[asked.place] + REPEATED:
+                self._new.append(answers.and_not(reads, number))
+            elif len(answers.numbered) == 1 and not answers.placed and self._every:
+                self._pairs.append(answers.and_not(reads, number))
+            self._seen.add(asked)
+
+
+def _first_and_last(asked: Mapping[int, Asked]) -> list[int]:
+    """The numbers of the first and the last truth value at each place that has several."""
+    first = {it.place: number for number, it in asked.items() if it.earlier == 0}
+    last = {it.place: number for number, it in asked.items()}
+    return [number for place in first if first[place] < last[place] for number in (first[place], last[place])]
 
 
 class Watcher(Protocol):
@@ -182,6 +311,15 @@ def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return  # devices that do not meet; the values are then not known
     for tensor, value in zip(made, tensors_in(values), strict=True):
         keep_value_beside(tensor, value)
+
+
+def fails_with_values_too(error: BaseException) -> bool:
+    """Whether a forward pass that failed without the model's weights would fail with them.
+
+    >>> fails_with_values_too(IndexError("list index out of range")), fails_with_values_too(NeedsValues())
+    (True, False)
+    """
+    return not isinstance(error, NeedsValues | NotImplementedError) and "meta" not in str(error).lower()
 
 
 def is_raised_by_program(error: BaseException) -> bool:
