@@ -296,6 +296,90 @@ def test_more_truth_values_than_passes_are_seen_at_the_first_and_the_last():
     assert "lossy=True" in cut_or_why(ManyFlags(last=True), signs())
 
 
+class SoftmaxIfFound(Hidden):
+    """Normalises the channels, depending on a size that depends on values."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def between(self, h, x):
+        return h if self.found(x) else h.softmax(1)
+
+
+SIZES = [
+    lambda x: len(torch.where(x[:, 0] > 0)[0]) > 0,
+    lambda x: (x[:, 0] > 0).nonzero().numel(),
+    lambda x: x[x > 0].numel() > 0,
+    lambda x: x[x[:, 0] > 0].shape[0] > 0,
+    lambda x: x[:, x[0] > 0].shape[1] > 0,
+    lambda x: len(torch.masked_select(x, x > 0)),
+    lambda x: list(x[x > 0]),
+    lambda x: torch.argwhere(x > 0).size(0) > 0,
+    lambda x: len((x[:, 0] > 0).unique()) > 1,
+    lambda x: len(torch.unique((x[:, :2] > 0).int(), dim=0)) > 1,
+    lambda x: len(torch.unique_consecutive((x[:, 0] > 0).int())) > 1,
+    lambda x: len(torch.bincount((x[:, 0] > 0).int())) > 1,
+    lambda x: len(torch.arange(4).repeat_interleave((x[:, 0] > 0).int())) > 0,
+]
+
+
+@pytest.mark.parametrize("found", SIZES)
+def test_a_size_that_depends_on_values_has_two_outcomes(found):
+    mixed = signs()
+    mixed[::2] *= -1
+    for example in (signs(), -signs(), mixed):
+        assert "lossy=True" in cut_or_why(SoftmaxIfFound(found), example)
+        assert cut_or_why(SoftmaxIfFound(lambda x: [found(x)]), example, [-example]) == ""
+
+
+class RoutedRows(Experts):
+    """Each expert gets the rows that are meant for it."""
+
+    def between(self, h, x):
+        y = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(x[:, number] > 0)[0]
+            if rows.numel() == 0:
+                continue
+            y.index_add_(0, rows, F.relu(expert(h[rows])))
+        return h + y
+
+
+class RoutedByMask(Experts):
+    """The same with masks, and without a condition."""
+
+    def between(self, h, x):
+        y = h.clone()
+        for number, expert in enumerate(self.experts):
+            mask = x[:, number] > 0
+            y[mask] = F.relu(expert(h[mask]))
+        return y
+
+
+class SoftmaxForNoRows(RoutedByMask):
+    def between(self, h, x):
+        rows = h[x[:, 0] > 0]
+        return super().between(h.softmax(1) if len(rows) == 0 else h, x)
+
+
+class FailsForNoRows(Hidden):
+    """A dense model that takes no input of which nothing is selected."""
+
+    def between(self, h, x):
+        return h * x[x[:, 0] > 0][0, 0]
+
+
+@pytest.mark.parametrize("kind", [RoutedRows, RoutedByMask])
+def test_rows_that_are_routed_to_experts(kind):
+    examples = [signs(1), signs(0, 1, 2), signs()]
+    examples[0][2:] *= -1
+    for number, example in enumerate(examples):
+        assert cut_or_why(kind(), example, examples[:number] + examples[number + 1 :]) == ""
+    assert "lossy=True" in cut_or_why(SoftmaxForNoRows(), signs())
+    assert cut_or_why(FailsForNoRows(), signs()) == ""
+
+
 @pytest.mark.parametrize("verb", [keepk.trace, keepk.inspect, keepk.compact])
 def test_examples_that_are_no_list_are_refused(verb):
     with pytest.raises(TraceError, match=r"examples: got Tensor. Give a list"):

@@ -21,7 +21,7 @@ from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
 from keepk.graph.probe import NotRepeatable, Probe
-from keepk.graph.replay import Echo, Replays, Run
+from keepk.graph.replay import Differs, Echo, Replays, Run
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.solve import solve
 from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
@@ -298,7 +298,9 @@ class _Watched:
         """
         for run, cause in self._failing:
             asked, outcome = run.answers.goals[-1]
-            if (run.training, asked, outcome) not in self._seen:
+            # If forward fails where nothing is selected, it takes no such input, cut or not.
+            selects = any(goal.size for goal, _ in run.answers.goals)
+            if not selects and (run.training, asked, outcome) not in self._seen:
                 what = f"forward branches on a value, and fails on the side that the example does not take ({cause})"
                 self._not_known(self._refused(asked.place, what[:300], ""), accepted=self._accepts_branches)
 
@@ -365,7 +367,13 @@ class _Watched:
 
 
 class _StrictEcho(Echo):  # type: ignore[no-untyped-call]  # torch's own
-    """An echo in the same mode, where dropout is no exception."""
+    """An echo in the same mode, where dropout is no exception; and all sizes are the same, also of selections."""
+
+    def record(self, call: Call) -> None:
+        super().record(call)
+        made = [shape for shape, _ in self._first.steps[self._position - 1].outputs]
+        if made != [tuple(output.shape) for output in call.outputs]:
+            raise Differs(f"{call.name} gives something else")
 
     def _is_dropout(self, call: Call) -> bool:  # noqa: ARG002
         return False

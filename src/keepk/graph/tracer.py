@@ -21,7 +21,17 @@ from keepk.graph.facts import Facts
 from keepk.graph.label import Label, begin_forward_pass, is_labelled, label_of, set_label, tensors_in
 from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
-from keepk.graph.values import CREATED, FEW, Answers, NeedsValues, ValueRead, WatchedValues, keep_values, value_of
+from keepk.graph.values import (
+    CREATED,
+    FEW,
+    Answers,
+    NeedsValues,
+    SizedByValues,
+    ValueRead,
+    WatchedValues,
+    keep_values,
+    value_of,
+)
 
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
 # Constants and copies have atoms even where nothing that they are made of has any.
@@ -210,7 +220,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             with _disable_current_modes():
                 value = read(values)
         own = all(is_labelled(tensor) and label_of(tensor).own for tensor in tensors)
-        self.reads.append(ValueRead(value, place, boolean, own))
+        self.reads.append(ValueRead(value, place, boolean, own, size=not tensors))
         return value
 
     @contextmanager
@@ -236,9 +246,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if func is torch.ops.aten._local_scalar_dense.default:  # torch's own code reads a value
             return self.answer(args, boolean=False, read=lambda values: func(*values))
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
+        if (selection := SizedByValues.of(func, args, arguments[1])) is not None:
+            result = self._sized(selection, result)
         with torch._C.DisableTorchFunction():  # values that the trace itself reads are not the model's affair
             self._follow_operation(func, arguments, result)
         return result
+
+    def _sized(self, selection: SizedByValues, result: Any) -> Any:
+        """What an operation selects by values: Python may learn from the size whether that is anything."""
+        found = selection.finds_some(result)
+        some = self.answer((), boolean=True, read=lambda _: found)
+        return result if some == found else selection.with_other_outcome(some=some)
 
     def _follow_operation(self, func: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any) -> None:
         keep_values(func, *arguments, result)

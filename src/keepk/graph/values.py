@@ -58,32 +58,38 @@ class ValueRead:
         place: File and line in the user's program.
         boolean: It was asked for as a truth value, so that there is exactly one other answer.
         own: It was read from the model's own buffers or parameters, which no input changes.
+        size: It is the size of what an operation selected by values (``x[mask]``): whether there is anything.
     """
 
     value: Any
     place: str
     boolean: bool
     own: bool
+    size: bool = False
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A truth value that is read: the place, and how often one was read there before in the same pass."""
+    """A truth value that is read: the place, and how often one was read there before in the same pass.
+
+    `size`: It is whether an operation selected anything by values.
+    """
 
     place: str
     earlier: int
+    size: bool = False
 
 
 def asked_in(reads: Sequence[ValueRead]) -> dict[int, Asked]:
     """By their numbers, the truth values among the reads of a pass.
 
     >>> asked_in([ValueRead(True, "net.py:3", True, False)] * 2)[1]
-    Asked(place='net.py:3', earlier=1)
+    Asked(place='net.py:3', earlier=1, size=False)
     """
     found, seen = dict[int, Asked](), dict[str, int]()
     for number, read in enumerate(reads):
         if read.boolean:
-            found[number] = Asked(read.place, seen.get(read.place, 0))
+            found[number] = Asked(read.place, seen.get(read.place, 0), read.size)
             seen[read.place] = found[number].earlier + 1
     return found
 
@@ -203,6 +209,74 @@ def _first_and_last(asked: Mapping[int, Asked]) -> list[int]:
     first = {it.place: number for number, it in asked.items() if it.earlier == 0}
     last = {it.place: number for number, it in asked.items()}
     return [number for place in first if first[place] < last[place] for number in (first[place], last[place])]
+
+
+# Operations whose results have sizes that depend on values, by the argument that decides.
+_SELECTING = {
+    torch.ops.aten.nonzero.default: 0, torch.ops.aten.masked_select.default: 1, torch.ops.aten.index.Tensor: 1,
+    torch.ops.aten.repeat_interleave.Tensor: 0, torch.ops.aten.bincount.default: 0,
+    torch.ops.aten._unique.default: 0, torch.ops.aten._unique2.default: 0, torch.ops.aten.unique_dim.default: 0,
+    torch.ops.aten.unique_consecutive.default: 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SizedByValues:
+    """An operation that selects by values, so that Python can learn about them from the size of the result.
+
+    A mask selects something or nothing. `unique` always finds one value, and may find more; `bincount` has at least
+    as many counts as it was asked for, and may have more.
+    """
+
+    operation: Any
+    arguments: Sequence[Any]
+    by_name: Mapping[str, Any]
+
+    @staticmethod
+    def of(operation: Any, arguments: Sequence[Any], by_name: Mapping[str, Any]) -> "SizedByValues | None":
+        """The selection that an operation makes; None if the size of its result depends on no values."""
+        if operation not in _SELECTING or by_name.get("output_size") is not None:
+            return None
+        found = SizedByValues(operation, arguments, by_name)
+        return found if found._deciding and all(tensor.numel() for tensor in found._deciding) else None
+
+    @property
+    def _deciding(self) -> list[Tensor]:
+        tensors = tensors_in(self.arguments[_SELECTING[self.operation]])
+        masks = (torch.bool, torch.uint8)
+        return [it for it in tensors if self.operation is not torch.ops.aten.index.Tensor or it.dtype in masks]
+
+    def _argument(self, name: str) -> Any:
+        schema = self.operation._schema.arguments
+        given = {it.name: value for it, value in zip(schema, self.arguments, strict=False)}
+        return {**given, **self.by_name}.get(name) or 0
+
+    @property
+    def _least(self) -> int:
+        if self.operation is torch.ops.aten.bincount.default:
+            return max(1, int(self._argument("minlength")))
+        return int("unique" in self.operation._schema.name)
+
+    def finds_some(self, result: Any) -> bool:
+        """Whether there is more in the result than there always is."""
+        first = next(iter(tensors_in(result)))
+        along = self._argument("dim") if "unique" in self.operation._schema.name else 0
+        return first.numel() > 0 and first.shape[along] > self._least
+
+    def with_other_outcome(self, *, some: bool) -> Any:
+        """The result for values with which it finds something, or nothing more than it always finds."""
+        forced = {id(tensor): self._forced(tensor, some=some) for tensor in self._deciding}
+
+        def put(entry: Any) -> Any:
+            return forced.get(id(entry), entry)
+
+        return self.operation(*tree_map(put, list(self.arguments)), **tree_map(put, dict(self.by_name)))
+
+    def _forced(self, tensor: Tensor, *, some: bool) -> Tensor:
+        made = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        if some:
+            made.view(-1)[0] = max(1, self._least)
+        return made
 
 
 class Watcher(Protocol):
