@@ -380,6 +380,132 @@ def test_rows_that_are_routed_to_experts(kind):
     assert cut_or_why(FailsForNoRows(), signs()) == ""
 
 
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda _, x: "True" in str(x[0, 0] > 0),
+        lambda _, x: f"{x[0, 0] > 0}" == "True",
+        lambda _, x: f"{x[0, 0]:.1f}" == "0.0",
+        lambda _, x: repr(x[0, :2]) == "tensor([0., 0.])",
+        lambda h, _: h[0].tolist()[0] > 0,
+        lambda h, _: len(h[0].tolist()) > 9,
+        lambda _, x: (x[0, :2] > 0).numpy().any(),
+    ],
+)
+def test_text_and_lists_of_values_are_read_too(read):
+    with pytest.raises(TraceError, match=r"reads a number from a tensor, at test_never_silently_wrong.py:\d+"):
+        keepk.trace(Reads(read), vectors())
+
+
+class ReadsOwn(Hidden):
+    """Reads a number from its own tensors, which training may change."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.scale = read, nn.Parameter(torch.rand(16))
+        self.register_buffer("level", torch.zeros(()))
+        self.register_buffer("power", torch.tensor([2, 3]))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def between(self, h, _x):
+        if self.training:
+            self.steps += 1
+        return h.softmax(1) if self.read(self) else h * self.scale
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda net: net.level.item() > 0.5,
+        lambda net: float(net.level + 1) > 1.5,
+        lambda net: int(net.level.round().long()) == 1,
+        lambda net: net.steps.item() > 100,
+        lambda net: int(net.steps) > 100,
+        lambda net: net.scale[0].item() > 2,
+        lambda net: net.scale.detach().numpy().std() > 2,
+        lambda net: max(net.scale.tolist()) > 2,
+        lambda net: len(net.scale.tolist()) < 9,
+        lambda net: str(net.level) == "tensor(1.)",
+    ],
+)
+def test_numbers_of_the_model_that_training_changes_are_refused(read):
+    message = r"reads a number from its own parameters or buffers, at test_never_silently_wrong.py:\d+.*Training may"
+    with pytest.raises(TraceError, match=message):
+        keepk.trace(ReadsOwn(read), vectors())
+
+
+@pytest.mark.parametrize("read", [lambda net: net.ready, lambda net: net.ready.item(), lambda net: net.level > 0.5])
+def test_truth_values_of_the_model_have_two_outcomes(read):
+    assert "lossy=True" in cut_or_why(ReadsOwn(read), vectors())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda net: int(net.power[0]) > 5, lambda net: 7 in net.power.tolist(), lambda net: net.power[1].item() > 9],
+)
+def test_integers_that_forward_does_not_write_are_constants(read):
+    assert cut_or_why(ReadsOwn(read), vectors(), [vectors()]) == ""
+
+
+def test_an_accepted_list_of_values_is_not_exact():
+    """Its length is the width, and it has the values of all channels."""
+    for read in (lambda net: len(net.scale.tolist()) < 9, lambda net: net.scale.detach().numpy().std() > 2):
+        graph = keepk.trace(ReadsOwn(read), vectors(), value_branches="accept")
+        assert graph.units.lossy.tolist() == [True] * 16
+        with pytest.raises(SpaceError, match="all values of the axis are read by Python"):
+            pruned_to(ReadsOwn(read), 8, value_branches="accept")
+
+
+@pytest.mark.parametrize(
+    ("read", "exact"),
+    [
+        (lambda h, _: torch.equal(h, h.clamp(min=1e-12)), False),
+        (lambda h, _: torch.allclose(h, h.cos()), False),
+        (lambda h, _: torch.equal(h, h.abs()), True),
+        (lambda h, _: h.equal(h * 2), True),
+        (lambda h, x: torch.equal(h, F.pad(x, (0, 9))), False),
+        (lambda h, _: torch.allclose(h, h.relu()), True),
+        (lambda h, _: (h > 0).any(), True),
+        (lambda h, _: (h >= 0).all(), False),
+        (lambda h, _: h.sum() > 3, True),
+        (lambda h, _: h.mean() > 3, False),
+        (lambda h, _: torch.histc(h, 5, -1, 1)[2] > 3, False),
+        (lambda h, _: torch.bincount((h > 0.2).flatten().long(), minlength=2)[0] > 3, False),
+        (lambda _, x: torch.histc(x, 5, -1, 1)[2] > 3, True),
+        (lambda h, _: (h[0] == 0).nonzero().sum() > 3, False),
+        (lambda h, _: len(h[0].unique()) > 9, False),
+    ],
+)
+def test_a_comparison_or_count_of_all_channels_is_not_exact(read, exact):
+    why = cut_or_why(Reads(read), vectors(), [vectors()])
+    assert (why == "") == exact, why
+
+
+class CountsValues(Hidden):
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return self.o(h) + torch.histc(h if self.counted else x, 5, -1, 1)[:3]
+
+    counted = True
+
+
+def test_a_histogram_of_channels_is_not_exact():
+    assert "histc counts all values" in cut_or_why(CountsValues(), vectors())
+    other = CountsValues()
+    other.counted = False
+    assert cut_or_why(other, vectors(), [vectors()]) == ""
+
+
+class FloatOfFlag(Hidden):
+    def between(self, h, x):
+        return h * float((x > 0).any()) + h * int((x > 9).any())
+
+
+def test_a_truth_value_may_become_a_number():
+    assert cut_or_why(FloatOfFlag(), signs(), [-signs()]) == ""
+
+
 @pytest.mark.parametrize("verb", [keepk.trace, keepk.inspect, keepk.compact])
 def test_examples_that_are_no_list_are_refused(verb):
     with pytest.raises(TraceError, match=r"examples: got Tensor. Give a list"):

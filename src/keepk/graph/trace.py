@@ -155,7 +155,7 @@ class _Watched:
             self.runs, self.tracers, self.facts = list[tuple[Run, Recorded]](), list[Tracer](), Facts()
             self._touched, self.spare = set[str](), list[tuple[Run, Recorded]]()
             self._echoed, self._seen = set[int](), set[tuple[bool, Asked, bool]]()
-            self._steps = set[Hashable]()
+            self._steps, self._rewritten = set[Hashable](), set[str]()
             self.unknown, self._trains = list[str](), True
             for example in self.inputs.examples:
                 self._watch(Run(example))
@@ -203,7 +203,7 @@ class _Watched:
         self._latest = tracer = self._new_tracer(run)
         try:
             with self.workshop.running(run.example) as example:
-                output = tracer.follow(example.arguments, example.by_name)
+                output = self._followed(tracer, example)
         except Exception as error:
             if self.workshop.device is not None and not (run.answers and fails_with_values_too(error)):
                 raise _NotOnMeta from error
@@ -219,6 +219,15 @@ class _Watched:
         self.facts.extend(tracer.facts)
         self._note_outcomes(run, tracer.reads)
         return tracer.recorded(output)
+
+    def _followed(self, tracer: Tracer, example: Example) -> Any:
+        """Run forward, and write down which buffers it changed."""
+        before = {name: (buffer, buffer._version) for name, buffer in tracer.model.named_buffers()}
+        output = tracer.follow(example.arguments, example.by_name)
+        for name, buffer in tracer.model.named_buffers():
+            if name in before and (buffer is not before[name][0] or buffer._version != before[name][1]):
+                self._rewritten.add(name)
+        return output
 
     def _note_outcomes(self, run: Run, reads: Sequence[ValueRead]) -> None:
         self._seen |= {(run.training, asked, bool(reads[number].value)) for number, asked in asked_in(reads).items()}
@@ -239,7 +248,7 @@ class _Watched:
         echo = kind(self.workshop.copy(training=run.training), recorded, run.answers)
         try:
             with self.workshop.running(run.example) as example:
-                echo.finish(echo.follow(example.arguments, example.by_name))
+                echo.finish(self._followed(echo, example))
         except Exception:  # it differs, or fails, which a trace of its own finds out
             return None
         self._note_outcomes(run, echo.reads)
@@ -349,13 +358,24 @@ class _Watched:
     def _refuse_numbers_read(self) -> None:
         """A number that is read from a tensor may decide anything; only a truth value has one other answer."""
         # Without a place it is torch's own code that reads, such as an observer of ranges.
-        reads = [read for _, recorded in self.replays.runs for read in recorded.reads if not (read.boolean or read.own)]
-        reads = [read for read in reads if read.place]
+        reads = [read for _, recorded in self.replays.runs for read in recorded.reads if not read.boolean]
+        reads = [it for it in reads if it.place and (not it.constant or it.constant in self._rewritten)]
         for read in {read.place: read for read in reads}.values():
             value = " ".join(repr(read.value).split())
-            shown = f", which was {value if len(value) < 40 else value[:40] + '...'} for the example"
-            error = self._refused(read.place, "forward reads a number from a tensor", shown)
+            shown = f", which was {value if len(value) < 40 else value[:40] + '...'}"
+            if read.own:
+                error = self._refused_own(read, shown)
+            else:
+                error = self._refused(read.place, "forward reads a number from a tensor", f"{shown} for the example")
             self._not_known(error, accepted=self._accepts_branches)
+
+    def _refused_own(self, read: ValueRead, shown: str) -> TraceError:
+        return TraceError(
+            f"model {type(self.workshop.model).__name__}: forward reads a number from its own parameters or buffers, "
+            f"at {read.place}{shown}. Training may change it, and forward may then take a path that the trace has not "
+            f"seen. Keep a constant as a Python number or in a buffer of integers that forward does not write, or say "
+            f'value_branches="accept" if the number never changes.'
+        )
 
     def _pin_unused(self, why: str) -> None:
         """A parameter or buffer that no forward pass used keeps its size."""

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
 from keepk.graph.call import Call, base_name
-from keepk.graph.facts import Facts
+from keepk.graph.facts import Facts, Reason
 from keepk.graph.label import Label, begin_forward_pass, is_labelled, label_of, set_label, tensors_in
 from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
@@ -29,6 +29,8 @@ from keepk.graph.values import (
     SizedByValues,
     ValueRead,
     WatchedValues,
+    add_read,
+    is_read_by_torch,
     keep_values,
     value_of,
 )
@@ -219,9 +221,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 raise NeedsValues(f"a value is read at {place}")
             with _disable_current_modes():
                 value = read(values)
-        own = all(is_labelled(tensor) and label_of(tensor).own for tensor in tensors)
-        self.reads.append(ValueRead(value, place, boolean, own, size=not tensors))
+        own = bool(tensors) and all(is_labelled(tensor) and label_of(tensor).own for tensor in tensors)
+        constant = ("torch" if is_read_by_torch() else self._constant_of(tensors)) if own else ""
+        self.reads.append(ValueRead(value, place, boolean, own, constant, size=not tensors))
+        add_read(self.facts, tensors, lambda why: Reason(why, module=self.module, place=place), boolean=boolean)
         return value
+
+    def _constant_of(self, tensors: Sequence[Tensor]) -> str:
+        """The buffer of integers that was read, itself or a part of it; empty if it is anything else."""
+        found = tensors[0] if tensors[0]._base is None else tensors[0]._base
+        name = self._names.get(id(found), "")
+        plain = found.is_floating_point() or found.is_complex() or isinstance(found, nn.Parameter) or len(tensors) > 1
+        return "" if plain else name
 
     @contextmanager
     def _watching_modules(self) -> Iterator[None]:

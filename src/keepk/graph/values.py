@@ -9,6 +9,7 @@ A trace runs on the meta device, where tensors have shapes and no values. Two th
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from dis import opname
 from functools import partial
 from numbers import Complex, Real
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,7 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from keepk.graph.label import tensors_in
+from keepk.graph.facts import Bound, Facts, Reason
+from keepk.graph.label import Label, label_of, tensors_in
+from keepk.graph.maps import fibres
 
 CREATED = "torch.tensor"
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -37,12 +41,21 @@ _READS = {
     torch.Tensor.item: False, torch.Tensor.__int__: False, torch.Tensor.__float__: False,
     torch.Tensor.__index__: False, torch.Tensor.__complex__: False,
     torch.Tensor.tolist: False, torch.Tensor.numpy: False, torch.Tensor.__array__: False,
+    torch.Tensor.__repr__: False, torch.Tensor.__format__: False, torch.Tensor.__dlpack__: False,
+    torch.Tensor.storage: False, torch.Tensor.untyped_storage: False,
 }  # fmt: skip
+# Of a truth value in a tensor without dims, these give a plain one.
+_PLAIN = {torch.Tensor.item: bool, torch.Tensor.tolist: bool, torch.Tensor.__int__: int, torch.Tensor.__index__: int,
+          torch.Tensor.__float__: float, torch.Tensor.__complex__: complex}  # fmt: skip
 FEW = 64  # longer ones are tables, and not computed from a size
 LARGEST = 1 << 20  # numbers of a tensor that keeps its values beside it
 LARGEST_BUFFER = 1 << 16
 REPEATED = 3  # how often the opposite answer is given where the first run did not ask; bounds loops
 _VALUE = "_keepk_value"  # lives on tensors of traced copies only
+
+
+LAYERS_OF_TORCH = f"{Path(nn.modules.__file__).parent}{os.sep}"
+KEEPK = f"{Path(__file__).parent}{os.sep}"
 
 
 class NeedsValues(Exception):  # noqa: N818 - it says only that the copy needs weights
@@ -58,6 +71,8 @@ class ValueRead:
         place: File and line in the user's program.
         boolean: It was asked for as a truth value, so that there is exactly one other answer.
         own: It was read from the model's own buffers or parameters, which no input changes.
+        constant: It was read from this buffer of integers, which only code outside of the trace may change; or "torch",
+            where one of torch's own layers read it, as a BatchNorm reads its counter.
         size: It is the size of what an operation selected by values (``x[mask]``): whether there is anything.
     """
 
@@ -65,6 +80,7 @@ class ValueRead:
     place: str
     boolean: bool
     own: bool
+    constant: str = ""
     size: bool = False
 
 
@@ -301,14 +317,15 @@ class WatchedValues(TorchFunctionMode):
         by_name = kwargs or {}
         if func in _READS:
             tensors = [argument for argument in (*args, *by_name.values()) if isinstance(argument, Tensor)]
-            boolean = _READS[func] or (tensors[0].dtype is torch.bool and tensors[0].ndim == 0)
+            plain = func in _PLAIN and tensors[0].dtype is torch.bool and tensors[0].ndim == 0
 
             def read(values: Sequence[Tensor]) -> Any:
                 replaced = dict(zip(map(id, tensors), values, strict=True))
                 positional = (replaced.get(id(it), it) for it in args)
                 return func(*positional, **{key: replaced.get(id(it), it) for key, it in by_name.items()})
 
-            return self._watcher.answer(tensors, boolean=boolean, read=read)
+            value = self._watcher.answer(tensors, boolean=_READS[func] or plain, read=read)
+            return _PLAIN[func](value) if plain else value
         result = func(*args, **by_name)
         if (place := _DATA_AT.get(func)) is not None:
             self._made(func, place, args, by_name, result)
@@ -339,6 +356,37 @@ def numbers_in(data: Any) -> Iterator[float]:
     elif isinstance(data, list | tuple | bytes | bytearray):
         for entry in data:
             yield from numbers_in(entry)
+
+
+def is_read_by_torch() -> bool:
+    """Whether the code that reads a value is that of one of torch's own layers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(KEEPK) and (name.startswith(LAYERS_OF_TORCH) or not name.startswith(TORCH)):
+            return name.startswith(LAYERS_OF_TORCH)
+        frame = frame.f_back
+    return False
+
+
+def add_read(facts: Facts, tensors: Sequence[Tensor], reason: Callable[[str], Reason], *, boolean: bool) -> None:
+    """Bind the channels of tensors whose values Python reads.
+
+    A comparison of two tensors does not notice channels that are zero in both. It does notice others, and a list or an
+    array has the values of all channels, and as many as there are.
+    """
+    labels = [label_of(tensor) for tensor in tensors]
+    maps = [index_map for label in labels for index_map in label.maps]
+    if any(not _has_atoms_of(label, labels[0]) for label in labels):
+        for index_map in maps:
+            facts.add_pin(index_map, reason("is compared with something that has other channels"))
+    elif not boolean or not all(all(label.zeros) for label in labels):
+        facts.lossy += [Bound(fibres(m, ()), reason("all values of the axis are read by Python")) for m in maps]
+
+
+def _has_atoms_of(label: Label, other: Label) -> bool:
+    pairs = zip(label.maps, other.maps, strict=False)
+    return len(label.maps) == len(other.maps) and all(np.array_equal(one, two) for one, two in pairs)
 
 
 def keep_value_beside(tensor: Tensor, value: Tensor) -> None:
