@@ -154,6 +154,358 @@ def test_several_examples_are_traced_and_what_none_uses_stays():
     assert all(relative_error(oracle(x), model(x)) < 1e-5 for x in examples)
 
 
+def cut_or_why(model, example, others=()):
+    """Prune half of `a` by masks and by cutting, and compare both on all inputs in both modes; or the refusal."""
+    cut, masked = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    example, *others = (it.double() for it in (example, *others))
+    for net, shrink in ((masked, "never"), (cut, "each")):
+        try:
+            keepk.Pruner(net, [keepk.channels("a", keep=8)], example=example, shrink=shrink).step()
+        except keepk.errors.KeepkError as error:
+            return str(error)
+    assert cut.a.out_features == 8
+    for training in (False, True):
+        masked.train(training), cut.train(training)
+        for x in (example, *others):
+            assert relative_error(masked(x), cut(x)) < 1e-9
+    return ""
+
+
+class Experts(Hidden):
+    """One line asks for each expert in turn whether it has anything to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def between(self, h, x):
+        y = h
+        for number, expert in enumerate(self.experts):
+            mask = x[:, number] > 0
+            if mask.any():
+                y = y + torch.where(mask[:, None], F.relu(expert(h)), 0.0)
+        return y
+
+
+class FirstWay(Experts):
+    def between(self, h, x):
+        for number, expert in enumerate(self.experts):
+            if x[0, number] > 0:
+                return F.relu(expert(h))
+        return h
+
+
+class SoftmaxIf(Hidden):
+    """Of two truth values, `both` says when the channels are normalised."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.both = both
+
+    def between(self, h, x):
+        flags = [bool(x.sum() > 0), bool(x[0, 0] > 0)]
+        return h.softmax(1) if self.both(*flags) else h
+
+
+class NestedFlags(Hidden):
+    def between(self, h, x):
+        if x.sum() > 0:
+            return h
+        if x[0, 0] > 0:
+            return h * 2
+        return h.softmax(1) if x[0, 1] > 0 else h
+
+
+class WidthOnOtherSide(Hidden):
+    """Both sides do the same until something is cut."""
+
+    def between(self, h, x):
+        return h / (16 if x.sum() > 0 else h.shape[1])
+
+
+class TrainsOnOtherSide(Hidden):
+    """Both sides do the same in eval mode."""
+
+    def between(self, h, x):
+        return h.softmax(1) if bool(x.sum() < 0) and self.training else h
+
+
+def signs(*columns):
+    x = torch.rand(4, 7) + 0.1
+    for column in columns:
+        x[:, column] *= -1
+    return x
+
+
+@pytest.mark.parametrize("kind", [Experts, FirstWay])
+def test_each_truth_value_that_one_line_reads_has_two_outcomes(kind):
+    examples = [signs(1), signs(0, 1), signs(0, 1, 2), signs(0, 2), signs()]
+    for number, example in enumerate(examples):
+        assert cut_or_why(kind(), example, examples[:number] + examples[number + 1 :]) == ""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SoftmaxIf(lambda p, q: p and q),
+        SoftmaxIf(lambda p, q: p and not q),
+        SoftmaxIf(lambda p, q: not p and not q),
+        NestedFlags(),
+        WidthOnOtherSide(),
+        TrainsOnOtherSide(),
+    ],
+)
+def test_all_outcomes_of_two_truth_values_are_seen(model):
+    for example in (signs(), -signs(), -signs(0), signs(0)):
+        assert "lossy=True" in cut_or_why(model, example)
+
+
+def test_truth_values_that_decide_nothing_bind_nothing():
+    assert cut_or_why(SoftmaxIf(lambda *flags: len(flags) > 2), signs(), [-signs()]) == ""
+
+
+class AsksTwice(Hidden):
+    """Two truth values that are always the same."""
+
+    def between(self, h, x):
+        scale = {}
+        if x.sum() > 0:
+            scale["two"] = 2
+        return h * scale["two"] if x.sum() > 0 else h
+
+
+def test_a_combination_that_cannot_be_does_not_hinder():
+    assert cut_or_why(AsksTwice(), signs(), [-signs()]) == ""
+    assert cut_or_why(AsksTwice(), -signs(), [signs()]) == ""
+
+
+class ManyFlags(Hidden):
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def between(self, h, x):
+        for column in range(40):
+            if x[0, column % 7] < -1e6:
+                h = h.softmax(1) if self.last and column in (0, 39) else h * 2
+        return h
+
+
+def test_more_truth_values_than_passes_are_seen_at_the_first_and_the_last():
+    assert cut_or_why(ManyFlags(last=False), signs()) == ""
+    assert "lossy=True" in cut_or_why(ManyFlags(last=True), signs())
+
+
+class SoftmaxIfFound(Hidden):
+    """Normalises the channels, depending on a size that depends on values."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def between(self, h, x):
+        return h if self.found(x) else h.softmax(1)
+
+
+SIZES = [
+    lambda x: len(torch.where(x[:, 0] > 0)[0]) > 0,
+    lambda x: (x[:, 0] > 0).nonzero().numel(),
+    lambda x: x[x > 0].numel() > 0,
+    lambda x: x[x[:, 0] > 0].shape[0] > 0,
+    lambda x: x[:, x[0] > 0].shape[1] > 0,
+    lambda x: len(torch.masked_select(x, x > 0)),
+    lambda x: list(x[x > 0]),
+    lambda x: torch.argwhere(x > 0).size(0) > 0,
+    lambda x: len((x[:, 0] > 0).unique()) > 1,
+    lambda x: len(torch.unique((x[:, :2] > 0).int(), dim=0)) > 1,
+    lambda x: len(torch.unique_consecutive((x[:, 0] > 0).int())) > 1,
+    lambda x: len(torch.bincount((x[:, 0] > 0).int())) > 1,
+    lambda x: len(torch.arange(4).repeat_interleave((x[:, 0] > 0).int())) > 0,
+]
+
+
+@pytest.mark.parametrize("found", SIZES)
+def test_a_size_that_depends_on_values_has_two_outcomes(found):
+    mixed = signs()
+    mixed[::2] *= -1
+    for example in (signs(), -signs(), mixed):
+        assert "lossy=True" in cut_or_why(SoftmaxIfFound(found), example)
+        assert cut_or_why(SoftmaxIfFound(lambda x: [found(x)]), example, [-example]) == ""
+
+
+class RoutedRows(Experts):
+    """Each expert gets the rows that are meant for it."""
+
+    def between(self, h, x):
+        y = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(x[:, number] > 0)[0]
+            if rows.numel() == 0:
+                continue
+            y.index_add_(0, rows, F.relu(expert(h[rows])))
+        return h + y
+
+
+class RoutedByMask(Experts):
+    """The same with masks, and without a condition."""
+
+    def between(self, h, x):
+        y = h.clone()
+        for number, expert in enumerate(self.experts):
+            mask = x[:, number] > 0
+            y[mask] = F.relu(expert(h[mask]))
+        return y
+
+
+class SoftmaxForNoRows(RoutedByMask):
+    def between(self, h, x):
+        rows = h[x[:, 0] > 0]
+        return super().between(h.softmax(1) if len(rows) == 0 else h, x)
+
+
+class FailsForNoRows(Hidden):
+    """A dense model that takes no input of which nothing is selected."""
+
+    def between(self, h, x):
+        return h * x[x[:, 0] > 0][0, 0]
+
+
+@pytest.mark.parametrize("kind", [RoutedRows, RoutedByMask])
+def test_rows_that_are_routed_to_experts(kind):
+    examples = [signs(1), signs(0, 1, 2), signs()]
+    examples[0][2:] *= -1
+    for number, example in enumerate(examples):
+        assert cut_or_why(kind(), example, examples[:number] + examples[number + 1 :]) == ""
+    assert "lossy=True" in cut_or_why(SoftmaxForNoRows(), signs())
+    assert cut_or_why(FailsForNoRows(), signs()) == ""
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda _, x: "True" in str(x[0, 0] > 0),
+        lambda _, x: f"{x[0, 0] > 0}" == "True",
+        lambda _, x: f"{x[0, 0]:.1f}" == "0.0",
+        lambda _, x: repr(x[0, :2]) == "tensor([0., 0.])",
+        lambda h, _: h[0].tolist()[0] > 0,
+        lambda h, _: len(h[0].tolist()) > 9,
+        lambda _, x: (x[0, :2] > 0).numpy().any(),
+    ],
+)
+def test_text_and_lists_of_values_are_read_too(read):
+    with pytest.raises(TraceError, match=r"reads a number from a tensor, at test_never_silently_wrong.py:\d+"):
+        keepk.trace(Reads(read), vectors())
+
+
+class ReadsOwn(Hidden):
+    """Reads a number from its own tensors, which training may change."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.scale = read, nn.Parameter(torch.rand(16))
+        self.register_buffer("level", torch.zeros(()))
+        self.register_buffer("power", torch.tensor([2, 3]))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def between(self, h, _x):
+        if self.training:
+            self.steps += 1
+        return h.softmax(1) if self.read(self) else h * self.scale
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda net: net.level.item() > 0.5,
+        lambda net: float(net.level + 1) > 1.5,
+        lambda net: int(net.level.round().long()) == 1,
+        lambda net: net.steps.item() > 100,
+        lambda net: int(net.steps) > 100,
+        lambda net: net.scale[0].item() > 2,
+        lambda net: net.scale.detach().numpy().std() > 2,
+        lambda net: max(net.scale.tolist()) > 2,
+        lambda net: len(net.scale.tolist()) < 9,
+        lambda net: str(net.level) == "tensor(1.)",
+    ],
+)
+def test_numbers_of_the_model_that_training_changes_are_refused(read):
+    message = r"reads a number from its own parameters or buffers, at test_never_silently_wrong.py:\d+.*Training may"
+    with pytest.raises(TraceError, match=message):
+        keepk.trace(ReadsOwn(read), vectors())
+
+
+@pytest.mark.parametrize("read", [lambda net: net.ready, lambda net: net.ready.item(), lambda net: net.level > 0.5])
+def test_truth_values_of_the_model_have_two_outcomes(read):
+    assert "lossy=True" in cut_or_why(ReadsOwn(read), vectors())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda net: int(net.power[0]) > 5, lambda net: 7 in net.power.tolist(), lambda net: net.power[1].item() > 9],
+)
+def test_integers_that_forward_does_not_write_are_constants(read):
+    assert cut_or_why(ReadsOwn(read), vectors(), [vectors()]) == ""
+
+
+def test_an_accepted_list_of_values_is_not_exact():
+    """Its length is the width, and it has the values of all channels."""
+    for read in (lambda net: len(net.scale.tolist()) < 9, lambda net: net.scale.detach().numpy().std() > 2):
+        graph = keepk.trace(ReadsOwn(read), vectors(), value_branches="accept")
+        assert graph.units.lossy.tolist() == [True] * 16
+        with pytest.raises(SpaceError, match="all values of the axis are read by Python"):
+            pruned_to(ReadsOwn(read), 8, value_branches="accept")
+
+
+@pytest.mark.parametrize(
+    ("read", "exact"),
+    [
+        (lambda h, _: torch.equal(h, h.clamp(min=1e-12)), False),
+        (lambda h, _: torch.allclose(h, h.cos()), False),
+        (lambda h, _: torch.equal(h, h.abs()), True),
+        (lambda h, _: h.equal(h * 2), True),
+        (lambda h, x: torch.equal(h, F.pad(x, (0, 9))), False),
+        (lambda h, _: torch.allclose(h, h.relu()), True),
+        (lambda h, _: (h > 0).any(), True),
+        (lambda h, _: (h >= 0).all(), False),
+        (lambda h, _: h.sum() > 3, True),
+        (lambda h, _: h.mean() > 3, False),
+        (lambda h, _: torch.histc(h, 5, -1, 1)[2] > 3, False),
+        (lambda h, _: torch.bincount((h > 0.2).flatten().long(), minlength=2)[0] > 3, False),
+        (lambda _, x: torch.histc(x, 5, -1, 1)[2] > 3, True),
+        (lambda h, _: (h[0] == 0).nonzero().sum() > 3, False),
+        (lambda h, _: len(h[0].unique()) > 9, False),
+    ],
+)
+def test_a_comparison_or_count_of_all_channels_is_not_exact(read, exact):
+    why = cut_or_why(Reads(read), vectors(), [vectors()])
+    assert (why == "") == exact, why
+
+
+class CountsValues(Hidden):
+    def forward(self, x):
+        h = torch.tanh(self.a(x))
+        return self.o(h) + torch.histc(h if self.counted else x, 5, -1, 1)[:3]
+
+    counted = True
+
+
+def test_a_histogram_of_channels_is_not_exact():
+    assert "histc counts all values" in cut_or_why(CountsValues(), vectors())
+    other = CountsValues()
+    other.counted = False
+    assert cut_or_why(other, vectors(), [vectors()]) == ""
+
+
+class FloatOfFlag(Hidden):
+    def between(self, h, x):
+        return h * float((x > 0).any()) + h * int((x > 9).any())
+
+
+def test_a_truth_value_may_become_a_number():
+    assert cut_or_why(FloatOfFlag(), signs(), [-signs()]) == ""
+
+
 @pytest.mark.parametrize("verb", [keepk.trace, keepk.inspect, keepk.compact])
 def test_examples_that_are_no_list_are_refused(verb):
     with pytest.raises(TraceError, match=r"examples: got Tensor. Give a list"):

@@ -4,7 +4,7 @@ Shapes alone would not tell a shuffled order from the right one. The copy's weig
 each operation's result can be held against the first trace with the removed ids taken out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -23,7 +23,7 @@ from keepk.graph.maps import Flags, Map, aligned, compress, restrict_all, shape_
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.tracer import MAY_DIFFER, Numbers, Recorded, Step, Tracer, constants_of, kind_of, numbers_of, sizes_of
 from keepk.graph.union import Classes
-from keepk.graph.values import CREATED
+from keepk.graph.values import CREATED, Answers
 
 # A linear layer is one operation or two (a product and a sum), and its product has a batch or not, depending on the
 # strides of its input.
@@ -321,7 +321,7 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         Differs: It does something else.
     """
 
-    def __init__(self, model: nn.Module, first: Recorded, answers: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, model: nn.Module, first: Recorded, answers: Answers) -> None:
         super().__init__(model, first.groups, answers)
         self._first, self._position = first, 0
         self.atoms = first.atoms.branch()
@@ -448,17 +448,17 @@ class Run:
     Attributes:
         example: What forward is called with.
         training: In train mode.
-        answers: By place, the truth values that Python is told there instead of the true ones.
+        answers: The truth values that Python is told instead of the true ones.
     """
 
     example: Example
     training: bool = False
-    answers: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    answers: Answers = field(default_factory=Answers)
 
     def __str__(self) -> str:
         """When the model's forward is called like this."""
         mode = "in train mode" if self.training else "in eval mode"
-        other = f", on the other side of the branch at {', '.join(self.answers)}" if self.answers else ""
+        other = f", on the other side of the branch at {', '.join(self.answers.places)}" if self.answers else ""
         return f"{mode}{other}"
 
 

@@ -1,7 +1,7 @@
 """`trace`: find what one channel is in any network."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from keepk.errors import TraceError
+from keepk.errors import ShrinkError, TraceError
 from keepk.graph.attributes import sized_attributes
+from keepk.graph.call import Call
+from keepk.graph.edits import Indices
 from keepk.graph.facts import Bound, Facts, Reason
 from keepk.graph.given import TraceInputs, TrainMode, ValueBranches, likely_slip, no_model, refuse_scripted
 from keepk.graph.graph import Graph
@@ -19,16 +21,17 @@ from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
 from keepk.graph.probe import NotRepeatable, Probe
-from keepk.graph.replay import Echo, Replays, Run
+from keepk.graph.replay import Differs, Echo, Replays, Run
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.solve import solve
-from keepk.graph.tracer import Recorded, Tracer, named_tensors, output_maps
-from keepk.graph.values import is_raised_by_program, opposite
+from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
+from keepk.graph.values import Asked, Outcomes, ValueRead, asked_in, fails_with_values_too, is_raised_by_program
 from keepk.graph.wiring import Wiring
 from keepk.graph.wrappers import adapters_of, unwrap
 
 ATTEMPTS = 3  # to trace a model whose forward fills caches
-BRANCHES = 24  # places at which both outcomes of a truth value are tried: each is a forward pass of every cut copy
+BRANCHES = 24  # passes in which truth values are answered the other way, for each example and mode
+PAIRS = 16  # how many of these there may be before pairs of truth values are tried no more
 
 
 class TrainForwardError(TraceError):
@@ -97,13 +100,8 @@ def _traced(model: nn.Module, inputs: TraceInputs, device: torch.device | None) 
     workshop = Workshop(model, inputs.examples[0], device)
     for attempt in range(ATTEMPTS):
         watched = _Watched(workshop, inputs).all_runs()
-        replays = Replays(tuple(watched.runs), tuple(watched.echoes))
-        wiring = _wiring(model, watched)
-        light = _for_replays(workshop, replays, wiring, watched)
-        atoms = watched.tracers[0].atoms.count
-        probe = Probe(light, replays, watched.facts, atoms, wiring, pins=[], lossy=[], constants=[])
         try:
-            graph = probe.settle()
+            return _settled(model, workshop, watched)
         except NotRepeatable as error:
             # Python keeps something from one forward pass for the next, such as a dict of tables: it is filled now.
             if attempt + 1 == ATTEMPTS:
@@ -112,11 +110,19 @@ def _traced(model: nn.Module, inputs: TraceInputs, device: torch.device | None) 
                     f"example ({error}). Make it repeatable: take out counters and random choices, or trace it in a "
                     f"state in which they no longer change."
                 ) from error
-        else:
-            graph.replays = replace(replays, device=light.device)
+    raise AssertionError("unreachable")
+
+
+def _settled(model: nn.Module, workshop: Workshop, watched: "_Watched") -> Graph:
+    wiring, atoms = _wiring(model, watched), watched.tracers[0].atoms.count
+    light = _for_replays(workshop, watched.replays, wiring, watched)
+    while True:
+        replays = Replays(tuple(watched.runs), tuple(watched.echoes))
+        graph = Probe(light, replays, watched.facts, atoms, wiring, pins=[], lossy=[], constants=[]).settle()
+        if watched.is_repeated_by_others(light, graph):
+            graph.replays = replace(watched.replays, device=light.device)
             graph.unknown = tuple(dict.fromkeys(watched.unknown))
             return graph
-    raise AssertionError("unreachable")
 
 
 def _for_replays(workshop: Workshop, replays: Replays, wiring: Wiring, watched: "_Watched") -> Workshop:
@@ -148,7 +154,9 @@ class _Watched:
             known = len(self.groups)
             self.runs, self.tracers, self.facts = list[tuple[Run, Recorded]](), list[Tracer](), Facts()
             self.echoes = list[tuple[Run, Recorded]]()
-            self._touched, self._asked = set[str](), set[tuple[bool, str]]()
+            self._touched, self.spare = set[str](), list[tuple[Run, Recorded]]()
+            self._echoed, self._seen = set[int](), set[tuple[bool, Asked, bool]]()
+            self._rewritten = set[str]()
             self.unknown, self._trains = list[str](), True
             for example in self.inputs.examples:
                 self._watch(Run(example))
@@ -163,7 +171,9 @@ class _Watched:
     def _watch_training(self) -> None:
         for example in self.inputs.training or self.inputs.examples:
             run = Run(example, training=True)
-            if self._echoes(run):
+            same = [(known, recorded) for known, recorded in self.runs if known.example is example]
+            if any(self._echo(run, recorded) is not None for _, recorded in same):
+                self._echoed.update(id(known) for known, _ in same)
                 continue
             try:
                 self._watch(run)
@@ -183,12 +193,19 @@ class _Watched:
             raise error
 
     def _watch(self, run: Run) -> None:
+        self._keep(run, self._traced(run))
+
+    def _keep(self, run: Run, recorded: Recorded) -> None:
+        self.runs.append((run, recorded))
+
+    def _traced(self, run: Run) -> Recorded:
+        """Trace a pass and take over its facts."""
         self._latest = tracer = self._new_tracer(run)
         try:
             with self.workshop.running(run.example) as example:
-                output = tracer.follow(example.arguments, example.by_name)
+                output = self._followed(tracer, example)
         except Exception as error:
-            if self.workshop.device is not None:
+            if self.workshop.device is not None and not (run.answers and fails_with_values_too(error)):
                 raise _NotOnMeta from error
             raise self._failed(run, error) from error
         place = _place_of_forward(self.workshop.model)
@@ -197,7 +214,23 @@ class _Watched:
             tracer.facts.add_pin(index_map, Reason(why, place=place))
         for index_map in output_maps(output):
             tracer.facts.add_pin(index_map, Reason("is an output of the model", place=place))
-        self._keep(run, tracer, tracer.recorded(output))
+        self.tracers.append(tracer)
+        self._touched |= tracer.touched
+        self.facts.extend(tracer.facts)
+        self._note_outcomes(run, tracer.reads)
+        return tracer.recorded(output)
+
+    def _followed(self, tracer: Tracer, example: Example) -> Any:
+        """Run forward, and write down which buffers it changed."""
+        before = {name: (buffer, buffer._version) for name, buffer in tracer.model.named_buffers()}
+        output = tracer.follow(example.arguments, example.by_name)
+        for name, buffer in tracer.model.named_buffers():
+            if name in before and (buffer is not before[name][0] or buffer._version != before[name][1]):
+                self._rewritten.add(name)
+        return output
+
+    def _note_outcomes(self, run: Run, reads: Sequence[ValueRead]) -> None:
+        self._seen |= {(run.training, asked, bool(reads[number].value)) for number, asked in asked_in(reads).items()}
 
     def _new_tracer(self, run: Run) -> Tracer:
         tracer = Tracer(self.workshop.copy(training=run.training), self.groups, run.answers)
@@ -210,68 +243,96 @@ class _Watched:
             _bind_recurrent(tracer)
         return tracer
 
-    def _keep(self, run: Run, tracer: Tracer, recorded: Recorded) -> None:
-        self.tracers.append(tracer)
-        self._touched |= tracer.touched
-        self.runs.append((run, recorded))
-        self.facts.extend(tracer.facts)
-
-    def _echoes(self, run: Run) -> bool:
-        """Whether a pass does what one that is known does, but for dropout and the flag of BatchNorms."""
-        for known, recorded in self.runs:
-            if known.example is run.example and known.answers == run.answers and not known.training:
-                echo = Echo(self.workshop.copy(training=run.training), recorded, run.answers)
-                try:
-                    with self.workshop.running(run.example) as example:
-                        output = echo.follow(example.arguments, example.by_name)
-                    echo.finish(output)
-                except Exception:  # it differs, or fails, which a trace of its own finds out
-                    return False
-                self.echoes.append((run, echo.recorded(output)))
-                return True
-        return False
+    def _echo(self, run: Run, recorded: Recorded, kind: type[Echo] = Echo) -> Sequence[ValueRead] | None:
+        """What a pass reads if it does what a known one does, but for dropout and the flag of BatchNorms."""
+        echo = kind(self.workshop.copy(training=run.training), recorded, run.answers)
+        try:
+            with self.workshop.running(run.example) as example:
+                output = self._followed(echo, example)
+            echo.finish(output)
+        except Exception:  # it differs, or fails, which a trace of its own finds out
+            return None
+        self._note_outcomes(run, echo.reads)
+        if kind is Echo:
+            self.echoes.append((run, echo.recorded(output)))
+        return [*echo.reads]
 
     def _watch_other_branches(self) -> None:
-        """Wherever Python branched on a truth value, run the forward again with the opposite one."""
-        waiting = list(self.runs)
-        while waiting:
-            run, recorded = waiting.pop(0)
-            for place in dict.fromkeys(read.place for read in recorded.reads if read.boolean):
-                if (run.training, place) in self._asked or self._both_known(run, place):
-                    continue
-                self._asked.add((run.training, place))
-                if len(self._asked) > BRANCHES:
-                    error = self._refused(place, f"forward branches on values in more than {BRANCHES} places", "")
-                    self._not_known(error, accepted=self._accepts_branches)
-                    return
-                other = replace(run, answers={**run.answers, place: opposite(recorded.reads, place)})
-                before = len(self.runs)
-                self._watch_branch(other, place)
-                in_training = replace(other, training=True)
-                if not run.training and self._trains and not self._echoes(in_training):
-                    self._watch_branch(in_training, place)
-                waiting += self.runs[before:]
+        """Wherever Python read a truth value, run the forward again with the opposite one."""
+        self._failing = list[tuple[Run, BaseException | None]]()
+        for run, recorded in list(self.runs):
+            outcomes = Outcomes(recorded.reads, BRANCHES, PAIRS)
+            if outcomes.too_many:
+                place = next(read.place for read in recorded.reads if read.boolean)
+                error = self._refused(place, f"forward branches on values in more than {BRANCHES - 1} places", "")
+                self._not_known(error, accepted=self._accepts_branches)
+            known = dict[tuple[Any, ...], Recorded]()  # by the outcomes that were forced
+            for answers in outcomes:
+                other, similar = replace(run, answers=answers), known.get(answers.goals[:-1], recorded)
+                found = self._watch_branch(other, [recorded] if similar is recorded else [similar, recorded])
+                if found is not None:
+                    known[answers.goals] = found
+                    outcomes.learn(answers, found.reads)
+                if id(run) in self._echoed:
+                    self._watch_branch_in_training(replace(other, training=True), found)
+        self._refuse_failing()
 
-    def _both_known(self, run: Run, place: str) -> bool:
-        """Whether the examples took both branches in this mode."""
-        reads = [
-            read.value
-            for one, recorded in self.runs
-            for read in recorded.reads
-            if one.training == run.training and read.place == place and not one.answers
-        ]
-        return len(set(map(bool, reads))) == 2
-
-    def _watch_branch(self, run: Run, place: str) -> None:
+    def _watch_branch(self, run: Run, similar: Sequence[Recorded]) -> Recorded | None:
+        """Trace a pass with other answers, unless it does what a similar one does; None if it fails."""
+        for recorded in similar:
+            if (reads := self._echo(run, recorded, _StrictEcho)) is not None:
+                found = replace(recorded, reads=reads)
+                self.spare.append((run, found))
+                return found
         try:
-            self._watch(run)
+            found = self._traced(run)
         except TraceError as error:
-            cause = error.__cause__
             # A branch that ends in the program's own `raise` is a check of the input: nothing is computed there.
-            if isinstance(cause, Exception) and is_raised_by_program(cause):
-                return
-            what = f"forward branches on a value, and fails on the side that the example does not take ({cause})"
-            self._not_known(self._refused(place, what[:300], ""), accepted=self._accepts_branches)
+            cause = error.__cause__
+            if not (isinstance(cause, Exception) and is_raised_by_program(cause)):
+                self._failing.append((run, cause))
+            return None
+        known = {_what(step) for _, recorded in self.runs for step in recorded.steps}
+        if known.issuperset(map(_what, found.steps)):
+            self.spare.append((run, found))
+        else:
+            self._keep(run, found)
+        return found
+
+    def _watch_branch_in_training(self, run: Run, in_eval: Recorded | None) -> None:
+        """The same answers in train mode, where that does what eval mode does as long as answers are true."""
+        if in_eval is None or self._echo(run, in_eval) is None:
+            self._watch_branch(run, [])
+
+    def _refuse_failing(self) -> None:
+        """Refuse outcomes on which forward fails, unless another pass had them and came to its end.
+
+        Truth values may depend on each other, so that one of them alone never has its other outcome.
+        """
+        for run, cause in self._failing:
+            asked, outcome = run.answers.goals[-1]
+            # If forward fails where nothing is selected, it takes no such input, cut or not.
+            selects = any(goal.size for goal, _ in run.answers.goals)
+            if not selects and (run.training, asked, outcome) not in self._seen:
+                what = f"forward branches on a value, and fails on the side that the example does not take ({cause})"
+                self._not_known(self._refused(asked.place, what[:300], ""), accepted=self._accepts_branches)
+
+    @property
+    def replays(self) -> Replays:
+        """All passes."""
+        return Replays((*self.runs, *self.spare), tuple(self.echoes))
+
+    def is_repeated_by_others(self, workshop: Workshop, graph: Graph) -> bool:
+        """Whether cut copies repeat the passes that seem to do nothing new; one that they do not is tried out as well.
+
+        In ``h / (16 if mask.any() else h.shape[1])`` both outcomes are the same until something is cut.
+        """
+        chosen = [graph.choose_half(lossy=False), graph.choose_unevenly(lossy=False), graph.choose_half(lossy=True)]
+        for number, run in enumerate(self.spare):
+            if any(len(units) and _does_not_repeat(workshop, graph, run, units) for units in chosen):
+                self.runs.append(self.spare.pop(number))
+                return False
+        return True
 
     @property
     def _accepts_branches(self) -> bool:
@@ -301,13 +362,24 @@ class _Watched:
     def _refuse_numbers_read(self) -> None:
         """A number that is read from a tensor may decide anything; only a truth value has one other answer."""
         # Without a place it is torch's own code that reads, such as an observer of ranges.
-        reads = [read for _, recorded in self.runs for read in recorded.reads if not (read.boolean or read.own)]
-        reads = [read for read in reads if read.place]
+        reads = [read for _, recorded in self.replays.runs for read in recorded.reads if not read.boolean]
+        reads = [it for it in reads if it.place and (not it.constant or it.constant in self._rewritten)]
         for read in {read.place: read for read in reads}.values():
             value = " ".join(repr(read.value).split())
-            shown = f", which was {value if len(value) < 40 else value[:40] + '...'} for the example"
-            error = self._refused(read.place, "forward reads a number from a tensor", shown)
+            shown = f", which was {value if len(value) < 40 else value[:40] + '...'}"
+            if read.own:
+                error = self._refused_own(read, shown)
+            else:
+                error = self._refused(read.place, "forward reads a number from a tensor", f"{shown} for the example")
             self._not_known(error, accepted=self._accepts_branches)
+
+    def _refused_own(self, read: ValueRead, shown: str) -> TraceError:
+        return TraceError(
+            f"model {type(self.workshop.model).__name__}: forward reads a number from its own parameters or buffers, "
+            f"at {read.place}{shown}. Training may change it, and forward may then take a path that the trace has not "
+            f"seen. Keep a constant as a Python number or in a buffer of integers that forward does not write, or say "
+            f'value_branches="accept" if the number never changes.'
+        )
 
     def _pin_unused(self, why: str) -> None:
         """A parameter or buffer that no forward pass used keeps its size."""
@@ -316,6 +388,36 @@ class _Watched:
         for name in set(tensors) - self._touched:
             for index_map in tensors[name]:
                 self.facts.add_pin(index_map, Reason(why, place=place))
+
+
+class _StrictEcho(Echo):  # type: ignore[no-untyped-call]  # torch's own
+    """An echo in the same mode, where dropout is no exception; and all sizes are the same, also of selections."""
+
+    def record(self, call: Call) -> None:
+        super().record(call)
+        made = [shape for shape, _ in self._first.steps[self._position - 1].outputs]
+        if made != [tuple(output.shape) for output in call.outputs]:
+            raise Differs(f"{call.name} gives something else")
+
+    def _is_dropout(self, call: Call) -> bool:  # noqa: ARG002
+        return False
+
+    def _counts_batches(self, call: Call) -> bool:  # noqa: ARG002
+        return False
+
+
+def _what(step: Step) -> Hashable:
+    """An operation with all that a cut copy could do otherwise there."""
+    shapes = tuple(shape for shape, _ in step.tensors)
+    return step.name, step.module, step.place, shapes, repr(step.numbers)
+
+
+def _does_not_repeat(workshop: Workshop, graph: Graph, run: tuple[Run, Recorded], units: Indices) -> bool:
+    try:
+        edits = graph.edits(units)
+    except ShrinkError:  # which the passes that were tried out would have met
+        return False
+    return Replays((run,)).mismatch(workshop, graph, edits) is not None
 
 
 def _cache_in(output: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.atoms import Atoms
 from keepk.graph.call import Call, base_name
-from keepk.graph.facts import Facts
+from keepk.graph.facts import Facts, Reason
 from keepk.graph.label import (
     Label,
     Origin,
@@ -31,7 +31,19 @@ from keepk.graph.label import (
 )
 from keepk.graph.maps import Map, along
 from keepk.graph.table import rule_for
-from keepk.graph.values import CREATED, FEW, NeedsValues, ValueRead, WatchedValues, keep_values, value_of
+from keepk.graph.values import (
+    CREATED,
+    FEW,
+    Answers,
+    NeedsValues,
+    SizedByValues,
+    ValueRead,
+    WatchedValues,
+    add_read,
+    is_read_by_torch,
+    keep_values,
+    value_of,
+)
 
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
 # Constants and copies have atoms even where nothing that they are made of has any.
@@ -153,18 +165,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     Args:
         model: A copy of the user's model that may be labelled.
         groups: By name of a weight, the groups of the convolution that uses it, as far as they are known.
-        answers: By place, the values to answer there instead of the true ones, one after the other.
+        answers: The truth values to answer instead of the true ones.
     """
 
-    def __init__(
-        self, model: nn.Module, groups: dict[str, int], answers: Mapping[str, Sequence[Any]] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, groups: dict[str, int], answers: Answers | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.model, self.groups = model, groups
         self.atoms, self.facts = Atoms(), Facts()
         self.steps: list[Step] = []
         self.reads: list[ValueRead] = []
-        self._answers = {place: list(reversed(outcomes)) for place, outcomes in (answers or {}).items()}
+        self._answers = answers or Answers()
         begin_forward_pass()
         self.tensors: dict[str, tuple[Map, ...]] = {}
         self.touched: set[str] = set()
@@ -230,17 +240,25 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
         """Tell Python a value that it reads, and write that down."""
         place = self.place()
-        if self._answers.get(place):
-            value: Any = self._answers[place].pop()
-        else:
+        value: Any = self._answers.told(self.reads, place) if boolean else None
+        if value is None:
             values = [known for tensor in tensors if (known := value_of(tensor)) is not None]
             if len(values) < len(tensors):
                 raise NeedsValues(f"a value is read at {place}")
             with _disable_current_modes():
                 value = read(values)
-        own = all(is_labelled(tensor) and label_of(tensor).own for tensor in tensors)
-        self.reads.append(ValueRead(value, place, boolean, own))
+        own = bool(tensors) and all(is_labelled(tensor) and label_of(tensor).own for tensor in tensors)
+        constant = ("torch" if is_read_by_torch() else self._constant_of(tensors)) if own else ""
+        self.reads.append(ValueRead(value, place, boolean, own, constant, size=not tensors))
+        add_read(self.facts, tensors, lambda why: Reason(why, module=self.module, place=place), boolean=boolean)
         return value
+
+    def _constant_of(self, tensors: Sequence[Tensor]) -> str:
+        """The buffer of integers that was read, itself or a part of it; empty if it is anything else."""
+        found = tensors[0] if tensors[0]._base is None else tensors[0]._base
+        name = self._names.get(id(found), "")
+        plain = found.is_floating_point() or found.is_complex() or isinstance(found, nn.Parameter) or len(tensors) > 1
+        return "" if plain else name
 
     @contextmanager
     def _watching_modules(self) -> Iterator[None]:
@@ -265,9 +283,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if func is torch.ops.aten._local_scalar_dense.default:  # torch's own code reads a value
             return self.answer(args, boolean=False, read=lambda values: func(*values))
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
+        if (selection := SizedByValues.of(func, args, arguments[1])) is not None:
+            result = self._sized(selection, result)
         with torch._C.DisableTorchFunction():  # values that the trace itself reads are not the model's affair
             self._follow_operation(func, arguments, result)
         return result
+
+    def _sized(self, selection: SizedByValues, result: Any) -> Any:
+        """What an operation selects by values: Python may learn from the size whether that is anything."""
+        found = selection.finds_some(result)
+        some = self.answer((), boolean=True, read=lambda _: found)
+        return result if some == found else selection.with_other_outcome(some=some)
 
     def _follow_operation(self, func: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any) -> None:
         keep_values(func, *arguments, result)

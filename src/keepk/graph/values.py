@@ -9,11 +9,15 @@ A trace runs on the meta device, where tensors have shapes and no values. Two th
 """
 
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dis import opname
+from functools import partial
 from numbers import Complex, Real
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from keepk.graph.label import tensors_in
+from keepk.graph.facts import Bound, Facts, Reason
+from keepk.graph.label import Label, label_of, tensors_in
+from keepk.graph.maps import fibres
 
 CREATED = "torch.tensor"
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -36,12 +42,21 @@ _READS = {
     torch.Tensor.item: False, torch.Tensor.__int__: False, torch.Tensor.__float__: False,
     torch.Tensor.__index__: False, torch.Tensor.__complex__: False,
     torch.Tensor.tolist: False, torch.Tensor.numpy: False, torch.Tensor.__array__: False,
+    torch.Tensor.__repr__: False, torch.Tensor.__format__: False, torch.Tensor.__dlpack__: False,
+    torch.Tensor.storage: False, torch.Tensor.untyped_storage: False,
 }  # fmt: skip
+# Of a truth value in a tensor without dims, these give a plain one.
+_PLAIN = {torch.Tensor.item: bool, torch.Tensor.tolist: bool, torch.Tensor.__int__: int, torch.Tensor.__index__: int,
+          torch.Tensor.__float__: float, torch.Tensor.__complex__: complex}  # fmt: skip
 FEW = 64  # longer ones are tables, and not computed from a size
 LARGEST = 1 << 20  # numbers of a tensor that keeps its values beside it
 LARGEST_BUFFER = 1 << 16
 REPEATED = 3  # how often the opposite answer is given where the first run did not ask; bounds loops
 _VALUE = "_keepk_value"  # lives on tensors of traced copies only
+
+
+LAYERS_OF_TORCH = f"{Path(nn.modules.__file__).parent}{os.sep}"
+KEEPK = f"{Path(__file__).parent}{os.sep}"
 
 
 class NeedsValues(Exception):  # noqa: N818 - it says only that the copy needs weights
@@ -57,24 +72,228 @@ class ValueRead:
         place: File and line in the user's program.
         boolean: It was asked for as a truth value, so that there is exactly one other answer.
         own: It was read from the model's own buffers or parameters, which no input changes.
+        constant: It was read from this buffer of integers, which only code outside of the trace may change; or "torch",
+            where one of torch's own layers read it, as a BatchNorm reads its counter.
+        size: It is the size of what an operation selected by values (``x[mask]``): whether there is anything.
     """
 
     value: Any
     place: str
     boolean: bool
     own: bool
+    constant: str = ""
+    size: bool = False
 
 
-def opposite(reads: Sequence[ValueRead], place: str) -> tuple[bool, ...]:
-    """The other answers to the truth values asked for at a place; a few more of the last one.
+@dataclass(frozen=True)
+class Asked:
+    """A truth value that is read: the place, and how often one was read there before in the same pass.
+
+    `size`: It is whether an operation selected anything by values.
+    """
+
+    place: str
+    earlier: int
+    size: bool = False
+
+
+def asked_in(reads: Sequence[ValueRead]) -> dict[int, Asked]:
+    """By their numbers, the truth values among the reads of a pass.
+
+    >>> asked_in([ValueRead(True, "net.py:3", True, False)] * 2)[1]
+    Asked(place='net.py:3', earlier=1, size=False)
+    """
+    found, seen = dict[int, Asked](), dict[str, int]()
+    for number, read in enumerate(reads):
+        if read.boolean:
+            found[number] = Asked(read.place, seen.get(read.place, 0), read.size)
+            seen[read.place] = found[number].earlier + 1
+    return found
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Truth values that Python is told in one forward pass instead of the true ones.
+
+    Attributes:
+        numbered: By the number of a read in the sequence of all reads of the pass.
+        placed: By place, one after the other, for reads that are not in `numbered`.
+        goals: The outcomes that are to be seen, the one that was chosen last at the end.
+    """
+
+    numbered: Mapping[int, bool] = field(default_factory=dict)
+    placed: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    goals: tuple[tuple[Asked, bool], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.numbered or self.placed)
+
+    @property
+    def places(self) -> list[str]:
+        """Where they are given."""
+        return list(dict.fromkeys(asked.place for asked, _ in self.goals))
+
+    def told(self, reads: Sequence[ValueRead], place: str) -> bool | None:
+        """The answer to the truth value that is read next, at this place; None if it is the true one.
+
+        >>> earlier = [ValueRead(True, "net.py:3", True, False)]
+        >>> Answers({1: False}).told(earlier, "net.py:3"), Answers({1: False}).told([], "net.py:3")
+        (False, None)
+        """
+        if len(reads) in self.numbered:
+            return self.numbered[len(reads)]
+        outcomes = self.placed.get(place, ())
+        earlier = sum(read.boolean and read.place == place for read in reads) if outcomes else 0
+        return outcomes[earlier] if earlier < len(outcomes) else None
+
+    def and_not(self, reads: Sequence[ValueRead], number: int) -> "Answers":
+        """These answers, and the opposite one to a read of the pass in which they were given."""
+        flipped = {**self.numbered, number: not reads[number].value}
+        return Answers(flipped, self.placed, (*self.goals, (asked_in(reads)[number], flipped[number])))
+
+
+def all_opposite(reads: Sequence[ValueRead], places: Sequence[str]) -> Answers:
+    """The opposite answers to all truth values that were read at some places; a few more of the last one at each.
 
     ``if a or b`` asks for b only once a is false, which the first run may not have done.
 
-    >>> opposite([ValueRead(False, "net.py:3", True, False)], "net.py:3")
-    (True, True, True, True)
+    >>> all_opposite([ValueRead(False, "net.py:3", True, False)], ["net.py:3"]).placed
+    {'net.py:3': (True, True, True, True)}
     """
-    asked = [not read.value for read in reads if read.place == place and read.boolean]
-    return (*asked, *asked[-1:] * REPEATED)
+    goals = [(asked, not reads[number].value) for number, asked in asked_in(reads).items() if asked.place in places]
+    found = {place: [outcome for asked, outcome in goals if asked.place == place] for place in places}
+    placed = {place: (*outcomes, *outcomes[-1:] * REPEATED) for place, outcomes in found.items()}
+    return Answers(placed=placed, goals=tuple(goals))
+
+
+class Outcomes:
+    """Chooses the forward passes that show both outcomes of every truth value that Python reads.
+
+    First each truth value of the first pass is answered the other way, alone; then all of them. A truth value that is
+    read for the first time in one of these passes is answered the other way in turn, and pairs follow, while the number
+    of passes allows it. Where there are too many truth values for that, all of a place are answered the other way
+    together, then the first and the last one of each place, alone.
+
+    Args:
+        reads: The values that the first pass read.
+        passes: How many passes there may be.
+        pairs: How many there may be before a pair is tried no more.
+    """
+
+    def __init__(self, reads: Sequence[ValueRead], passes: int, pairs: int) -> None:
+        self._left, self._for_pairs = passes, pairs
+        self.too_many = False  # places, so that not all of them are seen to have the other outcome
+        asked = asked_in(reads)
+        self._seen, self._often = set(asked.values()), Counter(it.place for it in asked.values())
+        places = list(self._often)
+        self._every = len(asked) < passes
+        self._first = [all_opposite(reads, places)] if len(asked) > 1 else []
+        if self._every:
+            self._first = [*map(partial(Answers().and_not, reads), asked), *self._first]
+        else:
+            self._first += [all_opposite(reads, [place]) for place in places]
+            self.too_many = len(self._first) > passes
+            self._first += map(partial(Answers().and_not, reads), _first_and_last(asked))
+        self._new, self._pairs = list[Answers](), list[Answers]()
+
+    def __iter__(self) -> Iterator[Answers]:
+        while self._left > 0 and (answers := self._next()) is not None:
+            self._left -= 1
+            self._for_pairs -= 1
+            yield answers
+
+    def _next(self) -> Answers | None:
+        for waiting in (self._first, self._new, self._pairs if self._for_pairs > 0 else []):
+            if waiting:
+                return waiting.pop(0)
+        return None
+
+    def learn(self, answers: Answers, reads: Sequence[ValueRead]) -> None:
+        """A pass with these answers read these values: choose from them."""
+        last = max(answers.numbered, default=-1)
+        for number, asked in asked_in(reads).items():
+            if number <= last:
+                continue
+            if asked not in self._seen and asked.earlier < self._often[asked.place] + REPEATED:
+                self._new.append(answers.and_not(reads, number))
+            elif len(answers.numbered) == 1 and not answers.placed and self._every:
+                self._pairs.append(answers.and_not(reads, number))
+            self._seen.add(asked)
+
+
+def _first_and_last(asked: Mapping[int, Asked]) -> list[int]:
+    """The numbers of the first and the last truth value at each place that has several."""
+    first = {it.place: number for number, it in asked.items() if it.earlier == 0}
+    last = {it.place: number for number, it in asked.items()}
+    return [number for place in first if first[place] < last[place] for number in (first[place], last[place])]
+
+
+# Operations whose results have sizes that depend on values, by the argument that decides.
+_SELECTING = {
+    torch.ops.aten.nonzero.default: 0, torch.ops.aten.masked_select.default: 1, torch.ops.aten.index.Tensor: 1,
+    torch.ops.aten.repeat_interleave.Tensor: 0, torch.ops.aten.bincount.default: 0,
+    torch.ops.aten._unique.default: 0, torch.ops.aten._unique2.default: 0, torch.ops.aten.unique_dim.default: 0,
+    torch.ops.aten.unique_consecutive.default: 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SizedByValues:
+    """An operation that selects by values, so that Python can learn about them from the size of the result.
+
+    A mask selects something or nothing. `unique` always finds one value, and may find more; `bincount` has at least
+    as many counts as it was asked for, and may have more.
+    """
+
+    operation: Any
+    arguments: Sequence[Any]
+    by_name: Mapping[str, Any]
+
+    @staticmethod
+    def of(operation: Any, arguments: Sequence[Any], by_name: Mapping[str, Any]) -> "SizedByValues | None":
+        """The selection that an operation makes; None if the size of its result depends on no values."""
+        if operation not in _SELECTING or by_name.get("output_size") is not None:
+            return None
+        found = SizedByValues(operation, arguments, by_name)
+        return found if found._deciding and all(tensor.numel() for tensor in found._deciding) else None
+
+    @property
+    def _deciding(self) -> list[Tensor]:
+        tensors = tensors_in(self.arguments[_SELECTING[self.operation]])
+        masks = (torch.bool, torch.uint8)
+        return [it for it in tensors if self.operation is not torch.ops.aten.index.Tensor or it.dtype in masks]
+
+    def _argument(self, name: str) -> Any:
+        schema = self.operation._schema.arguments
+        given = {it.name: value for it, value in zip(schema, self.arguments, strict=False)}
+        return {**given, **self.by_name}.get(name) or 0
+
+    @property
+    def _least(self) -> int:
+        if self.operation is torch.ops.aten.bincount.default:
+            return max(1, int(self._argument("minlength")))
+        return int("unique" in self.operation._schema.name)
+
+    def finds_some(self, result: Any) -> bool:
+        """Whether there is more in the result than there always is."""
+        first = next(iter(tensors_in(result)))
+        along = self._argument("dim") if "unique" in self.operation._schema.name else 0
+        return first.numel() > 0 and first.shape[along] > self._least
+
+    def with_other_outcome(self, *, some: bool) -> Any:
+        """The result for values with which it finds something, or nothing more than it always finds."""
+        forced = {id(tensor): self._forced(tensor, some=some) for tensor in self._deciding}
+
+        def put(entry: Any) -> Any:
+            return forced.get(id(entry), entry)
+
+        return self.operation(*tree_map(put, list(self.arguments)), **tree_map(put, dict(self.by_name)))
+
+    def _forced(self, tensor: Tensor, *, some: bool) -> Tensor:
+        made = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+        if some:
+            made.view(-1)[0] = max(1, self._least)
+        return made
 
 
 class Watcher(Protocol):
@@ -99,14 +318,15 @@ class WatchedValues(TorchFunctionMode):
         by_name = kwargs or {}
         if func in _READS:
             tensors = [argument for argument in (*args, *by_name.values()) if isinstance(argument, Tensor)]
-            boolean = _READS[func] or (tensors[0].dtype is torch.bool and tensors[0].ndim == 0)
+            plain = func in _PLAIN and tensors[0].dtype is torch.bool and tensors[0].ndim == 0
 
             def read(values: Sequence[Tensor]) -> Any:
                 replaced = dict(zip(map(id, tensors), values, strict=True))
                 positional = (replaced.get(id(it), it) for it in args)
                 return func(*positional, **{key: replaced.get(id(it), it) for key, it in by_name.items()})
 
-            return self._watcher.answer(tensors, boolean=boolean, read=read)
+            value = self._watcher.answer(tensors, boolean=_READS[func] or plain, read=read)
+            return _PLAIN[func](value) if plain else value
         if func in _INDEXES and (listed := tuple(_listed_in(args[1]))):
             self._watcher.record_numbers(listed if len(listed) <= FEW else (hash(listed),))
         result = func(*args, **by_name)
@@ -146,6 +366,37 @@ def _listed_in(index: Any) -> Iterator[float]:
     for entry in index if isinstance(index, tuple) else (index,):
         if isinstance(entry, list | tuple | np.ndarray):
             yield from numbers_in(entry)
+
+
+def is_read_by_torch() -> bool:
+    """Whether the code that reads a value is that of one of torch's own layers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(KEEPK) and (name.startswith(LAYERS_OF_TORCH) or not name.startswith(TORCH)):
+            return name.startswith(LAYERS_OF_TORCH)
+        frame = frame.f_back
+    return False
+
+
+def add_read(facts: Facts, tensors: Sequence[Tensor], reason: Callable[[str], Reason], *, boolean: bool) -> None:
+    """Bind the channels of tensors whose values Python reads.
+
+    A comparison of two tensors does not notice channels that are zero in both. It does notice others, and a list or an
+    array has the values of all channels, and as many as there are.
+    """
+    labels = [label_of(tensor) for tensor in tensors]
+    maps = [index_map for label in labels for index_map in label.maps]
+    if any(not _has_atoms_of(label, labels[0]) for label in labels):
+        for index_map in maps:
+            facts.add_pin(index_map, reason("is compared with something that has other channels"))
+    elif not boolean or not all(all(label.zeros) for label in labels):
+        facts.lossy += [Bound(fibres(m, ()), reason("all values of the axis are read by Python")) for m in maps]
+
+
+def _has_atoms_of(label: Label, other: Label) -> bool:
+    pairs = zip(label.maps, other.maps, strict=False)
+    return len(label.maps) == len(other.maps) and all(np.array_equal(one, two) for one, two in pairs)
 
 
 def keep_value_beside(tensor: Tensor, value: Tensor) -> None:
@@ -192,6 +443,15 @@ def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return  # devices that do not meet; the values are then not known
     for tensor, value in zip(made, tensors_in(values), strict=True):
         keep_value_beside(tensor, value)
+
+
+def fails_with_values_too(error: BaseException) -> bool:
+    """Whether a forward pass that failed without the model's weights would fail with them.
+
+    >>> fails_with_values_too(IndexError("list index out of range")), fails_with_values_too(NeedsValues())
+    (True, False)
+    """
+    return not isinstance(error, NeedsValues | NotImplementedError) and "meta" not in str(error).lower()
 
 
 def is_raised_by_program(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from keepk.graph.call import Call
@@ -94,11 +93,28 @@ def complex_pairs(call: Call) -> None:
     call.leave(kept)
 
 
-@rule("_local_scalar_dense", "is_nonzero", "item", "equal", "_assert_async", "_assert_scalar", "nonzero", "bincount",
-      "_assert_tensor_metadata", "sym_size", "record_stream", "histc", "unique_dim", "_unique2",
-      "allclose")  # fmt: skip
+@rule("_local_scalar_dense", "is_nonzero", "item", "_assert_async", "_assert_scalar", "_assert_tensor_metadata",
+      "sym_size", "record_stream")  # fmt: skip
 def to_python(call: Call) -> None:
     """Values leave the graph; what Python does with them is checked when a cut copy is traced again."""
     for output in call.outputs:
-        if isinstance(output, torch.Tensor):
-            call.leave((), to=output, zero=False)
+        call.leave((), to=output, zero=False)
+
+
+@rule("bincount", "histc", "equal", "allclose")
+def counted(call: Call) -> None:
+    """All values are counted or compared, zeros as well, so that a channel is missed."""
+    for tensor in call.inputs:
+        for index_map in call.maps(tensor):
+            call.lossy(index_map, support(index_map), f"{call.name.removeprefix('aten::')} counts all values")
+            call.read_by("a count", [index_map], support(index_map))
+    for output in call.outputs:
+        call.leave((), to=output, zero=False)
+
+
+@rule("nonzero", "unique_dim", "_unique", "_unique2", "unique_consecutive")
+def found(call: Call) -> None:
+    """Positions along the axis, or values whatever their positions."""
+    call.pin_inputs("values are looked for along the axis")
+    for output in call.outputs:
+        call.leave((), to=output, zero=False)
