@@ -288,7 +288,7 @@ beside_input("a_part_without_gradient", "exact")(lambda net, h, _: net.head(h + 
 
 # A width decides what training does.
 beside_input("training_scales_small_ones", "inexact")(
-    lambda net, h, _: net.head(2 * h if net.training and h.shape[1] < 12 else h)
+    lambda net, h, _: net.head(2 * h if net.training and h.shape[1] < 16 else h)
 )
 beside_input("dropout_by_the_size", "inexact")(
     lambda net, h, _: net.head(F.dropout(h, 1 - h.shape[1] / 16, net.training))

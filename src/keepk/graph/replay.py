@@ -315,7 +315,8 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     No rule is applied: an operation with the same arguments, on the same inputs, makes the same. Dropout and stochastic
     depth multiply by a mask of random zeros, made by `empty`, `bernoulli` and `div`, and pass on what they multiply.
-    The steps are written down, those of dropout with them, so that cut copies can be made to repeat this pass, too.
+    The steps are written down, those of dropout with them, so that cut copies can be made to repeat this pass, too;
+    the facts are those about the masks.
 
     Raises:
         Differs: It does something else.
@@ -324,7 +325,6 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     def __init__(self, model: nn.Module, first: Recorded, answers: Answers) -> None:
         super().__init__(model, first.groups, answers)
         self._first, self._position = first, 0
-        self.atoms = first.atoms.branch()
         self._noise: dict[int, Tensor] = {}
         self._there: dict[int, Origin] = {}  # by the number of a step here, what the other pass has in its place
         self.label_tensors(first.tensors)
@@ -423,7 +423,9 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             return self._makes_noise(call)
         if call.name != "aten::mul" or noisy != [False, True]:
             raise Differs(f"{call.name} of random numbers")
-        set_label(call.outputs[0], label_of(call.inputs[0]))
+        label = label_of(call.inputs[0])
+        super()._apply_rule(call)  # the mask goes with what it is multiplied with
+        set_label(call.outputs[0], label)
         self._add(call, self._in_the_other(origin_of(call.inputs[0])))
         return True
 

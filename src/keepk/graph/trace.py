@@ -246,6 +246,7 @@ class _Watched:
     def _echo(self, run: Run, recorded: Recorded, kind: type[Echo] = Echo) -> Sequence[ValueRead] | None:
         """What a pass reads if it does what a known one does, but for dropout and the flag of BatchNorms."""
         echo = kind(self.workshop.copy(training=run.training), recorded, run.answers)
+        echo.atoms = self.tracers[0].atoms  # the same ids, and new ones for masks
         try:
             with self.workshop.running(run.example) as example:
                 output = self._followed(echo, example)
@@ -255,6 +256,7 @@ class _Watched:
         self._note_outcomes(run, echo.reads)
         if kind is Echo:
             self.echoes.append((run, echo.recorded(output)))
+            self.facts.extend(echo.facts)
         return [*echo.reads]
 
     def _watch_other_branches(self) -> None:
