@@ -42,6 +42,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import keepk
 import zoo_networks
@@ -59,8 +60,16 @@ Prune = Callable[[Network, nn.Module, Inputs], object]
 
 def halve(model: nn.Module, inputs: Inputs) -> None:
     """Remove half of the exact units. A network that compares a number takes the same path for all inputs here."""
-    graph = keepk.trace(model, inputs, value_branches="accept")
+    graph = keepk.trace(model, with_two_rows(inputs), value_branches="accept")
     keepk.shrink(model, graph, graph.choose(0.5))
+
+
+def with_two_rows(inputs: Inputs) -> Inputs:
+    """The inputs twice if they are a batch of one, which `keepk.trace` refuses."""
+    tensors = [tensor for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor) and tensor.dim()]
+    if any(len(tensor) != 1 for tensor in tensors):
+        return inputs
+    return tree_map(lambda it: torch.cat([it, it]) if isinstance(it, Tensor) and it.dim() else it, inputs)
 
 
 def halve_with_torch_pruning(model: nn.Module, inputs: Inputs, output_layers: list[nn.Module]) -> None:

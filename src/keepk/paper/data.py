@@ -137,13 +137,15 @@ def read_idx(path: str | Path, largest: int = IDX_MAX_BYTES) -> NDArray[Any]:
     numbers have their highest byte first. More than `largest` bytes are refused, before they are unpacked.
     """
     path = Path(path)
-    content = unpacked(path, largest)
-    dtype, shape = _idx_header(path, content)
+    dtype, shape = _idx_header(path, _read(path, 4 + 4 * IDX_MAX_DIMS))
     offset, count = 4 + 4 * len(shape), prod(shape)
     expected = offset + count * dtype.itemsize
+    content = unpacked(path, largest) if expected > largest else _read(path, expected + 1)  # no more than it announces
     if len(content) != expected:
-        wrong = "is cut short" if len(content) < expected else "has bytes after its end"
-        raise bad_file(path, wrong, f"{expected:,} bytes for {dtype.name} {list(shape)}", f"{len(content):,}")
+        wrong, got = "is cut short", f"{len(content):,}"
+        if len(content) > expected:
+            wrong, got = "has bytes after its end", "more of them"
+        raise bad_file(path, wrong, f"{expected:,} bytes for {dtype.name} {list(shape)}", got)
     values = np.frombuffer(content, dtype, count, offset)
     return values.reshape(shape).astype(dtype.newbyteorder("="))
 
@@ -153,19 +155,24 @@ def unpacked(path: Path, largest: int) -> bytes:
 
     A gzip file of a few kilobytes can unpack to gigabytes.
     """
+    content = _read(path, largest + 1)
+    if len(content) > largest:
+        raise bad_file(path, "is too large", f"at most {largest:,} bytes", "more of them")
+    return content
+
+
+def _read(path: Path, number: int) -> bytes:
+    """The first bytes of a file, without its gzip wrapping if it has one; all of them if there are fewer."""
     try:
         with path.open("rb") as file:
             packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
             file.seek(0)
             source = gzip.GzipFile(fileobj=file) if packed else file
-            content = _at_most(largest + 1, cast("IO[bytes]", source))
+            return _at_most(number, cast("IO[bytes]", source))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise bad_file(path, "is damaged or cut short", "a whole gzip file", str(error)) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}). Check the path and its permissions.") from error
-    if len(content) > largest:
-        raise bad_file(path, "is too large", f"at most {largest:,} bytes", "more of them")
-    return content
 
 
 def _at_most(number: int, source: IO[bytes]) -> bytes:
