@@ -49,6 +49,7 @@ FIXED_IN_PART = {
     "the_first_written",
     "the_last_written",
     "the_first_four",
+    "training_takes_another_channel",
 }
 pytestmark = pytest.mark.filterwarnings("ignore:space .* cannot be removed and (is|are) not:keepk.KeepkWarning")
 

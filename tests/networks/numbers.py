@@ -271,9 +271,7 @@ beside_input("groups_of_the_input", "inexact")(
     lambda net, h, x: net.head(h) * F.group_norm(x[:, :4].repeat(1, 2), h.shape[1] // 4)[:, :1]
 )
 beside_input("dims_of_the_input", "inexact")(
-    lambda net, h, x: (
-        net.head(h) * F.layer_norm(x.view(-1, 1, 7), (1, 7)[-max(h.shape[1] // 8, 1) :]).sum((1, 2))[:, None]
-    )
+    lambda net, h, x: net.head(h) * F.layer_norm(x.view(-1, 1, 7), (1, 7)[-max(h.shape[1] // 8, 1) :])[:, 0, :1]
 )
 beside_input("fixed_parts_of_the_input", "exact")(
     lambda net, h, x: net.head(h) * x[:, :4].sum(1)[:, None] * x[:, [2]] * x.as_strided((len(x), 1), (7, 1))

@@ -331,7 +331,9 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
         """Answer as in the other pass, if that was asked there."""
+        facts, self.facts = self.facts, Facts()  # those of the read are known from the other pass
         value = super().answer(tensors, boolean=boolean, read=read)
+        self.facts = facts
         known, number = self._first.reads, len(self.reads) - 1
         if number >= len(known) or known[number].place != self.reads[-1].place:
             raise Differs(f"a value is read at {self.reads[-1].place}")
