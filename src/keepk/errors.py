@@ -17,7 +17,7 @@
         └── DataError         data files that are missing, cut short or not what was published
 
     UserWarning
-    └── KeepkWarning          all that keepk warns of: a count that is no longer true, a ranking that decides little
+    └── KeepkWarning          every warning of keepk: a count that became untrue, a ranking that decides little
 
 Every message says what, where, got what, and what to do. All of them are ``ValueError``, so that code which
 guards a constructor call needs no import from here. Warnings are given once per cause; to ignore them, or to make
@@ -76,7 +76,7 @@ class DataError(KeepkError):
 class KeepkWarning(UserWarning):
     """Every warning that keepk gives, so that one filter is enough to silence it or to turn it into an error.
 
-    It is given when a count is no longer true (pruned weights that came back), when a ranking decides little (most
+    It is given when a count became untrue (pruned weights that came back), when a ranking decides little (most
     scores equal, a layer about to lose nearly all of its units), when selected layers have channels that cannot be
     removed and are not counted, when `Pruner.step` seems to be called once per batch, and when a model is saved before
     its first event.

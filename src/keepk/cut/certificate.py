@@ -1,6 +1,6 @@
 """The certificate of a run in a model's record: by space, what was asked for and what is kept.
 
-Channels that are masked and were not removed are recorded with their places, so that whoever has the model, a copy of
+Channels that are masked and were not removed are recorded with their places, so that any owner of the model, a copy of
 it or its file can count again which of them are still zero. No `Pruner` is needed for that.
 """
 

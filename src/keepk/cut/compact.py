@@ -97,7 +97,7 @@ def compact(
             is removed is dead for all inputs of these shapes, whatever their numbers; the batch may have any size.
         optimizer: Its state is cut along. Several may be given.
         examples: Several inputs, for a model that takes different paths: a unit is removed if it is dead in all.
-        training_example: What forward takes in train mode, if that is something else; see `keepk.trace`.
+        training_example: The input of forward in train mode, if it differs; see `keepk.trace`.
         train_mode: See `keepk.trace`.
         value_branches: See `keepk.trace`.
         followers: Copies and averages of the model, which are cut along; folded constants are added to their biases.

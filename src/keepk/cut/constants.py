@@ -56,7 +56,7 @@ def readings(model: nn.Module, flow: Flow) -> list[Reading]:
 
 
 def same_readings(by_example: Sequence[list[Reading]]) -> list[Reading]:
-    """What layers read in the forward passes of all examples: NaN where it differs between them."""
+    """The inputs of layers over the forward passes of all examples; NaN where they differ between examples."""
     first, *others = by_example
     same = list[Reading]()
     for reading in first:

@@ -104,7 +104,7 @@ def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> No
 
 
 def _no_optimizer(given: object) -> str:
-    """What was given instead of an optimizer, and what to give."""
+    """Describe an object that was passed as the optimizer, and say what to pass."""
     kind = type(given).__name__
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
         return f"got the class {given.__name__}. Give {given.__name__}(model.parameters(), ...), or several optimizers."

@@ -178,7 +178,7 @@ def _owners_left(owners: NDArray[np.int64], axis: int, cut: Cut | None) -> NDArr
 
 
 def _copied(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of its own that shares the arrays of indices, which are replaced and never changed."""
+    """A new record that shares the arrays of indices, which are replaced and never changed."""
     nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
     return {**record, **nested, "selections": dict(record["selections"])}
 

@@ -1,4 +1,4 @@
-"""Checks of a cut on copies of the model: by numbers (`verify`), and at its own sizes (`refuse_unfit`)."""
+"""Checks of a cut on copies of the model: compare outputs (`verify`), or replay forward at the new sizes."""
 
 from collections.abc import Sequence
 from typing import Any

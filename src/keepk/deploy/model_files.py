@@ -40,7 +40,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     units than its last event kept, because pruned ones came back, is refused: its certificate would not be true.
 
     Processes that save into one folder take turns, and the last one's model stays; ranks that save the same model all
-    succeed. On a file system without locks the folder also keeps the values under a name of their own, to which
+    succeed. On a file system without locks the folder also keeps the values under a separate name, to which
     ``model.safetensors`` is a link.
 
     Args:
@@ -86,7 +86,7 @@ def load(path: str | os.PathLike[str], model: Model, *, example: Any = None) -> 
     Args:
         path: A folder that `save` wrote.
         model: As the user's own constructor makes it, of the dtype of the saved one; on any device that holds values.
-        example: What forward takes, as for `trace`. With it, the model is traced, and its forward replayed at the saved
+        example: An input of forward, as for `trace`. With it, the model is traced and its forward replayed at the saved
             sizes on a copy without weights, so that code that was edited since (a ``.squeeze()``, a branch on a width)
             is found before anything changes. Without it, only the sizes of tensors and attributes are checked.
     """
@@ -171,8 +171,8 @@ def _refuse_extra_state(model: nn.Module) -> None:
 def _refuse_other_state(model: nn.Module) -> None:
     """Refuse a model whose state_dict has more than its parameters and buffers, which is all that a file keeps.
 
-    Quantised modules pack their weights so, and modules may write entries of their own. An entry that is a parameter or
-    buffer under another name, as hooks rename them, is no loss.
+    Quantised modules pack their weights so, and modules may write additional entries. An entry that is a parameter or
+    buffer under another name, as hooks rename them, loses nothing.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names, tensors = {name for name, _ in named}, {id(tensor) for _, tensor in named}

@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer: parameters, and multiply-accumulates (MACs) per sample.
+"""The cost of a model, layer by layer: parameters, and multiply-accumulates (MACs) per sample.
 
 One convention, here and wherever keepk shows costs: tensors are counted as they are, so a masked weight counts until it
 is taken out; MACs are those of a forward pass in eval mode by torch's own counter, divided by the batch of the example.
@@ -39,7 +39,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a model costs.
+    """The cost of a model.
 
     Attributes:
         layers: The modules that have parameters or multiply something, in the model's order.
@@ -99,12 +99,12 @@ def layer_costs(model: nn.Module, example: Any) -> tuple[LayerCost, ...]:
 
 
 def per_what(batch: int | None) -> str:
-    """What MACs are counted for, in words."""
+    """The unit of a MAC count, for a table header."""
     return "for the whole example (batch unknown)" if batch is None else "per sample"
 
 
 def common_rows(values: Iterable[object]) -> int | None:
-    """The batch of a model's inputs: the first dimension that all its tensors share; None if there is none.
+    """The batch of a model's inputs: the first dimension that all its tensors share; None if they share none.
 
     Numbers and tensors of no dimension have no rows, and a first dimension of 1 beside a larger one is broadcast, as
     position ids are.

@@ -130,7 +130,7 @@ def write_attribute(module: Any, setting: Setting, value: Any) -> None:
     """Give an attribute, or one entry of it, a value.
 
     An object that holds it ("config.num_heads") is not changed: other layers, or another model that was built from it,
-    may have the same one. The module gets a copy of its own.
+    may have the same one. The module gets a separate copy.
     """
     outer, _, inner = setting.attribute.partition(".")
     if setting.item is not None:

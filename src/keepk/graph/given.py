@@ -29,14 +29,14 @@ ValueBranches = Literal["check", "accept"]
 
 @dataclass(frozen=True)
 class TraceInputs:
-    """What a trace runs forward on, and what it may leave unknown; see `keepk.trace`.
+    """The inputs that a trace runs forward on, and the checks that it may skip; see `keepk.trace`.
 
     Attributes:
-        examples: What forward takes, one or more.
-        training: What it takes in train mode; empty where that is the same.
+        examples: One or more inputs of forward.
+        training: Inputs in train mode; empty if they are the same.
         train_mode: Whether a forward that fails in train mode is refused or left unknown.
         value_branches: Whether a path that no example takes is refused or left unknown.
-        reports: What is not known is only written down, in `Graph.unknown`, and never refused.
+        reports: Record unknown paths in `Graph.unknown` instead of refusing them.
     """
 
     examples: tuple[Example, ...]
@@ -98,7 +98,7 @@ def refuse_scripted(verb: str, model: nn.Module) -> None:
 
 
 def quantised_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is of a subclass that keeps other numbers than it shows, such as those of torchao."""
+    """Whether a parameter is of a subclass that stores its numbers in another form, such as those of torchao."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     sharded = hasattr(tensor, "device_mesh")  # a DTensor
     return not plain and not sharded and hasattr(type(tensor), "__tensor_flatten__")
@@ -115,7 +115,7 @@ def refuse_quantised(model: nn.Module, error: type[KeepkError], names: Container
 
 
 def quantised_module(model: nn.Module) -> str:
-    """The first module that is quantised or prepared for it, in words; empty if there is none.
+    """The first module that is quantised or prepared for it, described for an error; empty if no module is.
 
     >>> quantised_module(nn.Sequential(nn.Linear(2, 2)))
     ''

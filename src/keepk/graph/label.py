@@ -70,7 +70,7 @@ class _ForwardPass(threading.local):
 
 
 _numbers = count(1)
-_current = _ForwardPass()  # each thread may run a trace of its own
+_current = _ForwardPass()  # each thread may run a separate trace
 
 
 def begin_forward_pass() -> None:

@@ -38,7 +38,7 @@ class Probe:
     Args:
         workshop: Makes the copies.
         replays: The forward passes that were traced, and that every copy must repeat.
-        facts: What they say about atoms.
+        facts: The facts about atoms that these passes found.
         atoms: How many atoms there are.
         wiring: The tensors and axes of the model.
         pins: What stays besides what the facts say; grows.
@@ -121,7 +121,7 @@ class Probe:
         return units, None
 
     def _in_eval_mode(self, found: Mismatch, units: Indices) -> Mismatch:
-        """The failure as it is in eval mode; if there is none, train mode is tried on every copy from now on."""
+        """The failure as it is in eval mode; if eval mode works, train mode is tried on every copy from now on."""
         if found.run is None or not any(found.run is run for run, _ in self.replays.echoes):
             return found
         if (plain := self._attempt(units)) is not None:

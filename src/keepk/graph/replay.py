@@ -169,13 +169,13 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         return None
 
     def _left(self, maps: tuple[Map, ...]) -> list[Map] | None:
-        """What is left of the maps of one tensor; most tensors are an output of one step and an input of others."""
+        """The remaining maps of one tensor, cached: most tensors are an output of one step and an input of others."""
         if id(maps) not in self._restricted:  # the first trace holds them, so that no other object gets their id
             self._restricted[id(maps)] = restrict_all(maps, self._alive)
         return self._restricted[id(maps)]
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
-        """What is zero is known from the first trace."""
+        """Do nothing: the first trace knows which entries are zero."""
 
     def _fits(self, step: Step, call: Call) -> bool:
         shapes = [shape_left(shape, maps, self._left(maps)) for shape, maps in step.outputs]
@@ -450,7 +450,7 @@ class Run:
     """A forward pass that a trace knows.
 
     Attributes:
-        example: What forward is called with.
+        example: The arguments of forward.
         training: In train mode.
         answers: The truth values that Python is told instead of the true ones.
     """
@@ -497,8 +497,8 @@ class Replays:
 
         Args:
             workshop: Makes the copy.
-            graph: What is known of the model.
-            edits: What is cut.
+            graph: The graph of the model.
+            edits: The cut.
             lenient: Accept a missing map; see `Replay`.
             modes: Which passes it has to repeat: "all", without the "echoes" as long as they are not needed ("runs"),
                 or each echo in the place of the run that it echoes ("trained").

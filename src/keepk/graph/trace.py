@@ -57,8 +57,8 @@ def trace(
         model: Any module whose forward works on the example.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments. Two or more pictures or
             sequences, so that the batch dimension can be told apart from dimensions of size 1.
-        examples: Several of these, for a forward that takes different paths. What no path uses keeps its size.
-        training_example: What forward takes in train mode, if that is something else (a detector's targets).
+        examples: Several of these, for a forward that takes different paths. Unused parameters keep their size.
+        training_example: The input of forward in train mode, if it differs (a detector's targets).
         train_mode: "check" refuses a forward that fails in train mode on the example. "accept" goes as far as it gets;
             code behind that point may fail or compute something else after a cut, and what only it uses keeps its size.
         value_branches: "check" refuses a forward that reads numbers from tensors, or that branches on values and fails
@@ -244,14 +244,14 @@ class _Watched:
         return tracer
 
     def _echo(self, run: Run, recorded: Recorded, kind: type[Echo] = Echo) -> Sequence[ValueRead] | None:
-        """What a pass reads if it does what a known one does, but for dropout and the flag of BatchNorms."""
+        """The values that a pass reads, if it repeats a known pass but for dropout and BatchNorm flags; else None."""
         echo = kind(self.workshop.copy(training=run.training), recorded, run.answers)
         echo.atoms = self.tracers[0].atoms  # the same ids, and new ones for masks
         try:
             with self.workshop.running(run.example) as example:
                 output = self._followed(echo, example)
             echo.finish(output)
-        except Exception:  # it differs, or fails, which a trace of its own finds out
+        except Exception:  # it differs, or fails, which a full trace finds out
             return None
         self._note_outcomes(run, echo.reads)
         if kind is Echo:
@@ -393,7 +393,7 @@ class _Watched:
 
 
 class _StrictEcho(Echo):  # type: ignore[no-untyped-call]  # torch's own
-    """An echo in the same mode, where dropout is no exception; and all sizes are the same, also of selections."""
+    """An echo in the same mode, where dropout must match too, and all sizes are equal, those of selections included."""
 
     def record(self, call: Call) -> None:
         super().record(call)

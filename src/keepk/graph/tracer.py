@@ -290,7 +290,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return result
 
     def _sized(self, selection: SizedByValues, result: Any) -> Any:
-        """What an operation selects by values: Python may learn from the size whether that is anything."""
+        """The result of an operation whose size depends on values: Python can branch on that size."""
         found = selection.finds_some(result)
         some = self.answer((), boolean=True, read=lambda _: found)
         return result if some == found else selection.with_other_outcome(some=some)
@@ -307,7 +307,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.record(call)
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
-        """Memory was written through a tensor: whatever shares it is no longer zero where that tensor is not."""
+        """Memory was written through a tensor: all tensors that share it are nonzero where this one is."""
         for tensor in outputs:
             memory, label = _memory(tensor), label_of(tensor)
             atoms = [m.ravel() for m, zero in zip(label.maps, label.zeros, strict=True) if not zero]
@@ -407,7 +407,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def kind_of(call: Call) -> str:
-    """The operation's name; a copy to another dtype is no mere movement of data."""
+    """The operation's name; a copy to another dtype does more than move data."""
     if call.name == "aten::_to_copy" and call.outputs[0].dtype != call.inputs[0].dtype:
         return f"{call.name} to {call.outputs[0].dtype}"
     return call.name

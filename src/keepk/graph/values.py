@@ -68,7 +68,7 @@ class ValueRead:
     """A value that the model's Python read from a tensor.
 
     Attributes:
-        value: What was answered.
+        value: The answer.
         place: File and line in the user's program.
         boolean: It was asked for as a truth value, so that there is exactly one other answer.
         own: It was read from the model's own buffers or parameters, which no input changes.

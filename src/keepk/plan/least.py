@@ -54,7 +54,7 @@ class Product:
     factors: tuple[Factor, ...]
 
     def value(self, counts: Sequence[float]) -> float:
-        """What it is for these counts."""
+        """Its value for these counts."""
         factors = (it.constant + sum(by * counts[place] for place, by in it.multiples.items()) for it in self.factors)
         return self.scale * prod(factors)
 

@@ -64,7 +64,7 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """What a user gave, for an error message: its repr on one line, at most about two lines of text long.
+    """A value that a user passed, for an error message: its repr on one line, at most about two lines of text long.
 
     >>> shown("fc*"), shown([1, 2]), shown(range(3)), shown(list(range(100)))
     ("'fc*'", '[1, 2]', 'range(0, 3)', '[0, 1, 2, 3, 4, 5, ...]')

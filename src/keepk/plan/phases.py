@@ -48,7 +48,7 @@ Plan: TypeAlias = Mapping[str, tuple[int, ...]]  # by space, how many units are 
 
 @dataclass(frozen=True)
 class Goal:
-    """What the plan of one space needs to know: M, K, its schedule, and what that starts from if not from M."""
+    """The inputs of one space's plan: M, K, the schedule, and the count that it starts from, if not M."""
 
     total: int
     keep: int

@@ -11,7 +11,7 @@ from keepk.plan.names import as_globs, shown
 from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
 
-# What keepk.metrics has, as it is written in a call; a name given as a string is answered with it.
+# The metrics of keepk.metrics as they are written in a call, for errors about metrics given as strings.
 OF_WEIGHTS = ("magnitude", "random(seed=0)")
 OF_CHANNELS = (
     "l1",

@@ -81,7 +81,7 @@ def are_several() -> bool:
 
 
 def _answers(digest: int | None, failure: Exception | None, device: torch.device) -> list[int | None]:
-    """What every process says, None from one that failed; this process's own failure is raised once it is told."""
+    """The answer of every process, None from one that failed; this process's own failure is raised once it is told."""
     try:
         answers = _exchange(digest, device)
     except RuntimeError as error:

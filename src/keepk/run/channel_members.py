@@ -28,7 +28,7 @@ KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
 @dataclass(frozen=True)
 class Uncounted:
-    """So many channels of a layer, of so many in all, that cannot be removed, and why."""
+    """How many of a layer's channels cannot be removed, how many it has, and why."""
 
     layer: str
     channels: int
@@ -117,7 +117,7 @@ def _is_side(layer: GraphSpace, at: str) -> bool:
 
 
 def _has_side(graph: Graph, layer: GraphSpace, at: str) -> bool:
-    """Whether a layer is anybody's output: columns that read a buffer, as of coordinates, are inputs only."""
+    """Whether some layer outputs these channels: columns that read a buffer, as of coordinates, are inputs only."""
     own = [role for tensor, _, role in layer.axes if tensor in graph.wiring.parameters]
     return at == "input" or any(role is not Role.READER for role in own)
 

@@ -62,7 +62,7 @@ class ChannelSide:
                 channel_scores(metric, layers)
 
     def warn_of_uncounted(self) -> None:
-        """Warn of layers that have other channels than those that their space counts."""
+        """Warn of layers that have channels which their space does not count."""
         for name, it in self.members.items():
             self.watch.uncounted(name, it.keep, it.total, [(u.layer, u.channels, u.width, u.why) for u in it.uncounted])
 

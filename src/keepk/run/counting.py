@@ -1,8 +1,8 @@
 """How many units of each space the model has now, counted on its tensors and not taken from the plan.
 
-The masks say what is kept; a kept weight may be 0.0. A masked entry that is not 0.0 is there again, whoever brought it
-back: ``model.load_state_dict(best)``, training without the Pruner's optimizer, an assignment. A parameter that was
-replaced is counted as the model has it now.
+The masks say what is kept; a kept weight may be 0.0. A masked entry that is not 0.0 counts as there again, no matter
+what brought it back: ``model.load_state_dict(best)``, training without the Pruner's optimizer, an
+assignment. A parameter that was replaced is counted as the model has it now.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def count_weights(side: WeightSide, model: nn.Module) -> dict[str, int]:
 
 
 def _added_since(members: Members, now: Mapping[str, nn.Parameter], counted: set[int]) -> list[nn.Parameter]:
-    """The parameters that the globs of a space name now and that were not counted under a name of its own."""
+    """The parameters that the globs of a space name now and that were not counted under another name."""
     select, exclude = members.space.select, members.space.exclude
     others = counted | {id(parameter) for name, parameter in now.items() if matches(name, exclude)}
     found = {id(it): it for name, it in now.items() if id(it) not in others and matches(name, select)}

@@ -64,7 +64,7 @@ class Pruner:
         phases: Spans of epochs in which some spaces are pruned and some parameters frozen; their sum is the length.
         example: An input, as for `keepk.trace`; needed for channels. It is kept, to count multiply-accumulates.
         examples: Several inputs, for a model that takes different paths; see `keepk.trace`.
-        training_example: What the model's forward takes in train mode, if that is something else.
+        training_example: The input of the model's forward in train mode, if it differs.
         train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
         value_branches: "accept" leaves paths unknown that no example takes; see `keepk.trace`.
         replay: Whether each cut is first replayed at its own sizes, on a copy without weights. An event is refused,
@@ -134,7 +134,7 @@ class Pruner:
         inputs = None
         if of_channels and self._example is not None:
             inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
-        # Channels that are masked until the end are replayed at once: later there is no way back.
+        # Channels that are masked until the end are replayed at once: later they cannot come back.
         replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
         channels = channel_side(model, inputs, of_channels, self._optimizers, followers, replayed)
         _refuse_second(model)
@@ -185,8 +185,8 @@ class Pruner:
     def kept(self) -> dict[str, int]:
         """By space: how many units are left now, counted on the model's tensors.
 
-        A masked weight that is not 0.0 counts as left, whoever brought it back, and a kept one that is 0.0 does too. A
-        `KeepkWarning` has both numbers if that is not what the last event kept; `apply_masks` puts it right.
+        A masked weight that is not 0.0 counts as left, no matter what brought it back, and so does a kept one that is
+        0.0. A `KeepkWarning` has both numbers if that is not what the last event kept; `apply_masks` puts it right.
         """
         return self._counted("kept")
 
@@ -398,7 +398,7 @@ class Pruner:
         return {name: found[name] for name in self._plan}
 
     def _planned(self, epoch: int) -> dict[str, int]:
-        """By space: how many units the plan leaves after so many events."""
+        """By space: how many units the plan leaves after a number of events."""
         return {name: counts[epoch - 1] if epoch else self._totals[name] for name, counts in self._plan.items()}
 
     def _decide(self, wrapper: Any) -> Event:
@@ -410,7 +410,7 @@ class Pruner:
         return self._sides.decide(self._plan, self._epoch, wrapper)
 
     def _carry_out(self, event: Event) -> Undo:
-        """Do what was decided, all or nothing. What is returned takes it back, while other processes may fail."""
+        """Apply the decision, all or nothing, and return a function that undoes it if another process fails."""
         with ExitStack() as way_back:
             way_back.callback(self._sides.follow(event, keep_values=are_several()))
             way_back.callback(self._enter_epoch, self._epoch)
@@ -440,7 +440,7 @@ class Pruner:
 
 
 def live_pruner(model: nn.Module) -> Pruner | None:
-    """The latest Pruner of an unwrapped model that was not closed; None if nobody has one any more."""
+    """The latest Pruner of an unwrapped model that was not closed; None if it has none."""
     found = [pruner for pruner in list(_LIVE.values()) if pruner.model is model and not pruner.closed]
     return found[-1] if found else None
 
@@ -449,7 +449,7 @@ def _refuse_second(model: nn.Module) -> None:
     """Refuse a model that another Pruner is at work on: each would take what the other has promised to keep."""
     own = {id(parameter) for parameter in model.parameters()}
     if _at_work(own):
-        gc.collect()  # one that nobody refers to any more does not count
+        gc.collect()  # an unreferenced one does not count
     for other in _at_work(own):
         spaces = other.plan
         named = ", ".join(f"{name!r}" for name in spaces)

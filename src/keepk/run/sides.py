@@ -119,7 +119,7 @@ class Sides:
     def follow(self, event: Event, *, keep_values: bool = False) -> Undo:
         """Do what was decided, all or nothing: take channels out, then hold what is left at its masks.
 
-        What is returned takes it back; the values of weights that become zero only if they were to be kept.
+        Return a function that undoes it; zeroed weights get their values back only with `keep_values`.
         """
         with ExitStack() as way_back:
             way_back.callback(self.snapshot())
@@ -147,7 +147,7 @@ class Sides:
 
     @property
     def behind(self) -> bool:
-        """Whether somebody else has cut the model and the masks have not followed yet."""
+        """Whether the model was cut outside of this run and the masks have not been cut yet."""
         before, now = self._record["tensors"], record_of(self._model)["tensors"]
         return not (before is now or before == now) or any(it.outgrown for it in self.held)
 

@@ -40,7 +40,7 @@ class Room:
         self.is_shared = any(factor.multiples for product in self._products for factor in product.factors)
 
     def least(self, kept: Mapping[str, int], enough: int | None = None) -> int:
-        """The least number of weights that are left while each channel space keeps so many; see `plan.least`."""
+        """The least number of weights left while each channel space keeps `kept` channels; see `plan.least`."""
         key = tuple(kept[name] for name in self.channels), enough
         if key not in self._known:
             gone = sum(it.total - kept[name] for name, it in self.channels.items())
@@ -50,7 +50,7 @@ class Room:
 
 
 class _Sorts:
-    """Units of the same layer with the same number of slices in the same tensors, of which so many stay.
+    """Units of the same layer with the same number of slices in the same tensors; the number that stays is one count.
 
     A unit that belongs to no space stays, unless it goes with another: what a BatchNorm reads goes with its source, and
     a source with the last that reads it.
@@ -77,7 +77,7 @@ class _Sorts:
         self._sort = self._sort[self._leader]
 
     def counts(self, gone: int) -> list[Count]:
-        """The counts, after so many channels of all spaces are gone."""
+        """The counts after `gone` channels of all spaces were removed."""
         found = list(self._counts)
         for place, (size, readings) in self._spare.items():
             found[place] = Count(range(max(1, size - gone // readings if readings else 1), size + 1), None)
@@ -113,7 +113,7 @@ class _Sorts:
         return found[0] if all(it == found[0] for it in found) else Factor(1, {})
 
     def _marks(self, tensors: Iterable[str]) -> Indices:
-        """By unit a number that tells apart which tensors have how many of its slices, those that go along too."""
+        """By unit, a number that encodes which tensors have how many slices of it, those removed with it included."""
         marks = np.zeros(len(self._graph.units) + 1, np.int64)
         random = np.random.default_rng(0)
         for tensor in tensors:
@@ -167,12 +167,12 @@ class _Sorts:
 
 
 def _mortal(graph: Graph, counted: Flags) -> Flags:
-    """Which units of no space may go by themselves: sources when nobody reads them, readings of several sources."""
+    """Which units of no space may go by themselves: sources that nothing reads, readings of several sources."""
     sources, readers = graph.links().T
     used = np.isin(graph.units.classes, graph.solution.used)
     mortal = np.zeros(len(counted), bool)
     mortal[:-1] = (np.bincount(sources, minlength=len(used)) > 0) & ~used & ~counted[:-1]
-    for _ in range(len(graph.spaces)):  # a source that somebody reads who stays, stays
+    for _ in range(len(graph.spaces)):  # a source stays if a unit that reads it stays
         mortal[sources[~(mortal | counted)[readers]]] = False
     several = np.flatnonzero(np.bincount(readers, minlength=len(used)) > 1)
     mortal[several[~counted[several]]] = True

@@ -1,4 +1,4 @@
-"""What a run warns about, once per cause: untrue counts, rankings that decide little, events without training."""
+"""The warnings of a run, once per cause: untrue counts, rankings that decide little, events without training."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def warn(message: str) -> None:
 
 
 class Watch:
-    """What a run has warned about already, and how much was trained since the event before."""
+    """The warnings already given, and the optimizer steps since the last event."""
 
     def __init__(self) -> None:
         self._told = set[tuple[str, ...]]()

@@ -139,7 +139,7 @@ def inspect(
         model: Any module whose forward works on the example.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with a batch of two or more.
         examples: Several of these, for a model that takes different paths; costs are those of the first.
-        training_example: What forward takes in train mode, if that is something else.
+        training_example: The input of forward in train mode, if it differs.
 
     Returns:
         Units that can be removed, axes that cannot and why, costs by layer, and parts of the model's forward that the

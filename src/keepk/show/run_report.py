@@ -23,8 +23,8 @@ class SpaceReport:
         kind: "weights" or "channels".
         total: M, the units in the beginning.
         planned: M_e, what the plan has for now.
-        kept: What is left now, counted. Fewer than planned where channels took weights along, or dead neurons were
-            swept; more where pruned weights came back.
+        kept: The units left now, counted on the tensors. Fewer than planned if channels or dead neurons
+            were removed with their weights; more where pruned weights came back.
         asked: K, what is left at the end.
         fixed: How many channels its layers have besides, which cannot be removed and are in none of these counts.
     """
