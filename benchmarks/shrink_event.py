@@ -10,8 +10,10 @@ so that weights, gradients and Adam's two moments exist; the contenders take tur
     trace      keepk: Pruner(...), which traces the network and makes the plan; done once
     event      keepk: Pruner.step, which ranks the channels of every layer by the L1 norm of their filters, keeps
                exactly 95 % of each (or 1 - share), and takes the others out of weights, gradients and the
-               optimizer's state
-    weights    the same without the optimizer: weights and gradients, which is what Torch-Pruning cuts
+               optimizer's state; with replay=False, so without the next column
+    replay     keepk: the check that comes before the cut, one forward pass per mode of a cut copy on the meta device;
+               timed inside a second event with replay=True, the default
+    weights    the event without the optimizer: weights and gradients, which is what Torch-Pruning cuts
     copy       one plain copy of weights, gradients and the two moments to new memory
     least      the limit, whatever an event does: one L1 norm of all weights, and one copy of weights, gradients and
                moments, less the share that goes, to memory that is there already
@@ -49,6 +51,7 @@ from torch import Tensor, nn
 
 import keepk
 import torchvision_on_cpu
+from keepk.cut import shrink
 from keepk.paper.results import versions
 
 BATCH, PICTURE, GOAL = 2, 224, 0.5
@@ -129,16 +132,35 @@ def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
 
 
 def keepk_event(trained: Trained, task: Task, *, optimizer: bool = True) -> Times:
+    pruner, built = timed(keepk_builder(trained, task, optimizer=optimizer, replay=False))
+    _, stepped = timed(pruner.step)
+    return {"trace": built, "event": stepped}
+
+
+def keepk_replay(trained: Trained, task: Task) -> Times:
+    """The replay alone, called by an event with replay=True just before it changes anything."""
+    pruner = keepk_builder(trained, task, replay=True)()
+    replays = list[tuple[float, float]]()
+    replay = shrink.refuse_unfit
+
+    def watched(*arguments: Any, **by_name: Any) -> None:
+        _, seconds = timed(lambda: replay(*arguments, **by_name))
+        replays.append(seconds)
+
+    with mock.patch.object(shrink, "refuse_unfit", watched):
+        pruner.step()
+    (seconds,) = replays
+    return {"replay": seconds}
+
+
+def keepk_builder(
+    trained: Trained, task: Task, *, optimizer: bool = True, replay: bool
+) -> Callable[[], keepk.Pruner]:
     found = keepk.trace(trained.model, task.pictures).spaces
     names = [space.name for space in found if not space.lossy and space.kind != "read"]  # a DenseNet: its sources
     spaces = [keepk.channels(name, prune=task.share, metric=keepk.metrics.l1) for name in names]
-
-    def build() -> keepk.Pruner:
-        return keepk.Pruner(trained.model, spaces, trained.optimizer if optimizer else None, example=task.pictures)
-
-    pruner, built = timed(build)
-    _, stepped = timed(pruner.step)
-    return {"trace": built, "event": stepped}
+    chosen = trained.optimizer if optimizer else None
+    return lambda: keepk.Pruner(trained.model, spaces, chosen, example=task.pictures, replay=replay)
 
 
 def torch_pruning_event(trained: Trained, task: Task) -> Times:
@@ -190,6 +212,7 @@ def least_work(trained: Trained, task: Task) -> Times:
 
 CONTENDERS: dict[str, Callable[[Trained, Task], Times]] = {
     "keepk": keepk_event,
+    "keepk_replay": keepk_replay,
     "keepk_weights": lambda trained, task: {"event": keepk_event(trained, task, optimizer=False)["event"]},
     "limit": lambda trained, task: plain_copy(trained.copy(), task) | least_work(trained, task),
     "torch_pruning": torch_pruning_event,
@@ -266,7 +289,7 @@ def measure(network: Network, share: float, repeats: int) -> dict[str, Any]:
         "network": network.name,
         "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
     }
-    for name in ("keepk", "torch_pruning"):  # this warms up, too
+    for name in ("keepk", "keepk_replay", "torch_pruning"):  # this warms up, too
         row[name] = facts(trained, task, name)
     row["keepk_weights"], row["limit"] = {}, {}
     runs: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -337,10 +360,11 @@ def first_traces(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    columns = ("forward", "trace", "event", "weights", "copy", "least", "build", "step")
+    columns = ("forward", "trace", "event", "replay", "weights", "copy", "least", "build", "step")
     lines = [f"{'CPU seconds':14}" + "".join(f"{column:>9}" for column in columns) + f"{'ratio':>7}"]
     for row in report["networks"]:
         parts = row["keepk"] | {"weights": row["keepk_weights"]["event"]} | row["limit"] | row["torch_pruning"]
+        parts["replay"] = row["keepk_replay"]["replay"]
         parts["forward"] = row["forward"]
         seconds = {column: parts[column]["cpu_seconds"] for column in columns}
         ratio = seconds["step"] / seconds["event"]

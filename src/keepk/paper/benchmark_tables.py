@@ -100,27 +100,32 @@ def shrink_event(folder: Path, name: str = "shrink_event") -> Table:
     rows = []
     for row in _read(folder / f"{name}.json")["networks"]:
         ours, bare, limit, theirs = row["keepk"], row["keepk_weights"], row["limit"], row["torch_pruning"]
-        step = theirs["step"]["cpu_seconds"]
+        step, replay = theirs["step"]["cpu_seconds"], row["keepk_replay"]
+        replayed = ours["event"]["cpu_seconds"] + replay["replay"]["cpu_seconds"]
         rows.append(
             (
                 row["network"],
                 _seconds(ours["event"]),
+                _seconds(replay["replay"]),
                 _seconds(bare["event"]),
                 _seconds(limit["copy"]),
                 _seconds(limit["least"]),
                 _seconds(theirs["step"]),
+                f"{step / replayed:.1f}",
                 *(f"{step / part['cpu_seconds']:.1f}" for part in (ours["event"], bare["event"], limit["least"])),
                 f"{ours['removed_percent']:.1f} / {theirs['removed_percent']:.1f} %",
-                f"{_passes(ours, 'event')} / {_passes(theirs, 'step')}",
+                f"{_passes(ours, 'event')}, {_passes(replay, 'replay')} / {_passes(theirs, 'step')}",
             )
         )
     columns = (
         "network",
         "keepk with Adam (quartiles)",
+        "replay",
         "without Adam",
         "plain copy",
         "least",
         "Torch-Pruning step",
+        "step / with + replay",
         "step / with",
         "step / without",
         "step / least",
