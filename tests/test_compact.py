@@ -346,7 +346,7 @@ def test_a_refused_cut_leaves_everything_as_it_was():
     smaller, foreign = copy.deepcopy(model), copy.deepcopy(model)
     smaller[2] = nn.Linear(3, 3)
     foreign[4] = nn.Identity()
-    for follower, why in ((smaller, "must have followed every shrink before"), (foreign, "has no tensor")):
+    for follower, why in ((smaller, "Pass a follower to every shrink of the model"), (foreign, "has no tensor")):
         with pytest.raises(ShrinkError, match=why):
             compact(model, example, followers=[follower])
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

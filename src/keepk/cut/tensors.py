@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut
-from keepk.graph.shell import cut_tensor
+from keepk.graph.edits import Cut, cut_tensor
 
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
