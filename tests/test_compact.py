@@ -322,7 +322,7 @@ def test_saved_and_loaded(tmp_path):
     model, example = finished(Pictures(0, True, "residual", "relu"), torch.randn(2, 3, 9, 9), 0.8, 1)
     assert compact(model, example).units > 0
     keepk.save(model, tmp_path / "model")
-    loaded = keepk.load(tmp_path / "model", Pictures(0, True, "residual", "relu").double())
+    loaded = keepk.load(Pictures(0, True, "residual", "relu").double(), tmp_path / "model")
     assert all(torch.equal(a, b) for a, b in zip(outputs(model, example), outputs(loaded, example), strict=True))
 
 

@@ -558,7 +558,7 @@ def test_a_config_that_others_hold_is_left_as_it_was(tmp_path):
     assert model.blocks[0].sizes is config
     assert vars(model.blocks[1].sizes) == {"heads": 2, "width": 12, "layers": 2}
     keepk.save(model, tmp_path / "net")
-    loaded = keepk.load(tmp_path / "net", NETWORKS["heads_in_a_config"]()[0])
+    loaded = keepk.load(NETWORKS["heads_in_a_config"]()[0], tmp_path / "net")
     assert torch.equal(loaded(example), model(example))
     assert vars(loaded.blocks[1].sizes) == vars(model.blocks[1].sizes)
 

@@ -25,7 +25,7 @@ from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting
 
 ABOUT = {
-    "file": "A model that keepk.save wrote, with model.safetensors. Read it with keepk.load(folder, YourModel()).",
+    "file": "A model that keepk.save wrote, with model.safetensors. Read it with keepk.load(YourModel(), folder).",
     "modules": "The class of each module of the dense model, by its path.",
     "tensors": "dense: the shape before anything was removed. kept: for each axis that lost something, the indices of "
     "the dense tensor that stayed; '0:3, 5' is 0, 1, 2, 5. A list has an entry for each row that stayed.",

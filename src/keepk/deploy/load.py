@@ -5,8 +5,11 @@ Loading is a replay of the recorded cuts, which needs facts about modules but no
 """
 
 import os
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,9 +26,33 @@ from keepk.graph.edits import Edits
 from keepk.run.files import place
 
 Model = TypeVar("Model", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def load(path: str | os.PathLike[str], model: Model, *, example: Any = None) -> Model:
+def _accepts_old_order(function: Function) -> Function:
+    """Let `load` also be called as load(path, model), its order in 0.1, with a DeprecationWarning."""
+
+    @wraps(function)
+    def either_order(*args: Any, **options: Any) -> Any:
+        if args and isinstance(args[0], str | os.PathLike):
+            # The second argument may also have been given by name. Two paths, or a path and anything else, are
+            # mistakes in either order: they reach `load`, whose error names the right one.
+            given = args[1:] if len(args) > 1 else (options.get("model"),)
+            if len(args) <= 2 and isinstance(given[0], nn.Module):
+                warnings.warn(
+                    "keepk.load(path, model) is deprecated: call keepk.load(model, path), in the order of keepk.save.",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
+                args = (given[0], args[0])
+                options.pop("model", None)
+        return function(*args, **options)
+
+    return cast("Function", either_order)
+
+
+@_accepts_old_order
+def load(model: Model, path: str | os.PathLike[str], *, example: Any = None) -> Model:
     """Cut a freshly built model as the model saved in the folder `path` was cut, and give it the saved values.
 
     Parameter objects, devices, `requires_grad` and train or eval mode stay. Everything is checked first: if anything is
@@ -33,8 +60,8 @@ def load(path: str | os.PathLike[str], model: Model, *, example: Any = None) -> 
     and sizes, and only to values that a cut of this very model can leave.
 
     Args:
-        path: A folder that `save` wrote.
         model: The model as its constructor builds it, of the saved model's dtype and on any device but meta.
+        path: A folder that `save` wrote.
         example: An input of forward, as for `trace`. With it, the model is traced and its forward replayed at the saved
             sizes on a copy without weights, so that code that was edited since the save (a ``.squeeze()``, a branch on
             a width) is found before anything changes. Without it, only the sizes of tensors and attributes are checked.
@@ -56,11 +83,11 @@ def load(path: str | os.PathLike[str], model: Model, *, example: Any = None) -> 
         >>> edits = keepk.shrink(net, keepk.trace(net, x), [0, 5])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     keepk.save(net, folder)
-        ...     loaded = keepk.load(folder, build())
+        ...     loaded = keepk.load(build(), folder)
         >>> loaded[0], torch.equal(loaded(x), net(x))
         (Linear(in_features=8, out_features=4, bias=True), True)
     """
-    order = "path, model"
+    order = "model, path"
     inner, folder = user_module(model, "load", order), place(path, "load", order, FileError)
     document, stored = read_folder(folder)
     try:

@@ -45,7 +45,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
         >>> edits = keepk.shrink(net, keepk.trace(net, torch.zeros(2, 8)), [0, 5])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(net, folder)
-        ...     loaded = keepk.load(folder, build())
+        ...     loaded = keepk.load(build(), folder)
         >>> torch.equal(loaded(torch.ones(2, 8)), net(torch.ones(2, 8)))
         True
     """
