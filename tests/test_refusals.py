@@ -487,9 +487,9 @@ def test_a_checkpoint_given_to_load_and_a_model_given_to_load_checkpoint(tmp_pat
     for given in ("model", "model/model.safetensors"):
         with pytest.raises(CheckpointError, match=r"has a model that keepk\.save wrote: read it with keepk\.load\.$"):
             keepk.load_checkpoint(tmp_path / given, **parts)
-    with pytest.raises(FileError, match=r"model\.safetensors is a file of one: give .*model\.$"):
+    with pytest.raises(FileError, match=r"model\.safetensors is a file inside one: give .*model\.$"):
         keepk.load(nn.Linear(4, 4), tmp_path / "model/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json is a file of one: give .*run\.$"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is a file inside one: give .*run\.$"):
         keepk.load_checkpoint(tmp_path / "run/checkpoint.json", **parts)
 
 

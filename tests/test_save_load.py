@@ -413,7 +413,10 @@ def setting(path, key, dense, now):
         (lambda arch: arch["tensors"]["3.weight"].update(code="x"), r"a tensor has no 'code'"),
         (lambda arch: arch["headwise"].append([]), r"not laid out as keepk\.save writes it"),
         (lambda arch: arch["values"].update(size="12"), r"size '12' and sha256 .*, which no file can have"),
-        (lambda arch: arch["values"].update(size=10**5000), r"is no JSON|which no file can have|has [\d,]+ bytes"),
+        (
+            lambda arch: arch["values"].update(size=10**5000),
+            r"is not valid JSON|which no file can have|has [\d,]+ bytes",
+        ),
         (
             lambda arch: arch.update(certificate={"a": {"kind": "weights", "total": 1, "asked": 1, "kept": 1}}),
             r"not laid out as keepk\.save writes it \('select'\)",
@@ -670,7 +673,7 @@ def test_no_flipped_bit_is_read(whole, place, bit):
 
 def test_files_cut_short_or_missing_are_refused(folder, tmp_path):
     for name, match in [
-        ("arch.json", r"arch\.json: is no JSON, so it was cut short or edited"),
+        ("arch.json", r"arch\.json: is not valid JSON: the file is truncated or was edited"),
         ("model.safetensors", r"model\.safetensors: has [\d,]+ bytes, arch\.json says [\d,]+"),
     ]:
         data = (folder / name).read_bytes()
@@ -683,9 +686,9 @@ def test_files_cut_short_or_missing_are_refused(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     refused(folder, built(1), r"model\.safetensors: cannot be read .*, but arch\.json names it")
     (folder / "arch.json").write_bytes(b"\xff not JSON")
-    refused(folder, built(1), r"is no JSON")
+    refused(folder, built(1), r"is not valid JSON")
     (folder / "arch.json").write_bytes(b"[" * 100_000)
-    refused(folder, built(1), r"is no JSON")
+    refused(folder, built(1), r"is not valid JSON")
     (folder / "arch.json").write_bytes(b"[1]")
     refused(folder, built(1), r"is not a 'keepk\.model'\. Give a folder of keepk\.save")
     refused(tmp_path / "nowhere", built(1), r"nowhere/arch\.json: there is no saved model to read")
@@ -944,7 +947,7 @@ def test_a_replay_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
 def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(FileError, match=r"file.*: cannot be written .* What was there is as it was"):
+        with pytest.raises(FileError, match=r"file.*: cannot be written .* Its previous contents are unchanged"):
             keepk.save(built(), path)
     assert (tmp_path / "file").read_text() == "mine"
     for name in FILES:
@@ -997,7 +1000,7 @@ def test_a_save_that_fails_after_the_commit_says_that_the_new_model_is_there(fol
     assert same(keepk.load(built(), folder).state_dict().values(), shrunk(1, [5]).state_dict().values())
     with monkeypatch.context() as patch:  # a failure now must not take what the first one left
         failing(patch, "replace", 2, OSError(5, "Input/output error"))
-        with pytest.raises(FileError, match="What was there is as it was"):
+        with pytest.raises(FileError, match="Its previous contents are unchanged"):
             keepk.save(shrunk(1, [5]), folder)
     assert same(keepk.load(built(), folder).state_dict().values(), shrunk(1, [5]).state_dict().values())
     keepk.save(shrunk(1, [5]), folder)
