@@ -404,6 +404,7 @@ def test_lenets_by_magnitude(build, share):
     assert report.units > 100
     assert relative_error(before, outputs(model, example)) < TOLERANCE
     line = str(report)
+    assert repr(report) == f"<Compaction: {line}>"
     assert "\n" not in line
     assert f"{report.units} dead units removed in" in line
     assert f"-> {report.parameters_after:,} parameters" in line

@@ -256,7 +256,8 @@ def words(text):
 
 
 def test_the_report_prints_itself_plainly_richly_and_as_json():
-    assert str(REPORT) == PRINTED
+    assert str(REPORT) == repr(REPORT) == PRINTED
+    assert REPORT._repr_html_() == REPORT.table()._repr_html_()
     console = Console(file=io.StringIO(), width=120)
     console.print(REPORT)
     assert words(console.file.getvalue()) == words(PRINTED)

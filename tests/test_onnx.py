@@ -349,6 +349,11 @@ def test_the_report_prints_itself_in_a_line(tmp_path):
     report = OnnxReport(tmp_path, 20, ("x: float[batch, 3]",), ("y: float[batch, 2]",), 1.234e-7, 12_345)
     words = "x: float[batch, 3] -> y: float[batch, 2]; opset 20, 12,345 bytes, differs from torch by 1.2e-07"
     assert str(report) == f"{tmp_path}: {words}"
+    assert repr(report) == f"<OnnxReport {report}>"
+    cache = tuple(f"cache.{layer}: float[batch, 8]" for layer in range(48))
+    short = repr(OnnxReport(tmp_path, 20, cache, cache[:4], None, 12_345))
+    wanted = [", ".join([*cache[:3], more]) for more in ("45 more", "1 more")]
+    assert short == f"<OnnxReport {tmp_path}: {' -> '.join(wanted)}; opset 20, 12,345 bytes, not checked>"
 
 
 numbers = st.sampled_from([0.0, 1.0, -2.0, 3.5, math.inf, -math.inf, math.nan])

@@ -64,8 +64,12 @@ class Compaction:
     def __len__(self) -> int:
         return self.units
 
+    def __repr__(self) -> str:
+        # The generated one would print every kept index of every cut tensor.
+        return f"<Compaction: {self}>"
+
     def __str__(self) -> str:
-        """One line for people."""
+        """A summary in one line."""
         if self.note and not self.units:
             return f"nothing removed: {self.note}"
         reasons = f"{self.unread} without a reader, {self.unfed} without an input, {self.folded} folded into biases"

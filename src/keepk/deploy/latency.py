@@ -127,6 +127,12 @@ class LatencyReport:
     def __str__(self) -> str:
         return str(self.table())
 
+    def __repr__(self) -> str:
+        return str(self)  # the table is shorter than the fields, and is what an interactive session should show
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
     def __rich__(self) -> "RichTable":
         return self.table().__rich__()
 

@@ -36,7 +36,8 @@ from keepk.plan.names import shown
 from keepk.run.files import own_folder, place, sync_folder
 
 ROUNDING, COARSE_ROUNDING = 1e-4, 1e-2
-REASON = 400  # letters of what the exporter says; it goes on for pages
+REASON = 400  # letters of the exporter's message, which goes on for pages
+SHOWN = 3  # inputs and outputs in a repr
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,20 @@ class OnnxReport:
     bytes: int
 
     def __str__(self) -> str:
+        return self._told(", ".join(self.inputs), ", ".join(self.outputs))
+
+    def __repr__(self) -> str:
+        # A language model's cache has two tensors per layer, each of them an input and an output.
+        return f"<OnnxReport {self._told(_shortened(self.inputs), _shortened(self.outputs))}>"
+
+    def _told(self, inputs: str, outputs: str) -> str:
         checked = "not checked" if self.difference is None else f"differs from torch by {self.difference:.1e}"
-        signature = f"{', '.join(self.inputs)} -> {', '.join(self.outputs)}"
-        return f"{self.path}: {signature}; opset {self.opset}, {self.bytes:,} bytes, {checked}"
+        return f"{self.path}: {inputs} -> {outputs}; opset {self.opset}, {self.bytes:,} bytes, {checked}"
+
+
+def _shortened(specs: Sequence[str]) -> str:
+    more = [f"{len(specs) - SHOWN} more"] if len(specs) > SHOWN else []
+    return ", ".join([*specs[:SHOWN], *more])
 
 
 def export_onnx(
