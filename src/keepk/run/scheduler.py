@@ -1,4 +1,8 @@
-"""Learning-rate schedulers in a checkpoint: their state without the functions in it."""
+"""Learning-rate schedulers in a checkpoint: their state, without the functions in it.
+
+A LambdaLR keeps its functions in its state_dict. A file cannot hold a function without pickle, so a checkpoint has
+their names alone, and restoring takes the functions from the scheduler that the user has built again.
+"""
 
 from typing import Any
 
@@ -7,7 +11,7 @@ from keepk.run.parts import refuse_other_class
 
 
 class SchedulerPart:
-    """A learning-rate scheduler. Functions in its state are not stored: the rebuilt one must have the same."""
+    """A learning-rate scheduler. Functions in its state are not stored: the rebuilt scheduler must have the same."""
 
     def __init__(self, name: str, scheduler: Any) -> None:
         self._name, self._scheduler = name, scheduler
@@ -41,6 +45,7 @@ def _is_function(value: Any) -> bool:
 
 
 def _without_functions(tree: Any, path: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
+    """The tree with None in place of each function; the functions are added to `found`, by path."""
     if _is_function(tree):
         found[path] = tree
         return None
@@ -52,6 +57,7 @@ def _without_functions(tree: Any, path: tuple[Any, ...], found: dict[tuple[Any, 
 
 
 def _with_functions(tree: Any, path: tuple[Any, ...], functions: dict[tuple[Any, ...], Any]) -> Any:
+    """The tree with the functions back in their places."""
     if path in functions:
         return functions[path]
     if type(tree) is dict:
