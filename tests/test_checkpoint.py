@@ -609,7 +609,9 @@ def test_a_resume_needs_every_part_that_was_saved(tmp_path, left_out):
     run = Run(2)
     before = run.bits()
     parts = {name: part for name, part in run.parts().items() if name != left_out}
-    with pytest.raises(CheckpointError, match=f"holds a {left_out}, .*Pass {left_out}=..., or only model= to read it"):
+    with pytest.raises(
+        CheckpointError, match=f"holds the run.s {left_out}, .*Pass {left_out}=..., or only model= to read it"
+    ):
         load_checkpoint(tmp_path, **parts)
     assert run.bits() == before
 

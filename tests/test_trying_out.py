@@ -489,7 +489,7 @@ def test_a_sum_over_a_batch_of_products_stays():
 
 def test_two_stand_ins_for_an_operation_are_refused():
     before = dict(dead_ops.BUILDERS)
-    with pytest.raises(TraceError, match="stand-in for mul: there is one already, '_times'"):
+    with pytest.raises(TraceError, match="mask rule for mul: there is one already, '_times'"):
         dead_ops._builds("mul")(lambda _: None)
     assert before == dead_ops.BUILDERS
 

@@ -36,7 +36,7 @@ def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -
     Args:
         module: The model, or a follower built like it.
         tensors: Its tensors by name.
-        edits: What is cut.
+        edits: The cuts.
     """
     modules = dict(module.named_modules())
     _refuse_missing(module, modules, edits)

@@ -218,7 +218,7 @@ def _new_biases(copy: nn.Module, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse_looking(model: nn.Module, example: Example) -> None:
-    """Refuse a forward that may decide by values: one that runs on the meta device, where there are none, cannot."""
+    """Refuse a forward that may branch on values: one that runs on the meta device, without values, does not."""
     workshop = Workshop(model, example, META)
     try:
         with workshop.running() as given:

@@ -28,7 +28,7 @@ REPLACED = (
 )
 TAKEN_BACK = (
     "forward: an event failed on some rank after channels were removed from the model of this DistributedDataParallel "
-    "wrapper. The channels are back, but the wrapper is no longer connected to them. Wrap the model again."
+    "wrapper. The channels are back, but the wrapper has lost its hooks on them. Wrap the model again."
 )
 
 

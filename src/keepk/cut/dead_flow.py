@@ -29,14 +29,14 @@ from keepk.graph.label import tensors_in
 from keepk.graph.shell import Workshop, plain_tensors
 from keepk.graph.tracer import named_tensors
 
-# Operations without tensor inputs. Only a tensor filled with one number is known to be the same for every input: an
-# `arange` may depend on the input's length.
+# Operations that create a tensor filled with one number. Anything else that is created, such as an `arange`, may differ
+# from input to input, for example with the input's length.
 FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor", "zeros_like", "ones_like"}
 # Parts of a constant, such as a table of positions: which part is taken may depend on the input's length.
 PARTS = {"slice", "narrow", "select", "index", "index_select", "gather", "unfold", "as_strided"}
 # Even for zeros, the result of these depends on how many there are.
 COUNTS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "logcumsumexp"}
-HALF = 0.5  # a stand-in's output counts terms, so it is an integer up to rounding
+HALF = 0.5  # a mask rule's output counts terms, so it is an integer up to rounding
 
 
 class NotFollowed(Exception):  # noqa: N818 - a reason that `compact` catches and reports, not an error
@@ -222,9 +222,9 @@ def _through(spread: Spread, masks: list[Tensor]) -> list[Tensor]:
 
 
 def _fitting(operation: Operation, inputs: list[Knowledge]) -> Spread:
-    """The stand-in of an operation; if it fails or gives wrong shapes, the one that passes everything on."""
+    """The mask rule of an operation; if it fails or gives wrong shapes, the one that passes everything on."""
     spread = spread_of(operation)
-    try:  # on the real masks: variants of an operation may have arguments that its stand-in does not expect
+    try:  # on the real masks: variants of an operation may have arguments that its mask rule does not expect
         found = _through(spread, _counted(source.nonzero for source in inputs))
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError):
         return everywhere(operation)
@@ -257,7 +257,7 @@ def _varying(spread: Spread, inputs: list[Knowledge]) -> list[Tensor]:
 
 
 def _pulled(step: _Step) -> list[Tensor]:
-    """Masks of the input elements that the needed output elements depend on: the stand-in's gradient."""
+    """Masks of the input elements that the needed output elements depend on: the mask rule's gradient."""
     with torch.enable_grad():
         masks = [mask.requires_grad_() for mask in _counted(~source.void for source in step.inputs)]
         outputs = _through(step.spread, masks)

@@ -1,9 +1,9 @@
-"""An operation of the forward pass, and its stand-in, which computes how the operation passes influence on.
+"""An operation of the forward pass, and its mask rule, which computes how the operation passes influence on.
 
-A stand-in works on masks, tensors that are 1 where an element can be nonzero. It computes sums of products of the
+A mask rule works on masks, tensors that are 1 where an element can be nonzero. It computes sums of products of the
 inputs' masks, which are positive exactly where influence passes. Its gradient says which inputs reach an output.
 
-For example, y = W x with W = [[0, 2], [0, 0]] has the stand-in y = [[0, 1], [0, 0]] @ x. From x = [1, 1] it gives
+For example, y = W x with W = [[0, 2], [0, 0]] has the mask rule y = [[0, 1], [0, 0]] @ x. From x = [1, 1] it gives
 [1, 0]: no input reaches y[1]. The gradient of the sum of y is [0, 1]: x[0] reaches no output.
 """
 
@@ -22,7 +22,7 @@ Masks: TypeAlias = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Spread:
-    """The stand-in of one operation.
+    """The mask rule of one operation.
 
     Attributes:
         through: Computes the masks of the outputs from those of the inputs.

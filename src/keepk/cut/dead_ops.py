@@ -1,6 +1,6 @@
-"""The table of stand-ins: which input elements can influence which output elements of an operation.
+"""The table of mask rules: which input elements can influence which output elements of an operation.
 
-A convolution is its own stand-in (on masks), and an elementwise operation has a sum. For an operation that is not in
+A convolution is its own mask rule, and that of an elementwise operation is a sum. For an operation that is not in
 the table, every input element may influence every output element, which is always safe.
 """
 
@@ -26,7 +26,7 @@ def _builds(*names: str) -> Callable[[Builder], Builder]:
         for name in names:
             if name in BUILDERS:
                 known = BUILDERS[name].__name__
-                raise TraceError(f"stand-in for {name}: there is one already, {shown(known)}. Register it once.")
+                raise TraceError(f"mask rule for {name}: there is one already, {shown(known)}. Register it once.")
             BUILDERS[name] = builder
         return builder
 
@@ -34,7 +34,7 @@ def _builds(*names: str) -> Callable[[Builder], Builder]:
 
 
 def spread_of(operation: Operation) -> Spread:
-    """The stand-in of an operation; for an unknown one, everything reaches everything."""
+    """The mask rule of an operation; for an unknown one, everything reaches everything."""
     builder = BUILDERS.get(operation.name)
     if builder is None:
         builder = by_element if is_pointwise(operation.function) else everywhere

@@ -80,7 +80,7 @@ def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:
 
 
 def _widened(weights: Tensor, dead: Tensor) -> Tensor | None:
-    """The mask in words of the weights' size; None where `masked_fill_` is used instead."""
+    """The mask widened to the weights' element size; None where `masked_fill_` is used instead."""
     return alive_words(dead, WORDS[weights.element_size()]) if takes_words(weights, dead) else None
 
 
@@ -97,8 +97,8 @@ def without_updates(
     Returns:
         The arguments, with a closure replaced by one that drops the gradients of the frozen parameters.
     """
-    # Without a gradient there is no update, no weight decay and no momentum. Setting requires_grad=False would not do:
-    # momentum and weight decay apply to any gradient that is still there.
+    # An optimizer skips a parameter without a gradient: no update, weight decay or momentum. Setting requires_grad to
+    # False would not be enough, since an existing gradient would still be applied.
     frozen = tuple(frozen)
     _drop_gradients(frozen)
     if callable(kwargs.get("closure")):

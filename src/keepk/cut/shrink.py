@@ -94,7 +94,7 @@ class Prepared:
 
     Attributes:
         model: The model.
-        edits: What will be cut.
+        edits: The cuts.
         changes: The steps, in order.
         touched: The tensor objects that get new contents.
     """

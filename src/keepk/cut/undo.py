@@ -51,6 +51,6 @@ def undone_by(undo: Undo) -> Iterator[None]:
     """Run `undo` if the block fails, so that a single change is itself all or nothing."""
     try:
         yield
-    except BaseException:  # an interrupt too: until the change has returned its undo, nobody else can call it
+    except BaseException:  # an interrupt too: the caller gets the undo only when the change returns
         undo()
         raise

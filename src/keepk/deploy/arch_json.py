@@ -1,7 +1,7 @@
 """``arch.json``: a description of a model as JSON that people can read, with one line per axis, and back.
 
-Runs of indices are written like Python slices. Reading trusts nothing: whoever edits the file can compute its hash
-again, so every entry is checked for its type and range before it is used.
+Runs of indices are written like Python slices. Reading trusts nothing: an edited file can have a correct hash, so every
+entry is checked for its type and range before it is used.
 
 >>> as_text([0, 1, 2, 5, 8, 9])
 '0:3, 5, 8:10'

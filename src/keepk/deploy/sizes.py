@@ -1,7 +1,7 @@
 """Checking that a description can be the result of shrinking a dense model: sizes agree, and nothing else changed.
 
-``arch.json`` may come from anywhere, and whoever edits it can compute its hash again. So nothing in it is set on a
-model unless it is a size that follows from the cuts. The sizes of torch's layers are computed from their tensors. A
+``arch.json`` may come from anywhere, and an edited file can have a correct hash. So nothing in it is set on a model
+unless it is a size that follows from the cuts. The sizes of torch's layers are computed from their tensors. A
 number that a user's module keeps has to be the number of remaining entries of an axis, or of a part of one.
 """
 

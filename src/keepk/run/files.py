@@ -201,7 +201,7 @@ def writing(folder: Path, tensors: Mapping[str, Tensor], error: type[KeepkError]
 
     Args:
         folder: The folder.
-        tensors: What will be written, for the size in the error.
+        tensors: The tensors to be written, whose size the error names.
         error: The class of the error.
 
     Yields:

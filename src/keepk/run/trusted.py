@@ -24,7 +24,7 @@ class Trusted:
 
     Attributes:
         name: The index's file name.
-        noun: What the index describes, for errors.
+        noun: The kind of thing that the index describes, for errors.
         format: The value of its entry "format".
         version: The value of its entry "version".
         digest: Computes the sha256 of a document, without its entry "sha256".
