@@ -240,7 +240,12 @@ def _commit(
     for name, new in found.biases.items():
         changes.append(_new_values(named[name], new))
         for held in (held[name] for held in following if name in held):
-            _refuse_other_shape(name, held, new)
+            # Before any change, because broadcasting would hide some wrong shapes from the sum below.
+            if held.shape != new.shape:
+                raise ShrinkError(
+                    f"followers: {name!r} has shape {tuple(held.shape)}, the model's {tuple(new.shape)}. "
+                    f"Pass a follower to every shrink of the model, or make a new copy of the model."
+                )
             changes.append(_new_values(held, held + (new - named[name]).to(held)))
     done = list[Edits]()
 
@@ -252,14 +257,6 @@ def _commit(
         return prepared.apply()
 
     return all_or_nothing([*changes, cut]), done[0]
-
-
-def _refuse_other_shape(name: str, held: Tensor, new: Tensor) -> None:
-    if held.shape != new.shape:
-        raise ShrinkError(
-            f"followers: {name!r} has shape {tuple(held.shape)}, the model's {tuple(new.shape)}. "
-            f"Pass a follower to every shrink of the model, or make a new copy of the model."
-        )
 
 
 def _new_values(bias: Tensor, values: Tensor) -> Change:

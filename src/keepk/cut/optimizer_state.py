@@ -61,8 +61,9 @@ def refuse_foreign_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Par
     for parameter, name in names.items():
         for key, value in (optimizer.state.get(parameter) or {}).items():
             if not _follows(key, value, parameter):
+                got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise OptimizerError(
-                    f"optimizer {type(optimizer).__name__}: its state {key!r} of {name!r} is {_described(value)}, but "
+                    f"optimizer {type(optimizer).__name__}: its state {key!r} of {name!r} is {got}, but "
                     f"the parameter has shape {tuple(parameter.shape)}, so the state of a pruned weight cannot be "
                     f"zeroed. Use an optimizer with state per weight, such as SGD, Adam or AdamW."
                 )
@@ -128,8 +129,5 @@ def _no_optimizer(given: object) -> str:
 def _follows(key: str, value: Any, parameter: nn.Parameter) -> bool:
     if isinstance(value, Tensor):
         return key == COUNTER or value.numel() == 1 or value.shape == parameter.shape
+    # Plain numbers hold for the whole parameter; a container may hold anything.
     return not isinstance(value, list | tuple | dict)
-
-
-def _described(value: object) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -132,7 +132,10 @@ def put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
 
 
 def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str, Any]:
-    new = _copied(record)
+    # A new record, because the old one is kept for an undo. It shares the arrays of indices, which are never changed in
+    # place.
+    nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
+    new = {**record, **nested, "selections": dict(record["selections"])}
     for cut in edits.cuts:
         entry = new["tensors"].setdefault(cut.tensor, {"shape": list(cut.before), "kept": {}})
         entry["kept"] = _composed(entry, cut)
@@ -193,12 +196,6 @@ def _owners_left(owners: NDArray[np.int64], axis: int, cut: Cut | None) -> NDArr
     if owners.ndim == 1:
         return owners[kept]  # a matrix of indices gives a matrix of owners, with different columns in each row
     return np.take_along_axis(owners, kept, axis=1) if kept.ndim == 2 else owners[:, kept]
-
-
-def _copied(record: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a record. It shares the arrays of indices, which are never changed in place."""
-    nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
-    return {**record, **nested, "selections": dict(record["selections"])}
 
 
 def _composed(entry: dict[str, Any], cut: Cut) -> dict[str, Any]:

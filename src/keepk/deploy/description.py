@@ -215,7 +215,8 @@ def _dense_class(module: nn.Module) -> str:
 
 
 def _entries(model: nn.Module, cut: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
-    passing = set(_not_persistent(model))
+    modules = model.named_modules()
+    passing = {f"{path}.{name}".removeprefix(".") for path, it in modules for name in it._non_persistent_buffers_set}
     for name, tensor, _ in named_tensors(model):
         if reason := unpackable(tensor):
             raise FileError(f"tensor {name!r} is {reason}")
@@ -237,12 +238,6 @@ def _entry(name: str, tensor: Tensor, cut: Mapping[str, Any] | None, *, persiste
             f"model was shrunk. Replace layers before keepk.shrink, in the model's constructor."
         )
     return entry
-
-
-def _not_persistent(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            yield f"{path}.{name}" if path else name
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -93,8 +93,11 @@ def replay(model: nn.Module, saved: Description, given: Description, values: Map
     changes = cut_module(model, tensors, edits) if shrunk else []
     # Values come after the cuts, which give the tensors their sizes.
     for name, entry in saved.tensors.items():
-        if name in given.tensors and _fits(values[name], entry, given.tensors[name]):
-            changes.append(_fill(tensors[name], entry, values[name]))
+        value, own = values[name], given.tensors.get(name)
+        # Only a buffer outside the state_dict can be missing or different here: a cache or a table. The constructor's
+        # own then stays; one of another dtype is converted if its values are plain numbers.
+        if own and entry.dense == own.dense and (entry.dtype == own.dtype or value.dtype in DTYPE_CODES):
+            changes.append(_fill(tensors[name], entry, value))
     changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
     if (saved.certificate, saved.masked) != (certificate_of(model), masked_places(model)):
         changes.append(certified(model, saved.certificate, saved.masked))
@@ -145,11 +148,6 @@ def _value(name: str, entry: Entry, stored: Tensor) -> Tensor:
             f"model.safetensors: {name!r} has shape {tuple(value.shape)}, but arch.json leaves {entry.shape} of it"
         )
     return value
-
-
-def _fits(value: Tensor, saved: Entry, given: Entry) -> bool:
-    """Whether the saved value fits the model's tensor; only a buffer outside the state_dict may have changed."""
-    return saved.dense == given.dense and (saved.dtype == given.dtype or value.dtype in DTYPE_CODES)
 
 
 def _fill(tensor: Tensor, entry: Entry, value: Tensor) -> Change:

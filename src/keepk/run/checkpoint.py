@@ -150,7 +150,9 @@ def load_checkpoint(
     if not isinstance(held, list) or not all(isinstance(name, str) for name in held) or "tree" not in document:
         raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
     _refuse_other_parts(folder, set(parts), held, resumes)
-    kept = _copies(parts)
+    # The current states, on the host, for a way back. The pruner is not among them: it undoes its own changes.
+    others = [part for name, several in parts.items() for part in several if name != "pruner"]
+    kept = [(part, host_copy(part.capture())) for part in others]
     with ExitStack() as shapes:
         try:
             saved = decode(document["tree"], tensors)
@@ -219,12 +221,6 @@ def _check(parts: dict[str, list[Part]], saved: dict[str, Any], resumes: bool) -
             part.check(state)
     if resumes:
         check_rng_state(saved["rng"])
-
-
-def _copies(parts: dict[str, list[Part]]) -> list[tuple[Part, Any]]:
-    """Copies of the current states on the host, except the pruner's, which undoes its own changes."""
-    others = [part for name, several in parts.items() for part in several if name != "pruner"]
-    return [(part, host_copy(part.capture())) for part in others]
 
 
 def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:

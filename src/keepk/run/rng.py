@@ -11,12 +11,13 @@ from keepk.errors import CheckpointError
 
 def rng_state() -> dict[str, Any]:
     """The states of Python's generator, numpy's global one, torch's for the CPU and, if in use, every CUDA device's."""
+    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
         # Reading a CUDA state would initialize CUDA, which takes seconds and memory and breaks a later fork.
-        "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
+        "cuda": torch.cuda.get_rng_state_all() if in_use else [],
     }
 
 
@@ -34,8 +35,10 @@ def check_rng_state(saved: dict[str, Any]) -> None:
     try:  # on fresh generators, so that the global ones do not change
         random.Random().setstate(saved["python"])
         np.random.RandomState().set_state(saved["numpy"])
+        # By hand, because a CUDA state cannot be tried on a machine without that device.
         for state in [saved["torch"], *saved["cuda"]]:
-            _refuse_no_state(state)
+            if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+                raise TypeError("a state of torch is not a tensor of bytes")
         torch.Generator().set_state(saved["torch"])
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
@@ -50,12 +53,3 @@ def set_rng_state(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["torch"])
     for device, state in zip(range(torch.cuda.device_count()), saved["cuda"], strict=False):
         torch.cuda.set_rng_state(state, device)
-
-
-def _refuse_no_state(state: object) -> None:
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-        raise TypeError("a state of torch is not a tensor of bytes")
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

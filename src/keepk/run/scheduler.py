@@ -40,13 +40,11 @@ class SchedulerPart:
         self._scheduler.load_state_dict(_with_functions(saved["state"], (), functions))
 
 
-def _is_function(value: Any) -> bool:
-    return callable(value) and hasattr(value, "__qualname__") and not isinstance(value, type)
-
-
 def _without_functions(tree: Any, path: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
     """The tree with None in place of each function; the functions are added to `found`, by path."""
-    if _is_function(tree):
+    # A class is callable too, but it is refused later by the codec. A callable object without a name is kept as it is:
+    # LambdaLR saves such an object's __dict__ instead of the object.
+    if callable(tree) and hasattr(tree, "__qualname__") and not isinstance(tree, type):
         found[path] = tree
         return None
     if type(tree) is dict:
