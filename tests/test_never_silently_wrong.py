@@ -707,7 +707,7 @@ def test_a_saved_cut_is_replayed_by_load_with_an_example(tmp_path, left, monkeyp
     monkeypatch.setattr(Edited, "edited", True)
     fresh = Edited()
     before = copy.deepcopy(fresh.state_dict())
-    with pytest.raises(FileError, match=r"load: with .*first.*Nothing was changed. Load it with the model's code as"):
+    with pytest.raises(FileError, match=r"load: with .*first.*Nothing was changed. Load it with the code that the"):
         keepk.load(fresh, tmp_path, example=x)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), fresh.state_dict().values(), strict=True))
     keepk.load(fresh, tmp_path)  # unchecked, as asked

@@ -168,8 +168,8 @@ def refused(tmp_path, model, example, error, match, name="net.onnx", **options):
     [
         (torch.relu, torch.ones(2, 4), TraceError, "got builtin_function_or_method as the model"),
         (nn.Linear(4, 3), "pictures", TraceError, "example: got str. Give a tensor, a tuple"),
-        (nn.Linear(4, 3), torch.tensor(1.0), TraceError, r"first tensor of shape \(\), so there is no batch"),
-        (nn.Linear(4, 3), {}, TraceError, "has no tensor, so there is no batch"),
+        (nn.Linear(4, 3), torch.tensor(1.0), TraceError, r"first tensor of shape \(\), so its batch size"),
+        (nn.Linear(4, 3), {}, TraceError, "has no tensor, so its batch size cannot be changed"),
         (nn.Linear(4, 3), (2, 4), TraceError, r"example: got the shape \(2, 4\). Give a tensor, not a shape."),
         (nn.Linear(4, 3), (torch.ones(2, 4), torch.ones(2)), TraceError, "A tuple is several arguments: give the tens"),
         (nn.ReLU, torch.ones(2, 4), TraceError, r"export_onnx: got the class ReLU. Give ReLU\(\), a model."),

@@ -548,8 +548,8 @@ def test_masked_channels_that_cannot_be_counted_are_refused_with_the_cure(tmp_pa
     [
         (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0"]}), "60 masked channels"),
         (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0:2147483648"] * 60}), "not a rising run"),
-        (lambda it: it["masked"]["c"]["0.weight"].update({"7": ["0"] * 60}), "no axis of a tensor"),
-        (lambda it: it["masked"]["c"]["0.weight"].update({"1,0": ["0"] * 60}), "no axis of a masked"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"7": ["0"] * 60}), "not an axis of a tensor"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"1,0": ["0"] * 60}), "not an axis of a masked"),
         (lambda it: it["masked"]["c"].update({"no": {"0": ["0"] * 60}}), "not laid out"),
         (lambda it: it["masked"].update({"d": {}}), "not laid out"),
         (lambda it: it["certificate"]["c"].update(masked=-1), "masked of the certificate"),

@@ -271,7 +271,7 @@ def out_of_memory(*_):
 def a_step_without_the_wrapper_is_refused(rank):
     """On all ranks, or on one of them while the others give theirs."""
     ddp, optimizer, pruner = trained(rank)
-    with Unchanged(ddp, optimizer, pruner), pytest.raises(ShrinkError, match=r"Say ddp = pruner.step\(ddp\)"):
+    with Unchanged(ddp, optimizer, pruner), pytest.raises(ShrinkError, match=r"Call ddp = pruner.step\(ddp\)"):
         pruner.step()
     expected = ShrinkError if rank == 1 else DisagreementError
     with Unchanged(ddp, optimizer, pruner), pytest.raises(expected, match=r"ddp = pruner.step\(ddp\)|rank 1: failed"):

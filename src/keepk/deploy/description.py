@@ -150,7 +150,7 @@ def refuse_extra_state(model: nn.Module) -> None:
                 f"module {path!r} ({type(module).__name__}) has extra state (get_extra_state), which may be any "
                 f"object. Keep what has to be saved in buffers."
             )
-    # Quantized modules pack their weights into other entries, and any module may write additional ones. An entry that
+    # Quantised modules pack their weights into other entries, and any module may write additional ones. An entry that
     # is a parameter or buffer under another name, as state_dict hooks rename them, loses nothing.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names, tensors = {name for name, _ in named}, {id(tensor) for _, tensor in named}
@@ -164,8 +164,8 @@ def refuse_extra_state(model: nn.Module) -> None:
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         raise FileError(
             f"module {path!r} ({type(model.get_submodule(path)).__name__}) keeps state that is neither a parameter nor "
-            f"a buffer and would be lost: {', '.join(keys[:5])}{more}. Keep it in buffers. Of a quantized model, save "
-            f"the float one and quantize it after keepk.load; or save model.state_dict() with torch.save."
+            f"a buffer and would be lost: {', '.join(keys[:5])}{more}. Keep it in buffers. Of a quantised model, save "
+            f"the float one and quantise it after keepk.load; or save model.state_dict() with torch.save."
         )
 
 

@@ -30,7 +30,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _accepts_old_order(function: Function) -> Function:
-    """Let `load` also be called as load(path, model), its order in 0.1, with a DeprecationWarning."""
+    """Let `load` also be called as load(path, model), its former order, with a DeprecationWarning."""
 
     @wraps(function)
     def either_order(*args: Any, **options: Any) -> Any:

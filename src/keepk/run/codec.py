@@ -156,7 +156,7 @@ def _refusal(path: str, got: str) -> CheckpointError:
 
 
 def _encode_int(value: int) -> Any:
-    # Other readers of JSON take ints for 64-bit or floats, and Python itself refuses decimals of more than 4300 digits.
+    # Python refuses to read decimals of more than 4300 digits; hexadecimals have no limit.
     return value if abs(value) < 2**63 else {"$int": hex(value)}
 
 

@@ -199,7 +199,7 @@ class GeneratorPart:
 def host_copy(tree: Any) -> Any:
     """A copy of a state on the host, because a GPU may not have room for a second one."""
     if isinstance(tree, Tensor):
-        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses what is unpackable
+        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses what cannot be stored
     if type(tree) in (list, tuple):
         return type(tree)(host_copy(item) for item in tree)
     if type(tree) in (dict, OrderedDict):
