@@ -198,7 +198,7 @@ def onnx_outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 def reloaded(case: Case) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         keepk.save(case.shrunk, folder)
-        loaded = keepk.load(folder, case.network.build())
+        loaded = keepk.load(case.network.build(), folder)
     pairs = zip(case.outputs(case.shrunk), case.outputs(loaded), strict=True)
     return {"reload": "ok" if all(torch.equal(saved, read) for saved, read in pairs) else "DIFF"}
 

@@ -87,7 +87,7 @@ def prune(network: nn.Module, spaces: list[Space], loader: Loader, optimizer: to
 def write(network: nn.Module, example: Tensor, folder: Path) -> nn.Module:
     """Save the network, load it into a fresh dense one, and export it if ONNX is there; returns the loaded one."""
     keepk.save(network, folder / "small")
-    loaded = keepk.load(folder / "small", make_network()).eval()
+    loaded = keepk.load(make_network(), folder / "small").eval()
     assert torch.equal(loaded(example), network.eval()(example))
     if all(find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime")):
         print(keepk.export_onnx(loaded, example, folder / "small.onnx"))

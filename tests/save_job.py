@@ -45,7 +45,7 @@ def read_value(folder: Path) -> int:
     """What the folder holds: 0 for no model; one that is not whole raises."""
     if not (folder / "arch.json").exists():
         return 0
-    model = keepk.load(folder, build())
+    model = keepk.load(build(), folder)
     value = 60 - model[0].out_features
     assert all(bool((parameter == value).all()) for parameter in model.parameters())
     return value

@@ -80,7 +80,7 @@ def test_it_is_in_the_file_and_comes_back_with_the_model(tmp_path, name):
     assert pruner.certificate == wanted
     keepk.save(model, tmp_path / "first")
     assert written(tmp_path / "first")["certificate"] == wanted
-    fresh = keepk.load(tmp_path / "first", built(seed=5))
+    fresh = keepk.load(built(seed=5), tmp_path / "first")
     assert certificate_of(fresh) == wanted
     keepk.save(fresh, tmp_path / "second")
     assert contents(tmp_path / "first") == contents(tmp_path / "second")
@@ -133,7 +133,7 @@ def test_a_model_that_no_run_made_has_none(tmp_path):
     keepk.save(model, tmp_path / "shrunk")
     for folder in ("dense", "shrunk"):
         assert written(tmp_path / folder)["certificate"] == {}
-        assert "certificate" not in record_of(keepk.load(tmp_path / folder, built()))
+        assert "certificate" not in record_of(keepk.load(built(), tmp_path / folder))
 
 
 def test_a_load_brings_the_saved_run_in_place_of_the_models_own(tmp_path):
@@ -141,7 +141,7 @@ def test_a_load_brings_the_saved_run_in_place_of_the_models_own(tmp_path):
     keepk.save(built(), tmp_path / "dense")
     keepk.save(ran("channels")[0], tmp_path / "channels")
     for folder in ("dense", "channels"):
-        model = keepk.load(tmp_path / folder, ran("weights")[0])
+        model = keepk.load(ran("weights")[0], tmp_path / folder)
         keepk.save(model, tmp_path / "again")
         assert contents(tmp_path / "again") == contents(tmp_path / folder)
 
@@ -166,7 +166,7 @@ def test_readings_of_a_dense_block_are_certified_too(tmp_path):
     assert written(tmp_path)["certificate"] == {
         "norms.*": entry("channels", 8 + 12 + 16, 20, 20) | {"select": ["norms.*"]}
     }
-    assert certificate_of(keepk.load(tmp_path, NETWORKS["dense_block"](seed=3)[0])) == pruner.certificate
+    assert certificate_of(keepk.load(NETWORKS["dense_block"](seed=3)[0], tmp_path)) == pruner.certificate
 
 
 def rewritten(folder, change, *, signed):
@@ -218,7 +218,7 @@ def test_a_file_from_before_there_were_certificates_is_read(tmp_path):
     del document["certificate"]
     document["sha256"] = digest(document)
     (tmp_path / "arch.json").write_text(json.dumps(document))
-    assert certificate_of(keepk.load(tmp_path, built(seed=4))) == {}
+    assert certificate_of(keepk.load(built(seed=4), tmp_path)) == {}
 
 
 def test_after_compaction_masks_are_held_and_the_certificate_says_what_is_alive(tmp_path):
@@ -300,7 +300,7 @@ def test_a_cut_by_hand_after_the_run_is_told_in_the_certificate(tmp_path):
     keepk.shrink(model, graph, [0, 1])
     keepk.shrink(model, graph, [5])
     keepk.save(model, tmp_path)
-    loaded = keepk.load(tmp_path, nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 4)))
+    loaded = keepk.load(nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 4)), tmp_path)
     assert certificate_of(loaded)["hidden"]["kept"] == 8
     assert certificate_of(loaded)["hidden"]["cut_since"] == 3
     assert loaded[0].out_features == 5
@@ -310,7 +310,7 @@ def test_weights_that_came_back_are_not_certified(tmp_path):
     """A model that was loaded and trained on has no masks any more."""
     model, _ = ran("weights")
     keepk.save(model, tmp_path / "pruned")
-    loaded = keepk.load(tmp_path / "pruned", built())
+    loaded = keepk.load(built(), tmp_path / "pruned")
     with torch.no_grad():
         loaded[0].weight.fill_(1.0)
     alive = sum(int(loaded[at].weight.count_nonzero()) for at in (0, 3, 5))

@@ -213,7 +213,9 @@ def test_a_part_that_is_missing_is_asked_for(tmp_path):
     saved(tmp_path)
     run = Training()
     before = everything(run)
-    with pytest.raises(CheckpointError, match=r"holds a ema, without which the run would not go on .* Pass ema=\.\.\."):
+    with pytest.raises(
+        CheckpointError, match=r"holds the run's ema, without which it would not continue .* Pass ema=\.\.\."
+    ):
         keepk.load_checkpoint(tmp_path, **{name: part for name, part in run.parts().items() if name != "ema"})
     assert everything(run) == before
 

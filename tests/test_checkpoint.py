@@ -270,7 +270,7 @@ DAMAGES = [
     (cut_short, r"tensors-.*: has [\d,]+ bytes, checkpoint.json says [\d,]+"),
     (flip_a_bit, r"tensors-.*: its sha256 is not the one in checkpoint.json: it is damaged"),
     (edit_the_text, r"checkpoint\.json: was edited or damaged after it was written"),
-    (cut_the_text, r"checkpoint\.json: is no JSON, so it was cut short or edited"),
+    (cut_the_text, r"checkpoint\.json: is not valid JSON: the file is truncated or was edited"),
     (lambda folder: (folder / "checkpoint.json").write_text("[]"), r"is not a 'keepk.checkpoint'"),
     (lambda folder: edit(folder, format="other"), r"is not a 'keepk.checkpoint'"),
     (lambda folder: edit(folder, version=2), r"has version 2, this keepk reads version 1"),
@@ -279,7 +279,7 @@ DAMAGES = [
     (lambda folder: edit(folder, tensors=None), r"checkpoint\.json: is not laid out as a checkpoint: it names no"),
     (
         lambda folder: edit(folder, tensors={"file": "../x", "size": 1, "sha256": ""}),
-        r"names '../x', which is no tensor",
+        r"names '../x', which is not a checkpoint's tensor",
     ),
 ]
 
@@ -304,7 +304,9 @@ def test_numbers_that_json_has_no_word_for_are_refused(tmp_path, place, text):
     document = json.loads(index.read_bytes())
     document[place] = "here"
     index.write_text(json.dumps(document).replace('"here"', text))
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json: (is no JSON|holds what checkpoint\.json never has)"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint\.json: (is not valid JSON|holds a value that checkpoint\.json never has)"
+    ):
         load_checkpoint(tmp_path)
 
 
@@ -340,7 +342,7 @@ def test_a_forged_tensor_file_is_refused(tmp_path):
         the_tensor_file(tmp_path).write_bytes(data)
         named = {"file": the_tensor_file(tmp_path).name, "size": len(data), "sha256": sha256(data).hexdigest()}
         edit(tmp_path, tensors=named)
-        with pytest.raises(CheckpointError, match=r"tensors-.*: is no safetensors file .* Use another checkpoint"):
+        with pytest.raises(CheckpointError, match=r"tensors-.*: is not a safetensors file .* Use another checkpoint"):
             load_checkpoint(tmp_path)
 
 
@@ -450,7 +452,7 @@ def test_a_read_only_file_system_is_refused(tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", opened)
-        with pytest.raises(CheckpointError, match=r"cannot be written \(.*Read-only file system\).* as it was"):
+        with pytest.raises(CheckpointError, match=r"cannot be written \(.*Read-only file system\).* are unchanged"):
             save_checkpoint(tmp_path, extra=2)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -607,7 +609,9 @@ def test_a_resume_needs_every_part_that_was_saved(tmp_path, left_out):
     run = Run(2)
     before = run.bits()
     parts = {name: part for name, part in run.parts().items() if name != left_out}
-    with pytest.raises(CheckpointError, match=f"holds a {left_out}, .*Pass {left_out}=..., or only model= to read it"):
+    with pytest.raises(
+        CheckpointError, match=f"holds the run.s {left_out}, .*Pass {left_out}=..., or only model= to read it"
+    ):
         load_checkpoint(tmp_path, **parts)
     assert run.bits() == before
 

@@ -322,7 +322,7 @@ def test_saved_and_loaded(tmp_path):
     model, example = finished(Pictures(0, True, "residual", "relu"), torch.randn(2, 3, 9, 9), 0.8, 1)
     assert compact(model, example).units > 0
     keepk.save(model, tmp_path / "model")
-    loaded = keepk.load(tmp_path / "model", Pictures(0, True, "residual", "relu").double())
+    loaded = keepk.load(Pictures(0, True, "residual", "relu").double(), tmp_path / "model")
     assert all(torch.equal(a, b) for a, b in zip(outputs(model, example), outputs(loaded, example), strict=True))
 
 
@@ -346,7 +346,7 @@ def test_a_refused_cut_leaves_everything_as_it_was():
     smaller, foreign = copy.deepcopy(model), copy.deepcopy(model)
     smaller[2] = nn.Linear(3, 3)
     foreign[4] = nn.Identity()
-    for follower, why in ((smaller, "must have followed every shrink before"), (foreign, "has no tensor")):
+    for follower, why in ((smaller, "Pass a follower to every shrink of the model"), (foreign, "has no tensor")):
         with pytest.raises(ShrinkError, match=why):
             compact(model, example, followers=[follower])
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -404,6 +404,7 @@ def test_lenets_by_magnitude(build, share):
     assert report.units > 100
     assert relative_error(before, outputs(model, example)) < TOLERANCE
     line = str(report)
+    assert repr(report) == f"<Compaction: {line}>"
     assert "\n" not in line
     assert f"{report.units} dead units removed in" in line
     assert f"-> {report.parameters_after:,} parameters" in line

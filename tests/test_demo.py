@@ -84,7 +84,7 @@ def test_costs_are_those_of_the_widths_and_of_the_disk(report, folder):
 def test_what_is_on_disk_has_the_errors_that_are_reported(report, folder):
     data = digits.load_digits()
     for name, network in (("dense", report.before), ("small", report.after)):
-        loaded = keepk.load(folder / name, digits.DigitsNet()).eval()
+        loaded = keepk.load(digits.DigitsNet(), folder / name).eval()
         wrong = (loaded(data.test.images).argmax(1) != data.test.labels).sum()
         assert network.test_error == 100 * wrong / 400
         assert network.test_error < 60  # it has learnt something: guessing is 90
@@ -97,7 +97,7 @@ def test_what_is_on_disk_has_the_errors_that_are_reported(report, folder):
 @pytest.mark.usefixtures("report")
 def test_a_network_that_computes_something_else_than_its_files_is_refused(folder):
     images = torch.ones(2, 1, 8, 8)
-    small = keepk.load(folder / "small", digits.DigitsNet()).eval()
+    small = keepk.load(digits.DigitsNet(), folder / "small").eval()
     assert isinstance(demo.loaded(folder / "small", small, images), digits.DigitsNet)
     nn.init.constant_(small.fc2.bias, 7.0)
     with pytest.raises(FileError, match="small: what was loaded computes other outputs than the network in memory"):

@@ -123,3 +123,18 @@ def test_importing_keepk_imports_no_extra():
         "assert not extras, extras"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_loading_a_model_imports_no_trace_and_no_run():
+    todo, seen = ["keepk.deploy.load"], set()
+    while todo:
+        module = todo.pop()
+        path = SOURCE.parent / (module.replace(".", "/") + ".py")
+        if module in seen or not path.exists():
+            continue
+        seen.add(module)
+        if module == "keepk.graph.tracer":  # only its `named_tensors` is used
+            continue
+        todo += [name for name, indent in imports(path) if not indent]
+    assert len(seen) <= 24, sorted(seen)
+    assert not seen & {"keepk.graph.trace", "keepk.graph.shell", "keepk.graph.table", "keepk.run.pruner"}

@@ -198,20 +198,20 @@ def test_buffers_and_random_states_are_as_before_also_after_a_failure():
         ({"baseline": 3}, TraceError, "got int as the baseline"),
         ({"model": nn.ReLU}, TraceError, r"latency: got the class ReLU. Give ReLU\(\), a model."),
         ({"example": "x"}, TraceError, "example: got str"),
-        ({"example": (torch.tensor(1.0),)}, TraceError, "no batch to change. Let the first dim be the batch"),
+        ({"example": (torch.tensor(1.0),)}, TraceError, "batch size cannot be changed. Let the first dim be the batch"),
         ({"example": (2, 6)}, TraceError, r"example: got the shape \(2, 6\). Give a tensor, not a shape."),
         ({"example": (torch.ones(2, 6), torch.ones(2))}, TraceError, "other batches. A tuple is several arguments"),
         ({"example": torch.ones(2, 5)}, TraceError, "failed on the example with 1 rows .*cannot be multiplied"),
-        ({"batches": ()}, KeepkError, r"batches=\(\). Give one or more whole numbers"),
+        ({"batches": ()}, KeepkError, r"batches=\(\). Give one or more ints"),
         ({"batches": (1, 0)}, KeepkError, r"batches=\(1, 0\)"),
         ({"batches": (1.0,)}, KeepkError, r"batches=\(1.0,\)"),
-        ({"batches": 0}, KeepkError, "batches=0. Give one or more whole numbers from 1 on"),
+        ({"batches": 0}, KeepkError, "batches=0. Give one or more ints of at least 1"),
         ({"batches": True}, KeepkError, "batches=True. Give one or more"),
         ({"batches": 2.5}, KeepkError, "batches=2.5. Give one or more"),
         ({"batches": None}, KeepkError, "batches=None. Give one or more"),
-        ({"repeats": 0}, KeepkError, "repeats=0. Give a whole number from 1 on"),
+        ({"repeats": 0}, KeepkError, "repeats=0. Give an int of at least 1"),
         ({"repeats": True}, KeepkError, "repeats=True"),
-        ({"threads": 0}, KeepkError, "threads=0. Give a whole number from 1 on, or None"),
+        ({"threads": 0}, KeepkError, "threads=0. Give an int of at least 1, or None"),
         ({"runtimes": "tensorrt"}, KeepkError, r"runtimes=\('tensorrt',\). Choose from torch, onnxruntime"),
         ({"runtimes": ()}, KeepkError, r"runtimes=\(\)"),
     ],
@@ -256,7 +256,8 @@ def words(text):
 
 
 def test_the_report_prints_itself_plainly_richly_and_as_json():
-    assert str(REPORT) == PRINTED
+    assert str(REPORT) == repr(REPORT) == PRINTED
+    assert REPORT._repr_html_() == REPORT.table()._repr_html_()
     console = Console(file=io.StringIO(), width=120)
     console.print(REPORT)
     assert words(console.file.getvalue()) == words(PRINTED)

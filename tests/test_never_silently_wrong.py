@@ -703,14 +703,14 @@ def test_a_saved_cut_is_replayed_by_load_with_an_example(tmp_path, left, monkeyp
     x, net = torch.randn(2, 5), Edited()
     keepk.shrink(net, keepk.trace(net, x), range(8 - left))
     keepk.save(net, tmp_path)
-    assert torch.equal(keepk.load(tmp_path, Edited(), example=x)(x), net(x))
+    assert torch.equal(keepk.load(Edited(), tmp_path, example=x)(x), net(x))
     monkeypatch.setattr(Edited, "edited", True)
     fresh = Edited()
     before = copy.deepcopy(fresh.state_dict())
-    with pytest.raises(FileError, match=r"load: with .*first.*Nothing was changed. Load it with the model's code as"):
-        keepk.load(tmp_path, fresh, example=x)
+    with pytest.raises(FileError, match=r"load: with .*first.*Nothing was changed. Load it with the code that the"):
+        keepk.load(fresh, tmp_path, example=x)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), fresh.state_dict().values(), strict=True))
-    keepk.load(tmp_path, fresh)  # unchecked, as asked
+    keepk.load(fresh, tmp_path)  # unchecked, as asked
     assert fresh.first.out_features == left
 
 
@@ -718,4 +718,4 @@ def test_an_example_that_does_not_fit_is_no_reason_to_load(tmp_path):
     net = Edited()
     keepk.save(net, tmp_path)
     with pytest.raises(TraceError, match="forward"):
-        keepk.load(tmp_path, Edited(), example=torch.randn(2, 6))
+        keepk.load(Edited(), tmp_path, example=torch.randn(2, 6))

@@ -11,7 +11,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # another torch may add up in another orde
 
 
 def test_a_saved_model_loads():
-    net = keepk.load(FOLDER / "model", build())
+    net = keepk.load(build(), FOLDER / "model")
     torch.testing.assert_close(net(pictures()), OUTPUTS["end"], **CLOSE)
     assert sum(p.shape[0] for p in (net.stem.weight, net.more.weight, net.wide.weight)) == 20
     assert int((net.head.weight != 0).sum()) == 12

@@ -168,8 +168,8 @@ def refused(tmp_path, model, example, error, match, name="net.onnx", **options):
     [
         (torch.relu, torch.ones(2, 4), TraceError, "got builtin_function_or_method as the model"),
         (nn.Linear(4, 3), "pictures", TraceError, "example: got str. Give a tensor, a tuple"),
-        (nn.Linear(4, 3), torch.tensor(1.0), TraceError, r"first tensor of shape \(\), so there is no batch"),
-        (nn.Linear(4, 3), {}, TraceError, "has no tensor, so there is no batch"),
+        (nn.Linear(4, 3), torch.tensor(1.0), TraceError, r"first tensor of shape \(\), so its batch size"),
+        (nn.Linear(4, 3), {}, TraceError, "has no tensor, so its batch size cannot be changed"),
         (nn.Linear(4, 3), (2, 4), TraceError, r"example: got the shape \(2, 4\). Give a tensor, not a shape."),
         (nn.Linear(4, 3), (torch.ones(2, 4), torch.ones(2)), TraceError, "A tuple is several arguments: give the tens"),
         (nn.ReLU, torch.ones(2, 4), TraceError, r"export_onnx: got the class ReLU. Give ReLU\(\), a model."),
@@ -195,7 +195,7 @@ def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(tmp_path):
 @pytest.mark.parametrize("tolerance", ["a", -1e-4, float("nan"), True, (1e-4,)])
 def test_what_is_no_tolerance_is_refused(tmp_path, tolerance):
     with pytest.raises(
-        FileError, match=rf"^export_onnx: tolerance={re.escape(repr(tolerance))}\. Give a number from 0"
+        FileError, match=rf"^export_onnx: tolerance={re.escape(repr(tolerance))}\. Give a number of at least 0"
     ):
         export_onnx(nn.Linear(4, 3), torch.ones(2, 4), tmp_path / "net.onnx", tolerance=tolerance)
     assert not [*tmp_path.iterdir()]
@@ -310,7 +310,7 @@ def test_a_failure_at_the_last_moment_leaves_the_old_file(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    refused(tmp_path, nn.Linear(4, 3), torch.ones(2, 4), FileError, "No space left.*is as it was")
+    refused(tmp_path, nn.Linear(4, 3), torch.ones(2, 4), FileError, "No space left.*is unchanged")
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
@@ -349,6 +349,11 @@ def test_the_report_prints_itself_in_a_line(tmp_path):
     report = OnnxReport(tmp_path, 20, ("x: float[batch, 3]",), ("y: float[batch, 2]",), 1.234e-7, 12_345)
     words = "x: float[batch, 3] -> y: float[batch, 2]; opset 20, 12,345 bytes, differs from torch by 1.2e-07"
     assert str(report) == f"{tmp_path}: {words}"
+    assert repr(report) == f"<OnnxReport {report}>"
+    cache = tuple(f"cache.{layer}: float[batch, 8]" for layer in range(48))
+    short = repr(OnnxReport(tmp_path, 20, cache, cache[:4], None, 12_345))
+    wanted = [", ".join([*cache[:3], more]) for more in ("45 more", "1 more")]
+    assert short == f"<OnnxReport {tmp_path}: {' -> '.join(wanted)}; opset 20, 12,345 bytes, not checked>"
 
 
 numbers = st.sampled_from([0.0, 1.0, -2.0, 3.5, math.inf, -math.inf, math.nan])

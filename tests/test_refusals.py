@@ -309,7 +309,7 @@ def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, 
     assert not (tmp_path / "new").exists()
     keepk.save(nn.Linear(2, 2), tmp_path / "other")
     with pytest.raises(FileError, match=rf"^load: {what} is sharded over processes.*shard after keepk\.load"):
-        keepk.load(tmp_path / "other", net)
+        keepk.load(net, tmp_path / "other")
 
 
 def test_a_sharded_checkpoint_says_how_to_gather(sharded, tmp_path):
@@ -483,13 +483,13 @@ def test_a_checkpoint_given_to_load_and_a_model_given_to_load_checkpoint(tmp_pat
     keepk.save(net, tmp_path / "model")
     for given in ("run", "run/checkpoint.json"):
         with pytest.raises(FileError, match=r"run has a checkpoint: read it with keepk\.load_checkpoint\.$"):
-            keepk.load(tmp_path / given, nn.Linear(4, 4))
+            keepk.load(nn.Linear(4, 4), tmp_path / given)
     for given in ("model", "model/model.safetensors"):
         with pytest.raises(CheckpointError, match=r"has a model that keepk\.save wrote: read it with keepk\.load\.$"):
             keepk.load_checkpoint(tmp_path / given, **parts)
-    with pytest.raises(FileError, match=r"model\.safetensors is a file of one: give .*model\.$"):
-        keepk.load(tmp_path / "model/model.safetensors", nn.Linear(4, 4))
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json is a file of one: give .*run\.$"):
+    with pytest.raises(FileError, match=r"model\.safetensors is a file inside one: give .*model\.$"):
+        keepk.load(nn.Linear(4, 4), tmp_path / "model/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is a file inside one: give .*run\.$"):
         keepk.load_checkpoint(tmp_path / "run/checkpoint.json", **parts)
 
 

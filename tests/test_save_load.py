@@ -86,7 +86,7 @@ def unchanged(model, before):
 def refused(folder, model, match):
     before = looks(model)
     with pytest.raises(FileError, match=match):
-        keepk.load(folder, model)
+        keepk.load(model, folder)
     unchanged(model, before)
 
 
@@ -95,7 +95,7 @@ def round_trip(folder, model, example, fresh):
     wanted = outputs(model, example)
     keepk.save(model, folder / "first")
     identities = {name: id(parameter) for name, parameter in fresh.named_parameters()}
-    assert keepk.load(folder / "first", fresh) is fresh
+    assert keepk.load(fresh, folder / "first") is fresh
     assert same(wanted, outputs(fresh, example))
     assert {name: id(parameter) for name, parameter in fresh.named_parameters()} == identities
     assert str(fresh) == str(model)
@@ -208,7 +208,7 @@ def test_ties_dtypes_requires_grad_and_mode_stay(tmp_path):
     keepk.save(model, tmp_path)
     fresh = built(1, dtype=torch.bfloat16).train()
     fresh[0].weight.requires_grad_(False)
-    keepk.load(tmp_path, fresh)
+    keepk.load(fresh, tmp_path)
     assert fresh[5].weight is fresh[4].weight
     assert (fresh.training, fresh[0].weight.requires_grad, fresh[3].weight.requires_grad) == (True, False, True)
     assert fresh[0].weight.dtype == torch.bfloat16
@@ -267,13 +267,13 @@ def test_a_model_on_the_meta_device_has_no_place_for_values(tmp_path):
         fresh = built()
     shapes = {name: tensor.shape for name, tensor in named(fresh).items()}
     with pytest.raises(FileError, match=r"'0\.weight' is a meta tensor, .*on the CPU, or .*to_empty\(device=\.\.\.\)"):
-        keepk.load(tmp_path, fresh)
+        keepk.load(fresh, tmp_path)
     assert {name: tensor.shape for name, tensor in named(fresh).items()} == shapes
     with pytest.raises(FileError, match=r"'0\.weight' is a meta tensor.*Materialize"):
         keepk.save(fresh, tmp_path)
     fresh.to_empty(device="cpu")
     fresh[5].weight = fresh[4].weight  # which to_empty takes apart
-    loaded = keepk.load(tmp_path, fresh)
+    loaded = keepk.load(fresh, tmp_path)
     assert same(outputs(model, torch.ones(3, 7)), outputs(loaded, torch.ones(3, 7)))
 
 
@@ -296,7 +296,7 @@ def test_a_cache_is_left_to_its_model(tmp_path):
     keepk.shrink(model, keepk.trace(model, example), [1, 2])
     wanted = outputs(model, example)
     keepk.save(model, tmp_path)
-    assert same(wanted, outputs(keepk.load(tmp_path, Caching()), example))
+    assert same(wanted, outputs(keepk.load(Caching(), tmp_path), example))
 
 
 def test_the_wrapper_of_torch_compile_is_looked_through(tmp_path):
@@ -304,7 +304,7 @@ def test_the_wrapper_of_torch_compile_is_looked_through(tmp_path):
     keepk.save(model, tmp_path)
     wrapper = nn.Module()
     wrapper._orig_mod = built(1)
-    assert keepk.load(tmp_path, wrapper) is wrapper
+    assert keepk.load(wrapper, tmp_path) is wrapper
     assert same(model.state_dict().values(), wrapper._orig_mod.state_dict().values())
 
 
@@ -313,7 +313,7 @@ def test_a_loaded_model_trains(tmp_path):
     fresh = built(1)
     optimizer = torch.optim.SGD(fresh.parameters(), lr=0.1, momentum=0.9)
     with torch.inference_mode():
-        keepk.load(tmp_path, fresh)
+        keepk.load(fresh, tmp_path)
     before = copy.deepcopy(fresh.state_dict())
     fresh(torch.randn(3, 7)).sum().backward()
     optimizer.step()
@@ -385,17 +385,17 @@ def setting(path, key, dense, now):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (setting("1", "eps", 1e-5, 0.5), r"attribute 'eps' of module '1' is no size: got 1e-05"),
-        (setting("1", "padding_mode", "zeros", "circular"), r"'padding_mode' of module '1' is no size: got 'zeros'"),
+        (setting("1", "eps", 1e-5, 0.5), r"attribute 'eps' of module '1' is not a size: got 1e-05"),
+        (setting("1", "padding_mode", "zeros", "circular"), r"'padding_mode' of module '1' is not a size: got 'zeros'"),
         (setting("1", "_forward_hooks", {}, {}), r"'_forward_hooks' of module '1' is not the name of a size"),
-        (setting("1", "training", True, False), r"'training' of module '1' is no size: got True"),
+        (setting("1", "training", True, False), r"'training' of module '1' is not a size: got True"),
         (setting("0", "forward", 1, 1), r"forward of module '0' was 1 and is a method"),
         (setting("0", "weight.0", 9, 9), r"weight of module '0' was 9 and is a Tensor"),
         (setting("0", "__class__", 1, 1), r"'__class__' of module '0' is not the name of a size"),
-        (setting("0", "out_features", 12, 0), r"got 0 in the place of a whole number from 1 to 12"),
-        (setting("0", "out_features", 12, 13), r"got 13 in the place of a whole number from 1 to 12"),
-        (setting("0", "out_features", 12, 9.0), r"got 9\.0 in the place of"),
-        (setting("0", "out_features", 12, True), r"got True in the place of"),
+        (setting("0", "out_features", 12, 0), r"got 0 instead of an int from 1 to 12"),
+        (setting("0", "out_features", 12, 13), r"got 13 instead of an int from 1 to 12"),
+        (setting("0", "out_features", 12, 9.0), r"got 9\.0 instead of an int"),
+        (setting("0", "out_features", 12, True), r"got True instead of an int"),
         (setting("0", "out_features", 12, 8), r"out_features of module '0' would be 8, but its tensors leave 9"),
         (setting("0", "in_features", 7, 6), r"in_features of module '0' would be 6, but its tensors leave 7"),
         (lambda arch: arch["attributes"].pop("3"), r"in_features of module '3' would be 12, but its tensors leave 9"),
@@ -406,14 +406,17 @@ def setting(path, key, dense, now):
         ),
         (lambda arch: arch["selections"].update({"0": "0:9"}), r"module '0' is not a BatchNorm"),
         (kept("0:2147483648"), r"not a rising run of indices of an axis of 12"),
-        (lambda arch: arch["tensors"]["3.weight"]["kept"].update({"-1": "0:9"}), r"'-1' is no axis of a tensor"),
-        (lambda arch: arch["tensors"]["3.weight"]["kept"].update({"01": "0:9"}), r"'01' is no axis of a tensor"),
+        (lambda arch: arch["tensors"]["3.weight"]["kept"].update({"-1": "0:9"}), r"'-1' is not an axis of a tensor"),
+        (lambda arch: arch["tensors"]["3.weight"]["kept"].update({"01": "0:9"}), r"'01' is not an axis of a tensor"),
         (lambda arch: arch["tensors"]["3.weight"].update(stride=[2**40, 1]), r"strides .* do not lay out a tensor"),
         (lambda arch: arch["tensors"]["3.weight"].update(stride=[0, 0]), r"strides .* do not lay out a tensor"),
         (lambda arch: arch["tensors"]["3.weight"].update(code="x"), r"a tensor has no 'code'"),
         (lambda arch: arch["headwise"].append([]), r"not laid out as keepk\.save writes it"),
         (lambda arch: arch["values"].update(size="12"), r"size '12' and sha256 .*, which no file can have"),
-        (lambda arch: arch["values"].update(size=10**5000), r"is no JSON|which no file can have|has [\d,]+ bytes"),
+        (
+            lambda arch: arch["values"].update(size=10**5000),
+            r"is not valid JSON|which no file can have|has [\d,]+ bytes",
+        ),
         (
             lambda arch: arch.update(certificate={"a": {"kind": "weights", "total": 1, "asked": 1, "kept": 1}}),
             r"not laid out as keepk\.save writes it \('select'\)",
@@ -483,7 +486,7 @@ def test_numbers_that_do_not_follow_the_cut_stay(tmp_path, change, match):
     model, example = Numbers(), torch.randn(2, 3, 8, 8)
     keepk.shrink(model, keepk.trace(model, example), [0, 4, 5])
     keepk.save(model, tmp_path)
-    fresh = keepk.load(tmp_path, Numbers())
+    fresh = keepk.load(Numbers(), tmp_path)
     assert (fresh.width, fresh.depth) == (9, 12)
     assert same(outputs(model, example), outputs(fresh, example))
     edited(tmp_path, change)
@@ -620,7 +623,7 @@ def test_a_mutated_arch_json_is_refused_or_gives_a_model_that_agrees_with_itself
     fresh = build()
     before = options(fresh)
     try:
-        keepk.load(folder, fresh)
+        keepk.load(fresh, folder)
     except FileError:
         assert not was_cut(fresh)
         return
@@ -641,7 +644,7 @@ def test_an_edited_arch_json_is_refused(folder, change):
 
 def test_another_layout_of_the_same_json_is_fine(folder):
     edited(folder, lambda _: None, rehash=False)
-    assert same(keepk.load(folder, built(1)).state_dict().values(), shrunk().state_dict().values())
+    assert same(keepk.load(built(1), folder).state_dict().values(), shrunk().state_dict().values())
 
 
 @pytest.fixture(scope="module")
@@ -659,7 +662,7 @@ def test_no_flipped_bit_is_read(whole, place, bit):
         flipped[place % len(data)] ^= 1 << bit
         (whole / name).write_bytes(flipped)
         try:
-            loaded = keepk.load(whole, built(1))
+            loaded = keepk.load(built(1), whole)
         except FileError:
             pass
         else:  # white space may change
@@ -670,7 +673,7 @@ def test_no_flipped_bit_is_read(whole, place, bit):
 
 def test_files_cut_short_or_missing_are_refused(folder, tmp_path):
     for name, match in [
-        ("arch.json", r"arch\.json: is no JSON, so it was cut short or edited"),
+        ("arch.json", r"arch\.json: is not valid JSON: the file is truncated or was edited"),
         ("model.safetensors", r"model\.safetensors: has [\d,]+ bytes, arch\.json says [\d,]+"),
     ]:
         data = (folder / name).read_bytes()
@@ -683,9 +686,9 @@ def test_files_cut_short_or_missing_are_refused(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     refused(folder, built(1), r"model\.safetensors: cannot be read .*, but arch\.json names it")
     (folder / "arch.json").write_bytes(b"\xff not JSON")
-    refused(folder, built(1), r"is no JSON")
+    refused(folder, built(1), r"is not valid JSON")
     (folder / "arch.json").write_bytes(b"[" * 100_000)
-    refused(folder, built(1), r"is no JSON")
+    refused(folder, built(1), r"is not valid JSON")
     (folder / "arch.json").write_bytes(b"[1]")
     refused(folder, built(1), r"is not a 'keepk\.model'\. Give a folder of keepk\.save")
     refused(tmp_path / "nowhere", built(1), r"nowhere/arch\.json: there is no saved model to read")
@@ -724,7 +727,7 @@ def lazy():
     [
         (
             lambda: Other(*built()),
-            r"given Other is not the dense .*: the model was Sequential and is Other\. Build it by",
+            r"given Other is not the dense .*: the model was Sequential and is Other\. Build it with",
         ),
         (lambda: nn.Linear(2, 2), r"the model was Sequential and is Linear; .* \(and \d+ more\)"),
         (lambda: built(width=13), r"tensor '0\.weight' was float32 \(12, 7\) and is float32 \(13, 7\); .*more"),
@@ -745,13 +748,35 @@ def test_another_model_is_refused_with_what_differs(folder, build, match):
 def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(folder, tmp_path):
     no_model = "got str as the model. Give a torch.nn.Module."
     for verb, arguments, words in (
-        (keepk.load, (built(), str(folder)), f"load: {no_model} The order is path, model."),
+        (keepk.load, (str(folder), str(folder)), f"load: {no_model} The order is model, path."),
         (keepk.save, (str(tmp_path), built()), f"save: {no_model} The order is model, path."),
-        (keepk.load, (3, built()), "load: got int as the path. The order is path, model."),
+        (keepk.load, (built(), 3), "load: got int as the path. The order is model, path."),
+        (keepk.load, (built(), built()), "load: got Sequential as the path. The order is model, path."),
         (keepk.save, (built(), built()), "save: got Sequential as the path. The order is model, path."),
     ):
         with pytest.raises(FileError, match=f"^{re.escape(words)}$"):
             verb(*arguments)
+
+
+def test_load_takes_the_path_first_as_it_did_with_a_warning(folder):
+    wanted = [*shrunk().state_dict().values()]
+    for arguments, options in (
+        ((str(folder), built(1)), {}),
+        ((folder, built(1)), {"example": None}),
+        ((folder,), {"model": built(1)}),
+    ):
+        words = r"^keepk\.load\(path, model\) is deprecated: call keepk\.load\(model, path\)"
+        with pytest.warns(DeprecationWarning, match=words) as caught:
+            loaded = keepk.load(*arguments, **options)
+        assert caught[0].filename == __file__
+        assert same(loaded.state_dict().values(), wanted)
+    for arguments, options in (
+        ((), {"path": folder, "model": built(1)}),
+        ((built(1),), {"path": folder}),
+    ):
+        assert same(keepk.load(*arguments, **options).state_dict().values(), wanted)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'path'"):
+        keepk.load(built(1))
 
 
 class BytesPath:
@@ -766,19 +791,19 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path):
     with pytest.raises(FileError, match=f"^save: {re.escape(words)}$"):
         keepk.save(built(), path)
     with pytest.raises(FileError, match=f"^load: {re.escape(words)}$"):
-        keepk.load(path, built())
+        keepk.load(built(), path)
     assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_no_plain_module_is_refused(folder, tmp_path):
     with pytest.raises(FileError, match=r"load: got dict as the model\. Give a torch\.nn\.Module"):
-        keepk.load(folder, {})
+        keepk.load({}, folder)
     with pytest.raises(FileError, match=r"save: got dict as the model"):
         keepk.save({}, tmp_path / "new")
     with pytest.raises(FileError, match=r"^load: got the class Linear\. Give Linear\(\), a model\.$"):
-        keepk.load(folder, nn.Linear)
+        keepk.load(nn.Linear, folder)
     with pytest.raises(FileError, match=r"'0\.weight' is an uninitialized parameter; run one batch first"):
-        keepk.load(folder, lazy())
+        keepk.load(lazy(), folder)
     sparse = built()
     sparse.register_buffer("few", torch.eye(3).to_sparse())
     with pytest.raises(FileError, match=r"'few' is a tensor of layout torch\.sparse_coo"):
@@ -792,9 +817,9 @@ class Remembering(nn.Linear):
 
 
 def test_what_would_be_lost_is_refused(tmp_path):
-    with pytest.raises(FileError, match=r"module '0' \(Remembering\) keeps extra state"):
+    with pytest.raises(FileError, match=r"module '0' \(Remembering\) has extra state"):
         keepk.save(nn.Sequential(Remembering(2, 2)), tmp_path / "new")
-    with pytest.raises(FileError, match=r"its part '0' was shrunk by itself.*get_submodule\('0'\)"):
+    with pytest.raises(FileError, match=r"its submodule '0' was shrunk separately.*get_submodule\('0'\)"):
         keepk.save(nn.Sequential(shrunk()), tmp_path / "new")
     model = shrunk()
     model[3] = nn.Linear(9, 10)
@@ -824,7 +849,7 @@ def test_heads_that_the_tensors_do_not_leave_are_refused(tmp_path, heads, option
     keepk.shrink(model, graph, graph.choose(0.5))
     assert model.heads.num_heads == 2
     keepk.save(model, tmp_path)
-    keepk.load(tmp_path, Attending(**options))
+    keepk.load(Attending(**options), tmp_path)
     document = json.loads((tmp_path / "arch.json").read_text())
     document["attributes"]["heads"]["num_heads"]["now"] = heads
     if heads is None:
@@ -834,7 +859,7 @@ def test_heads_that_the_tensors_do_not_leave_are_refused(tmp_path, heads, option
     with pytest.raises(
         FileError, match=rf"num_heads of module 'heads' would (be {heads or 4}, but its tensors leave 2|change)"
     ):
-        keepk.load(tmp_path, Attending(**options))
+        keepk.load(Attending(**options), tmp_path)
 
 
 class Packing(nn.Module):
@@ -860,7 +885,7 @@ def test_state_that_is_neither_parameter_nor_buffer_is_refused(tmp_path):
         keepk.save(model, folder)
     keepk.save(nn.Linear(4, 4), folder)
     with pytest.raises(FileError, match=r"module '' \(Packing\) keeps state"):
-        keepk.load(folder, Packing())
+        keepk.load(Packing(), folder)
 
     hooked = nn.Sequential(nn.Linear(4, 4))
     hooked[0].register_state_dict_post_hook(lambda _, state, prefix, __: state.update({prefix + "seen": 7}))
@@ -885,7 +910,7 @@ def test_a_hook_that_renames_what_is_saved_loses_nothing(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model.register_state_dict_post_hook(renamed)
     keepk.save(model, tmp_path)
-    loaded = keepk.load(tmp_path, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    loaded = keepk.load(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), tmp_path)
     assert torch.equal(loaded[0].weight, model[0].weight)
 
 
@@ -910,10 +935,10 @@ def test_a_replay_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
     monkeypatch.setattr(Stubborn, "stubborn", True)
     before = looks(fresh)
     with pytest.raises(RuntimeError, match="no"):
-        keepk.load(tmp_path, fresh)
+        keepk.load(fresh, tmp_path)
     unchanged(fresh, before)
     monkeypatch.setattr(Stubborn, "stubborn", False)
-    assert same(keepk.load(tmp_path, fresh).state_dict().values(), model.state_dict().values())
+    assert same(keepk.load(fresh, tmp_path).state_dict().values(), model.state_dict().values())
 
 
 # Writing
@@ -922,7 +947,7 @@ def test_a_replay_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
 def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(FileError, match=r"file.*: cannot be written .* What was there is as it was"):
+        with pytest.raises(FileError, match=r"file.*: cannot be written .* Its previous contents are unchanged"):
             keepk.save(built(), path)
     assert (tmp_path / "file").read_text() == "mine"
     for name in FILES:
@@ -972,12 +997,12 @@ def test_a_save_that_fails_after_the_commit_says_that_the_new_model_is_there(fol
         failing(patch, name, turn, OSError(5, "Input/output error"))
         with pytest.raises(FileError, match=r"the new model is there and keepk\.load reads it"):
             keepk.save(shrunk(1, [5]), folder)
-    assert same(keepk.load(folder, built()).state_dict().values(), shrunk(1, [5]).state_dict().values())
+    assert same(keepk.load(built(), folder).state_dict().values(), shrunk(1, [5]).state_dict().values())
     with monkeypatch.context() as patch:  # a failure now must not take what the first one left
         failing(patch, "replace", 2, OSError(5, "Input/output error"))
-        with pytest.raises(FileError, match="What was there is as it was"):
+        with pytest.raises(FileError, match="Its previous contents are unchanged"):
             keepk.save(shrunk(1, [5]), folder)
-    assert same(keepk.load(folder, built()).state_dict().values(), shrunk(1, [5]).state_dict().values())
+    assert same(keepk.load(built(), folder).state_dict().values(), shrunk(1, [5]).state_dict().values())
     keepk.save(shrunk(1, [5]), folder)
     assert sorted(contents(folder)) == FILES
 
@@ -1046,7 +1071,7 @@ def test_without_locks_a_save_between_any_two_steps_of_another_is_harmless(tmp_p
             keepk.save(first, folder)
         finally:
             sys.setprofile(None)
-        found = keepk.load(folder, built()).state_dict()
+        found = keepk.load(built(), folder).state_dict()
         assert any(
             same(state.values(), found.values()) for state in states if found["0.bias"].shape == state["0.bias"].shape
         )
@@ -1072,7 +1097,7 @@ def test_without_locks_only_old_leftovers_are_deleted(folder, monkeypatch):
     for seed in (1, 2):
         keepk.save(shrunk(seed), folder)
         assert sorted(contents(folder)) == sorted([*FILES, fresh, one_of(folder).name])
-        assert same(keepk.load(folder, built()).state_dict().values(), shrunk(seed).state_dict().values())
+        assert same(keepk.load(built(), folder).state_dict().values(), shrunk(seed).state_dict().values())
     monkeypatch.undo()
     keepk.save(shrunk(3), folder)
     assert sorted(contents(folder)) == FILES
@@ -1083,7 +1108,7 @@ def test_a_file_system_without_links_gets_copies(folder, monkeypatch):
     failing(monkeypatch, "link", 1, OSError(95, "Operation not supported"))
     keepk.save(shrunk(1), folder)
     assert one_of(folder).read_bytes() == (folder / "model.safetensors").read_bytes()
-    assert same(keepk.load(folder, built()).state_dict().values(), shrunk(1).state_dict().values())
+    assert same(keepk.load(built(), folder).state_dict().values(), shrunk(1).state_dict().values())
 
 
 def test_a_process_that_stands_still_is_not_waited_for_forever(folder, monkeypatch):
@@ -1127,7 +1152,7 @@ def test_a_part_of_a_model_that_was_shrunk_is_refused(tmp_path):
     assert not (tmp_path / "part").exists()
     keepk.save(model, tmp_path / "whole")
     dense = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3))
-    assert keepk.load(tmp_path / "whole", dense)[0][0].out_features == 4
+    assert keepk.load(dense, tmp_path / "whole")[0][0].out_features == 4
 
 
 def test_a_parametrization_that_is_gone_is_refused(tmp_path):

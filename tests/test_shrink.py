@@ -456,20 +456,20 @@ def refuses(words, model, graph, units, error=ShrinkError, **more):
     [
         ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. Take them from graph.spaces"),
         ([-1], "unit -1 does not exist"),
-        ([0.5], r"units has 0.5 \(float\). Give the units' numbers as ints"),
-        (["first"], r"units has 'first' \(str\)"),
-        ([True], r"units has True \(bool\).*numpy.flatnonzero\(mask\)"),
-        (np.ones(21, bool), r"units has True \(bool\)"),
-        (torch.ones(21, dtype=torch.bool), r"units has True \(bool\)"),
-        (torch.tensor([1.0]), r"units has 1.0 \(float\)"),
-        ([[0, 1]], r"units has \[0, 1\] \(list\)"),
+        ([0.5], r"units contains 0.5 \(float\). Give the units' numbers as ints"),
+        (["first"], r"units contains 'first' \(str\)"),
+        ([True], r"units contains True \(bool\).*numpy.flatnonzero\(mask\)"),
+        (np.ones(21, bool), r"units contains True \(bool\)"),
+        (torch.ones(21, dtype=torch.bool), r"units contains True \(bool\)"),
+        (torch.tensor([1.0]), r"units contains 1.0 \(float\)"),
+        ([[0, 1]], r"units contains \[0, 1\] \(list\)"),
         ([3, 4, 3], "unit 3 is named more than once"),
         (np.array([4, 5, 4], np.uint8), "unit 4 is named more than once"),
         (torch.tensor([5, 5]), "unit 5 is named more than once"),
         ([0, 10**30], f"unit {10**30} does not exist; the graph has 21 units"),
         ([-(10**30)], f"unit {-(10**30)} does not exist"),
         (np.array([2**64 - 1], np.uint64), f"unit {2**64 - 1} does not exist"),
-        (np.array([[0, 1]]), r"units has \[0, 1\] \(list\)"),
+        (np.array([[0, 1]]), r"units contains \[0, 1\] \(list\)"),
         (range(12), r"nothing would be left of axis 0 of 'first.weight' \(12 now\). Leave at least one unit"),
     ],
 )
@@ -511,7 +511,9 @@ def test_units_come_in_any_container(units):
 def test_what_came_into_the_model_after_the_trace_is_refused(name, part):
     model, _, graph, units = traced()
     model.late = part
-    words = rf"the graph does not know {name!r} of \w+, of shape \(12,.*\), which came into the model after the trace"
+    words = (
+        rf"the graph does not know {name!r} of \w+, of shape \(12,.*\), which was added to the model after the trace"
+    )
     refuses(rf"{words}. Change the model first, then trace it", model, graph, units)
 
 

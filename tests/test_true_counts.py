@@ -260,14 +260,14 @@ def test_without_its_pruner_a_model_is_not_saved_with_an_untrue_count(tmp_path):
     model, _, pruner, best = pruned(held=False)
     del pruner
     keepk.save(model, tmp_path / "pruned")
-    for come_back in (model, keepk.load(tmp_path / "pruned", built())):
+    for come_back in (model, keepk.load(built(), tmp_path / "pruned")):
         come_back.load_state_dict(best)
         words = r"space 'w': the last event kept 300 units, but 5,440 are there now.*certificate=False\)"
         with pytest.raises(FileError, match=words):
             keepk.save(come_back, tmp_path / "dense")
         keepk.save(come_back, tmp_path / "dense", certificate=False)
         assert json.loads((tmp_path / "dense" / "arch.json").read_text())["certificate"] == {}
-        assert nonzero(keepk.load(tmp_path / "dense", built(seed=1))) == 5_440
+        assert nonzero(keepk.load(built(seed=1), tmp_path / "dense")) == 5_440
     keepk.Pruner(model, keepk.weights("*.weight", keep=300, name="w")).step()
     keepk.save(model, tmp_path / "again")
 
@@ -425,7 +425,7 @@ def test_alive_is_counted_again_when_a_swept_model_is_saved(closed, tmp_path):
     keepk.save(model, tmp_path)
     entry = json.loads((tmp_path / "arch.json").read_text())["certificate"]["w"]
     assert (entry["kept"], entry["alive"]) == (300, alive)
-    loaded = keepk.load(tmp_path, built())
+    loaded = keepk.load(built(), tmp_path)
     with torch.no_grad():
         loaded[0].weight[(loaded[0].weight == 0).nonzero()[:5].unbind(1)] = 1.0
     if alive + 5 <= 300:
@@ -463,8 +463,8 @@ def said(folder):
 WITHOUT_PRUNER = {
     "closed": lambda model, pruner, *_: pruner.close() or model,
     "copied": lambda model, *_: copy.deepcopy(model),
-    "loaded": lambda _model, _pruner, folder, build: keepk.load(folder, build()),
-    "loaded and copied": lambda _model, _pruner, folder, build: copy.deepcopy(keepk.load(folder, build())),
+    "loaded": lambda _model, _pruner, folder, build: keepk.load(build(), folder),
+    "loaded and copied": lambda _model, _pruner, folder, build: copy.deepcopy(keepk.load(build(), folder)),
 }
 
 
@@ -479,7 +479,7 @@ def test_masked_channels_are_counted_without_a_pruner(how, name, shrink, tmp_pat
     alone = WITHOUT_PRUNER[how](model, pruner, tmp_path / "first", build)
     keepk.save(alone, tmp_path / "again")  # as long as they are zero, it is true
     assert said(tmp_path / "again") == said(tmp_path / "first")
-    assert keepk.load(tmp_path / "again", build()) is not None
+    assert keepk.load(build(), tmp_path / "again") is not None
     name_of, mask = next((name, mask) for name, mask in pruner.masks.items() if name.endswith(".bias"))
     with torch.no_grad():
         dict(alone.named_parameters())[name_of][(~mask).nonzero()[0]] = 1e-6
@@ -515,7 +515,7 @@ def test_the_places_of_masked_channels_follow_a_cut_by_hand(name, tmp_path):
     keepk.save(model, tmp_path)
     masked = said(tmp_path).get("masked", 0)
     assert 0 < masked < total - keep
-    for alone in (model, keepk.load(tmp_path, build())):
+    for alone in (model, keepk.load(build(), tmp_path)):
         with torch.no_grad():
             for parameter in alone.parameters():
                 parameter.fill_(1)
@@ -548,8 +548,8 @@ def test_masked_channels_that_cannot_be_counted_are_refused_with_the_cure(tmp_pa
     [
         (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0"]}), "60 masked channels"),
         (lambda it: it["masked"]["c"]["0.weight"].update({"0": ["0:2147483648"] * 60}), "not a rising run"),
-        (lambda it: it["masked"]["c"]["0.weight"].update({"7": ["0"] * 60}), "no axis of a tensor"),
-        (lambda it: it["masked"]["c"]["0.weight"].update({"1,0": ["0"] * 60}), "no axis of a masked"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"7": ["0"] * 60}), "not an axis of a tensor"),
+        (lambda it: it["masked"]["c"]["0.weight"].update({"1,0": ["0"] * 60}), "not an axis of a masked"),
         (lambda it: it["masked"]["c"].update({"no": {"0": ["0"] * 60}}), "not laid out"),
         (lambda it: it["masked"].update({"d": {}}), "not laid out"),
         (lambda it: it["certificate"]["c"].update(masked=-1), "masked of the certificate"),
@@ -563,7 +563,7 @@ def test_forged_places_are_refused(change, match, tmp_path):
     document["sha256"] = digest(document)
     (tmp_path / "arch.json").write_text(json.dumps(document))
     with pytest.raises(FileError, match=match):
-        keepk.load(tmp_path, build())
+        keepk.load(build(), tmp_path)
 
 
 def test_a_file_without_places_loads_and_is_not_saved_again_with_its_count(tmp_path):
@@ -573,7 +573,7 @@ def test_a_file_without_places_loads_and_is_not_saved_again_with_its_count(tmp_p
     del document["masked"]
     document["sha256"] = digest(document)
     (tmp_path / "arch.json").write_text(json.dumps(document))
-    loaded = keepk.load(tmp_path, build())
+    loaded = keepk.load(build(), tmp_path)
     with pytest.raises(FileError, match="cannot be counted"):
         keepk.save(loaded, tmp_path)
 
@@ -609,7 +609,7 @@ def test_a_channel_that_is_fixed_is_told_and_certified(tmp_path):
     assert "c 3 of 7 (and 1 fixed)" in report.line
     keepk.save(model, tmp_path)
     assert said(tmp_path)["fixed"] == 1
-    keepk.save(keepk.load(tmp_path, TakesOne()), tmp_path)
+    keepk.save(keepk.load(TakesOne(), tmp_path), tmp_path)
     assert said(tmp_path)["fixed"] == 1
 
 
@@ -659,7 +659,7 @@ def test_a_second_run_over_a_layer_that_was_cut_to_one_channel_tells_it(tmp_path
     model, example = narrow(20, 15, 8, 4), torch.randn(4, 20)
     keepk.Pruner(model, keepk.channels("2", keep=1, name="c"), example=example).step()
     keepk.save(model, tmp_path)
-    model = keepk.load(tmp_path, narrow(20, 15, 8, 4))
+    model = keepk.load(narrow(20, 15, 8, 4), tmp_path)
     with pytest.warns(KeepkWarning, match="'2' 1 of 1"):
         keepk.Pruner(model, keepk.channels("*", keep=10, name="d"), example=example)
 

@@ -489,7 +489,7 @@ def test_a_sum_over_a_batch_of_products_stays():
 
 def test_two_stand_ins_for_an_operation_are_refused():
     before = dict(dead_ops.BUILDERS)
-    with pytest.raises(TraceError, match="stand-in for mul: there is one already, '_times'"):
+    with pytest.raises(TraceError, match="mask rule for mul: there is one already, '_times'"):
         dead_ops._builds("mul")(lambda _: None)
     assert before == dead_ops.BUILDERS
 
@@ -558,7 +558,7 @@ def test_a_config_that_others_hold_is_left_as_it_was(tmp_path):
     assert model.blocks[0].sizes is config
     assert vars(model.blocks[1].sizes) == {"heads": 2, "width": 12, "layers": 2}
     keepk.save(model, tmp_path / "net")
-    loaded = keepk.load(tmp_path / "net", NETWORKS["heads_in_a_config"]()[0])
+    loaded = keepk.load(NETWORKS["heads_in_a_config"]()[0], tmp_path / "net")
     assert torch.equal(loaded(example), model(example))
     assert vars(loaded.blocks[1].sizes) == vars(model.blocks[1].sizes)
 

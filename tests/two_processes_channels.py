@@ -271,7 +271,7 @@ def out_of_memory(*_):
 def a_step_without_the_wrapper_is_refused(rank):
     """On all ranks, or on one of them while the others give theirs."""
     ddp, optimizer, pruner = trained(rank)
-    with Unchanged(ddp, optimizer, pruner), pytest.raises(ShrinkError, match=r"Say ddp = pruner.step\(ddp\)"):
+    with Unchanged(ddp, optimizer, pruner), pytest.raises(ShrinkError, match=r"Call ddp = pruner.step\(ddp\)"):
         pruner.step()
     expected = ShrinkError if rank == 1 else DisagreementError
     with Unchanged(ddp, optimizer, pruner), pytest.raises(expected, match=r"ddp = pruner.step\(ddp\)|rank 1: failed"):
@@ -282,7 +282,7 @@ def a_step_without_the_wrapper_is_refused(rank):
 def a_strange_wrapper_on_one_rank_lets_nobody_wait(rank):
     ddp, optimizer, pruner = trained(rank)
     other = DistributedDataParallel(net())
-    for wrong, words in ((other, "around another model"), (ddp.module, "got Net. Give the DistributedDataParallel")):
+    for wrong, words in ((other, "holds a different model"), (ddp.module, "got Net. Give the DistributedDataParallel")):
         expected = ShrinkError if rank == 1 else DisagreementError
         with Unchanged(ddp, optimizer, pruner), pytest.raises(expected, match=f"{words}|rank 1: failed"):
             pruner.step(wrong if rank == 1 else ddp)
@@ -295,15 +295,18 @@ def the_old_wrapper_is_refused(rank):
     old, ddp = ddp, pruner.step(ddp)
     assert old is not ddp
     for grad in (True, False):
-        with torch.set_grad_enabled(grad), pytest.raises(ShrinkError, match=r"forward: .* was replaced .*Go on with"):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(ShrinkError, match=r"forward: .* was replaced .*Use the wrapper that"),
+        ):
             loss_of(old, 0, rank)
-    with pytest.raises(ShrinkError, match=r"step: the wrapper was replaced in an event before. Go on with"):
+    with pytest.raises(ShrinkError, match=r"step: the wrapper was replaced in an earlier event. Use the wrapper that"):
         pruner.step(old)
     loss_of(ddp, 0, rank).backward()
     assert pruner.epoch == 1
     while not pruner.done:
         ddp = pruner.step(ddp)
-    with pytest.raises(ShrinkError, match="was replaced in an event before"):
+    with pytest.raises(ShrinkError, match="was replaced in an earlier event"):
         pruner.step(old)
 
 

@@ -13,7 +13,7 @@ from keepk.cut.compact import compact as compact
 from keepk.cut.shrink import shrink as shrink
 from keepk.cut.verify import verify as verify
 from keepk.deploy.latency import latency as latency
-from keepk.deploy.model_files import load as load
+from keepk.deploy.load import load as load
 from keepk.deploy.model_files import save as save
 from keepk.deploy.onnx_files import export_onnx as export_onnx
 from keepk.errors import KeepkWarning as KeepkWarning

@@ -1,7 +1,7 @@
-"""The certificate of a run in a model's record: by space, what was asked for and what is kept.
+"""The certificate of a run in a model's record: for each space, how many units were asked for and how many are kept.
 
-Channels that are masked and were not removed are recorded with their places, so that any owner of the model, a copy of
-it or its file can count again which of them are still zero. No `Pruner` is needed for that.
+Channels that were masked but not removed are recorded with their places, so that the ones that are still zero can be
+counted again later, in the model, in a copy or in a loaded file, without the `Pruner`.
 """
 
 from collections.abc import Container, Mapping
@@ -22,26 +22,27 @@ Certificate = dict[str, dict[str, Any]]
 
 
 def certificate_of(model: nn.Module) -> Certificate:
-    """What is certified of a model; empty if nothing is."""
+    """A model's certificate; empty if no run has written one."""
     found: Certificate = record_of(model).get("certificate", {})
     return found
 
 
 def masked_places(model: nn.Module) -> dict[str, Places]:
-    """By certified space, where its masked channels are; see `record_of`."""
+    """By certified space, the places of its masked channels; see `record_of`."""
     found: dict[str, Places] = record_of(model).get("masked", {})
     return found
 
 
 def certify(model: nn.Module, certificate: Certificate, masked: Mapping[str, Places]) -> None:
-    """Put the certificate of a run into the record, with the places of masked channels. Empty ones are left out."""
+    """Write a run's certificate and the places of its masked channels into the record, each unless it is empty."""
+    # A new dict, because `certified` keeps the old record for its undo.
     cuts = {key: value for key, value in record_of(model).items() if key not in ("certificate", "masked")}
     told = {"certificate": certificate, "masked": dict(masked)}
     model.__dict__[ATTRIBUTE] = cuts | {key: value for key, value in told.items() if value}
 
 
 def certified(model: nn.Module, certificate: Certificate, masked: Mapping[str, Places]) -> Change:
-    """The same as a change that can be undone."""
+    """`certify` as a change that can be undone."""
 
     def change() -> Undo:
         old = model.__dict__.get(ATTRIBUTE)
@@ -53,7 +54,7 @@ def certified(model: nn.Module, certificate: Certificate, masked: Mapping[str, P
 
 
 def certified_alive(model: nn.Module) -> Change:
-    """A change by which a certificate of weights also says how many of them are not zero."""
+    """A change that adds to each certified space of weights how many of them are not zero (``alive``)."""
     found = {
         name: entry | ({"alive": alive_weights(model, entry)} if entry["kind"] == "weights" else {})
         for name, entry in certificate_of(model).items()
@@ -62,28 +63,31 @@ def certified_alive(model: nn.Module) -> Change:
 
 
 def recounted(model: nn.Module, known: Container[str]) -> Certificate:
-    """The certificate with `alive` of weights counted again: a stored number may be older than the weights.
+    """The certificate with ``alive`` of weights counted again, because a stored number may be older than the weights.
 
-    A later run may have left fewer weights of a space than its own run kept; spaces that are `known` to a Pruner, which
-    counts a kept weight of 0.0 as kept, get that number only if it was there before.
+    Args:
+        model: The model.
+        known: The spaces of the model's open Pruner.
     """
     found = dict[str, dict[str, Any]]()
     for name, entry in certificate_of(model).items():
         alive = alive_weights(model, entry) if entry["kind"] == "weights" else entry["kept"]
+        # A later run may have left fewer weights than the space's own run kept. For an open Pruner the mask counts, not
+        # the value: a kept weight may be 0.0, so that alone does not mean that fewer are left.
         told = entry["kind"] == "weights" and ("alive" in entry or (alive < entry["kept"] and name not in known))
         found[name] = entry | ({"alive": alive} if told else {})
     return found
 
 
 def untrue_weights(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """By certified space that has more weights than it kept: how many it kept, and how many are not zero now."""
+    """The certified spaces that have more nonzero weights than they kept, with both numbers: (kept, nonzero now)."""
     entries = {name: entry for name, entry in certificate_of(model).items() if entry["kind"] == "weights"}
     counts = {name: (entry["kept"], alive_weights(model, entry)) for name, entry in entries.items()}
     return {name: (kept, alive) for name, (kept, alive) in counts.items() if alive > kept}
 
 
 def revived_channels(model: nn.Module) -> dict[str, int | None]:
-    """By certified space with masked channels: how many of them are not zero any more; None if it cannot be told."""
+    """By certified space with masked channels, how many of these are no longer zero; None if that is unknown."""
     places = masked_places(model)
     named = {**dict(model.named_parameters(remove_duplicate=False)), **named_parameters(model)}
     masked = [name for name, entry in certificate_of(model).items() if entry.get("masked")]
@@ -98,7 +102,7 @@ def _count_revived(places: Places, named: Mapping[str, Tensor]) -> int | None:
             dims = (int(axis),) if owners.ndim == 1 else (0, 1)
             tensor = named.get(name)
             if tensor is None or tuple(tensor.shape[dim] for dim in dims if dim < tensor.dim()) != owners.shape:
-                return None  # it was replaced
+                return None  # the tensor was replaced, so the places do not apply to it
             alive, others = tensor.detach().ne(0), tuple(dim for dim in range(tensor.dim()) if dim not in dims)
             hit = (alive.any(dim=others) if others else alive).cpu().numpy()
             back |= set(owners[hit & (owners >= 0)].tolist())
@@ -106,14 +110,18 @@ def _count_revived(places: Places, named: Mapping[str, Tensor]) -> int | None:
 
 
 def alive_weights(model: nn.Module, entry: Mapping[str, Any]) -> int:
-    """How many weights of a certified space are not zero."""
+    """How many weights of a certified space are not zero.
+
+    Raises:
+        ShrinkError: The model is sharded, so that this process sees only a part of it.
+    """
     named = named_parameters(model)
     if found := sharded(model):
         raise ShrinkError(
-            f"certificate: {found} is sharded over processes, so that the weights that are not zero cannot be counted "
-            f"here. Count, compact and save before sharding, or gather the model into a plain one."
+            f"certificate: {found} is sharded over processes, so its nonzero weights cannot be counted here. Count, "
+            f"compact and save before sharding, or gather the model into a plain one."
         )
-    # As a run selects: a tied parameter is excluded by any of its names.
+    # As in a run, a tied parameter is excluded by any of its names.
     excluded = {p for name, p in named.items() if matches(name, entry["exclude"])}
     mine = {p for name, p in named.items() if matches(name, entry["select"])} - excluded
     return sum(int(parameter.count_nonzero()) for parameter in mine)

@@ -1,6 +1,7 @@
-"""Changes to a model, each with the way back: made all, or none.
+"""The changes that a shrink makes to a model, each of which can be undone.
 
-A change is ready before it is made: what it needs is computed, and making it only puts things in place.
+Every function here computes what its change needs and returns the change; making it only assigns. So the expensive
+steps, which may run out of memory, are done before anything has changed.
 """
 
 from collections.abc import Mapping
@@ -25,12 +26,18 @@ def _refuse_missing(module: nn.Module, modules: Mapping[str, nn.Module], edits: 
         if path not in modules:
             raise ShrinkError(
                 f"shrink: {type(module).__name__} has no module {path!r}, which has to change with its tensors. "
-                f"Model and followers must be built like the model that was traced."
+                f"Build the model and its followers like the model that was traced."
             )
 
 
 def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -> list[Change]:
-    """The tensors with their gradients, the attributes, the two special layers, the record, in this order."""
+    """The changes that cut a module: tensors with their gradients, attributes, special layers, and the record.
+
+    Args:
+        module: The model, or a follower built like it.
+        tensors: Its tensors by name.
+        edits: The cuts.
+    """
     modules = dict(module.named_modules())
     _refuse_missing(module, modules, edits)
     changes: list[Change] = [new_contents(tensors[cut.tensor], cut) for cut in edits.cuts]
@@ -39,13 +46,14 @@ def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -
         changes.append(new_selection(modules[selection.module], selection.channels))
     for path in edits.headwise:
         changes.append(new_class(modules[path], HeadwiseAttention))
+    # After the tensors have their new contents, which lie in separate pieces of memory.
     changes += [flatten_again(found) for found in modules.values() if isinstance(found, nn.RNNBase)]
     changes.append(noted(module, edits))
     return changes
 
 
 def new_contents(tensor: Tensor, cut: Cut) -> Change:
-    """What is left of a tensor and of its gradient, in the same tensor object."""
+    """A change that cuts a tensor and its gradient, in the same tensor object."""
     contents, grad = left_of(tensor, cut), None if tensor.grad is None else left_of(tensor.grad, cut)
 
     def change() -> Undo:
@@ -66,7 +74,7 @@ def new_contents(tensor: Tensor, cut: Cut) -> Change:
 
 
 def new_setting(module: nn.Module, setting: Setting) -> Change:
-    """Another value of an attribute."""
+    """A change that sets an attribute of a module, or an entry of it."""
     outer = setting.attribute.partition(".")[0]
 
     def change() -> Undo:
@@ -83,7 +91,7 @@ def new_setting(module: nn.Module, setting: Setting) -> Change:
 
 
 def new_selection(module: nn.Module, channels: np.ndarray) -> Change:
-    """A BatchNorm that reads these channels of its input."""
+    """A change that lets a BatchNorm read only these channels of its input."""
     index = index_tensor(channels, next(chain(module.parameters(), module.buffers())))
 
     def change() -> Undo:
@@ -104,27 +112,32 @@ def new_selection(module: nn.Module, channels: np.ndarray) -> Change:
 
 
 def new_class(module: nn.Module, kind: type[nn.Module]) -> Change:
-    """An attention that takes its sizes from its weights; a subclass of torch's has a forward of its own and stays."""
+    """A change that gives a plain `nn.MultiheadAttention` another class, such as one whose sizes follow its weights."""
+    # A user's subclass has its own forward, which the trace has followed; it keeps its class.
     new = kind if type(module) is nn.MultiheadAttention else type(module)
     return replaced(lambda: type(module), lambda it: setattr(module, "__class__", it), new)
 
 
 def flatten_again(module: nn.RNNBase) -> Change:
-    """On CUDA a recurrent layer keeps its weights in one piece of memory; if not, it is slower and warns."""
+    """A change that puts a recurrent layer's weights into one block of memory, which cuDNN needs to run at full speed.
+
+    Without it, torch copies the weights in every forward pass and warns.
+    """
 
     def change() -> Undo:
         module.flatten_parameters()
-        return lambda: None  # the old weights come back after this
+        return lambda: None  # undoing the cuts, which happens later, brings the old weights back
 
     return change
 
 
 def new_entry(entries: dict[Any, Any], key: Any, value: Tensor) -> Change:
-    """Another tensor under a key."""
+    """A change that replaces the tensor under a key."""
     return replaced(lambda: entries[key], lambda it: entries.__setitem__(key, it), value)
 
 
 def forget_compiled(model: nn.Module) -> None:
-    """torch.compile gives up after a few changes of shape, unless it starts anew."""
+    """Discard compiled code of a model whose shapes have changed."""
+    # torch.compile recompiles a function only a few times (8) and then stays in eager mode; a reset starts over.
     if any(module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in model.modules()):
         torch.compiler.reset()

@@ -1,4 +1,9 @@
-"""`compact`: take out what weight pruning has left dead."""
+"""`compact`: remove the units that weight pruning has left without inputs or without readers.
+
+Each sweep traces the model, follows which elements can influence which (`dead_flow`), folds constant channels into
+biases on a copy (`constants`), and removes the units that are then provably dead (`dead`). Removing units may leave
+others without inputs or readers, so sweeps are repeated until one finds nothing.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,17 +34,17 @@ from keepk.graph.wrappers import unwrap
 
 @dataclass(frozen=True)
 class Compaction:
-    """What `compact` did.
+    """The result of `compact`.
 
     Attributes:
-        rounds: How many sweeps found something.
+        rounds: The number of sweeps that found something.
         unread: Units removed because nothing that they compute reaches the output.
         unfed: Units removed because no input reaches them.
-        folded: How many of those were constants other than zero, folded into biases.
-        edits: What was cut; empty if nothing was.
-        parameters_before: Parameters of the model before.
-        parameters_after: Parameters of the model now.
-        note: Why nothing more could be proved dead; empty where the model could be followed.
+        folded: How many of the `unfed` units were nonzero constants, folded into biases.
+        edits: The cuts, one entry per round.
+        parameters_before: The number of parameters of the model before.
+        parameters_after: The number of parameters of the model now.
+        note: Why nothing more could be proved dead; empty if the forward pass could be followed.
     """
 
     rounds: int
@@ -53,19 +58,23 @@ class Compaction:
 
     @property
     def removed(self) -> dict[str, int]:
-        """How many units went, by reason."""
+        """The number of removed units, by reason."""
         return {"unread": self.unread, "unfed": self.unfed}
 
     @property
     def units(self) -> int:
-        """How many units went."""
+        """The number of removed units."""
         return self.unread + self.unfed
 
     def __len__(self) -> int:
         return self.units
 
+    def __repr__(self) -> str:
+        # The generated one would print every kept index of every cut tensor.
+        return f"<Compaction: {self}>"
+
     def __str__(self) -> str:
-        """One line for people."""
+        """A summary in one line."""
         if self.note and not self.units:
             return f"nothing removed: {self.note}"
         reasons = f"{self.unread} without a reader, {self.unfed} without an input, {self.folded} folded into biases"
@@ -85,29 +94,39 @@ def compact(
     value_branches: ValueBranches = "check",
     followers: Sequence[Follower] = (),
 ) -> Compaction:
-    """Remove the units that zeros among the weights have left dead, in place; in eval mode the model computes the same.
+    """Remove units that are dead because of zeros among the weights, in place; outputs in eval mode do not change.
 
     A unit is dead if nothing that it computes reaches the output, or if no input reaches it. In the second case it is
-    a constant c, which is folded into the biases of the layers that read it, b + W c; where that is not exact (zeros
-    padded around it, no bias) the unit stays. One unit is left of every layer.
+    a constant c, which is folded into the biases of the layers that read it, b + W c; where that is not exact (zero
+    padding around it, no bias), the unit stays. Every layer keeps at least one unit.
 
     Args:
-        model: A model of which weights were set to zero.
-        example: What its forward takes: a tensor, a tuple of positional arguments, or a dict of keyword arguments. What
-            is removed is dead for all inputs of these shapes, whatever their numbers; the batch may have any size.
-        optimizer: Its state is cut along. Several may be given.
+        model: A model with weights that were set to zero.
+        example: An input of forward: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Removed
+            units are dead for all inputs of these shapes, whatever their values, and for any batch size.
+        optimizer: The optimizer, or several, whose state is cut like the parameters.
         examples: Several inputs, for a model that takes different paths: a unit is removed if it is dead in all.
         training_example: The input of forward in train mode, if it differs; see `keepk.trace`.
         train_mode: See `keepk.trace`.
         value_branches: See `keepk.trace`.
-        followers: Copies and averages of the model, which are cut along; folded constants are added to their biases.
+        followers: Copies and averages of the model, which are cut in the same way; folded constants are added to their
+            biases.
+
+    Returns:
+        How many units were removed and why, and the cuts. If the forward pass cannot be followed (it draws random
+        numbers, writes into a buffer, looks at values), `note` says so.
+
+    Raises:
+        ShrinkError: The model, a follower or another holder of its tensors cannot be cut; nothing has changed.
+        OptimizerError: The optimizer does not hold the model's parameters, or its state cannot be cut.
+        TraceError: The model cannot be traced with these examples.
 
     Examples:
         >>> import keepk
         >>> net = nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 3))
         >>> with torch.no_grad():
         ...     net[0].weight[:2] = 0  # no input reaches these two
-        ...     net[2].weight[:, 3:] = 0  # and nobody reads these three
+        ...     net[2].weight[:, 3:] = 0  # and no layer reads these three
         >>> print(compact(net, torch.zeros(2, 4)))
         5 dead units removed in 1 round (3 without a reader, 2 without an input, 2 folded into biases):
         51 -> 11 parameters
@@ -115,7 +134,7 @@ def compact(
     if not isinstance(model, nn.Module):
         raise ShrinkError(f"compact: {no_model(model)}")
     refuse_quantised(unwrap(model), ShrinkError)
-    # Before the sweep, so that a wrong one is found where nothing is dead, too.
+    # Before the sweep, so that a wrong optimizer is refused even if nothing is dead.
     given = optimizer if isinstance(optimizer, Sequence) else () if optimizer is None else (optimizer,)
     for each in given:
         refuse_stranger(each, model.parameters())
@@ -146,7 +165,15 @@ def compact(
 
 @dataclass(frozen=True)
 class _Found:
-    """Which units go, which of them because no input reaches them, which were folded, and what biases become."""
+    """The result of one sweep.
+
+    Attributes:
+        graph: The trace that it used.
+        gone: The units to remove.
+        unfed: Those of them that no input reaches.
+        folded: Those of them that were folded into biases.
+        biases: New values of biases, by name.
+    """
 
     graph: Graph
     gone: Flags
@@ -156,7 +183,7 @@ class _Found:
 
 
 def _sweep(model: nn.Module, inputs: TraceInputs, *, first: bool) -> _Found:
-    """What is dead in a model, found on a copy: fold what then goes, and nothing else."""
+    """Find the dead units of a model on a copy, and fold the constants of exactly those that can be removed."""
     graph, inner = trace_inputs(model, inputs), unwrap(model)
     if first:
         for example in inputs.examples:
@@ -177,8 +204,11 @@ def _sweep(model: nn.Module, inputs: TraceInputs, *, first: bool) -> _Found:
         chosen = removable(graph, dead & wanted)
         if not (lost & ~chosen).any():
             return _Found(graph, chosen, chosen & (lost | matters), folded, _new_biases(copy, inner))
+        # Some folded units have to stay, for example because their layer needs equal numbers per group. Folding them
+        # would change biases for nothing, so start over from the original weights with fewer units.
         wanted = chosen
-        _restore(copy, inner)
+        for mine, original in zip(copy.parameters(), inner.parameters(), strict=True):
+            mine.copy_(original)
 
 
 def _new_biases(copy: nn.Module, model: nn.Module) -> dict[str, Tensor]:
@@ -187,13 +217,8 @@ def _new_biases(copy: nn.Module, model: nn.Module) -> dict[str, Tensor]:
     return {name: new.detach() for name, new in biases if not torch.equal(new, old[name])}
 
 
-def _restore(copy: nn.Module, model: nn.Module) -> None:
-    for mine, original in zip(copy.parameters(), model.parameters(), strict=True):
-        mine.copy_(original)
-
-
 def _refuse_looking(model: nn.Module, example: Example) -> None:
-    """A forward that works without values cannot decide anything by them."""
+    """Refuse a forward that may branch on values: one that runs on the meta device, without values, does not."""
     workshop = Workshop(model, example, META)
     try:
         with workshop.running() as given:
@@ -208,33 +233,30 @@ def _commit(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
     followers: Sequence[Follower],
 ) -> tuple[Undo, Edits]:
-    """Biases and cuts, all or nothing; the way back."""
+    """Apply new biases and cuts as one transaction; returns its undo, and the cuts."""
     changes = list[Change]()
     named = dict(unwrap(model).named_parameters())
     following = [tensors_of(follower) for follower in followers]
     for name, new in found.biases.items():
         changes.append(_new_values(named[name], new))
         for held in (held[name] for held in following if name in held):
-            _refuse_other_shape(name, held, new)
+            # Before any change, because broadcasting would hide some wrong shapes from the sum below.
+            if held.shape != new.shape:
+                raise ShrinkError(
+                    f"followers: {name!r} has shape {tuple(held.shape)}, the model's {tuple(new.shape)}. "
+                    f"Pass a follower to every shrink of the model, or make a new copy of the model."
+                )
             changes.append(_new_values(held, held + (new - named[name]).to(held)))
     done = list[Edits]()
 
     def cut() -> Undo:
-        # Prepared now, so that what is cut has the new biases.
+        # Prepared only now, when the biases have their new values, because preparing copies the values that stay.
         units = np.flatnonzero(found.gone).tolist()
         prepared = prepare(model, found.graph, units, optimizer=optimizer, followers=followers)
         done.append(prepared.edits)
         return prepared.apply()
 
     return all_or_nothing([*changes, cut]), done[0]
-
-
-def _refuse_other_shape(name: str, held: Tensor, new: Tensor) -> None:
-    if held.shape != new.shape:
-        raise ShrinkError(
-            f"followers: {name!r} has shape {tuple(held.shape)}, the model's {tuple(new.shape)}. "
-            f"A follower must have followed every shrink before."
-        )
 
 
 def _new_values(bias: Tensor, values: Tensor) -> Change:

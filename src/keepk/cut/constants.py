@@ -1,7 +1,7 @@
-"""Channels that are one constant for every input: folded into the bias of the layer that reads them.
+"""Folding channels that are constant for every input into the bias of the layer that reads them.
 
-A layer with weight W and bias b that reads a channel of constant value c gives the same with b + W c and no such
-channel, if it meets c at every place: not where zeros are added at the edges of a picture.
+A layer with weight W and bias b that reads a channel of constant value c computes the same with bias b + W c and
+without that channel, if it reads c at every position. That is not so where a picture is padded with zeros.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,19 +19,19 @@ from keepk.graph.maps import Flags
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 READERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
-ROUNDING = 32  # units in the last place by which sums of the same numbers may differ from place to place
+ROUNDING = 32  # units in the last place by which kernels may sum the same numbers differently at different positions
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A layer and the constants that it reads: one for each input channel, NaN where it varies."""
+    """A layer and the constants that it reads, one per input channel; NaN for a channel that varies."""
 
     path: str
     constants: Tensor
 
 
 def reader_paths(model: nn.Module) -> list[str]:
-    """The plain layers whose weight and bias are their own."""
+    """The layers into whose bias constants can be folded: plain ones, not grouped, with untied weight and bias."""
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
@@ -46,7 +46,7 @@ def reader_paths(model: nn.Module) -> list[str]:
 
 
 def readings(model: nn.Module, flow: Flow) -> list[Reading]:
-    """What the layers read that are called once, and whose weights nobody else uses."""
+    """The constants that layers read, of layers that are called once and whose weights are used once."""
     modules = dict(model.named_modules())
     return [
         Reading(path, _constants(modules[path], calls[0]))
@@ -56,7 +56,7 @@ def readings(model: nn.Module, flow: Flow) -> list[Reading]:
 
 
 def same_readings(by_example: Sequence[list[Reading]]) -> list[Reading]:
-    """The inputs of layers over the forward passes of all examples; NaN where they differ between examples."""
+    """The readings that the forward passes of all examples have in common; NaN where they differ."""
     first, *others = by_example
     same = list[Reading]()
     for reading in first:
@@ -70,11 +70,12 @@ def same_readings(by_example: Sequence[list[Reading]]) -> list[Reading]:
 
 
 def _constants(module: nn.Module, given: Input) -> Tensor:
-    """The value of each channel if it is the same constant at every place, else NaN."""
+    """The value of each channel if it is the same constant at every position, else NaN."""
     weight, tensor = module.get_parameter("weight"), given.tensor
     channels = weight.shape[_read_dim(module)]
     dim = tensor.ndim - 1 if isinstance(module, nn.Linear) else tensor.ndim + 1 - weight.ndim
     unknown = torch.full((channels,), torch.nan, dtype=torch.float64, device=weight.device)
+    # A tensor that was written to after the call no longer has the values that the layer read.
     if tensor._version != given.version or not tensor.is_floating_point() or not tensor.numel():
         return unknown
     if not 0 <= dim < tensor.ndim or tensor.shape[dim] != channels:
@@ -91,7 +92,8 @@ def _read_dim(module: nn.Module) -> int:
 
 
 def _meets_everywhere(module: nn.Module) -> bool:
-    """Whether a constant other than zero comes out the same at every place, and there is a bias to take it."""
+    """Whether a layer has a bias, and reads a nonzero constant at every position."""
+    # A transposed convolution adds up different numbers of taps near the edges, even without padding.
     if getattr(module, "bias", None) is None or isinstance(module, TRANSPOSED):
         return False
     padding = getattr(module, "padding", 0)
@@ -100,9 +102,16 @@ def _meets_everywhere(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def fold(graph: Graph, model: nn.Module, found: list[Reading], wanted: Flags) -> tuple[Flags, Flags]:
-    """Fold the constants of the wanted units wherever that is exact; their columns are zero then.
+    """Fold the constants of the wanted units wherever that is exact, and zero the columns that read them.
 
-    Returns which units lost a column, and which of them gave a constant other than zero to a bias.
+    Args:
+        graph: The trace.
+        model: A copy of the model, which is changed.
+        found: The constants that layers read.
+        wanted: The units that may be folded.
+
+    Returns:
+        Flags of the units that lost a column, and of those whose constant was not zero.
     """
     lost, given = np.zeros(len(wanted), bool), np.zeros(len(wanted), bool)
     for module, units, constants in _columns(graph, model, found):
@@ -110,7 +119,7 @@ def fold(graph: Graph, model: nn.Module, found: list[Reading], wanted: Flags) ->
         columns = weight.movedim(_read_dim(module), 0)
         foldable = ~constants.isnan() & (columns != 0).flatten(1).any(dim=1)
         if not _meets_everywhere(module):
-            foldable &= constants == 0
+            foldable &= constants == 0  # zeros add nothing to a bias, and padding adds more zeros
         asked = (units >= 0) & wanted[units] & foldable.cpu().numpy()
         index = torch.from_numpy(np.flatnonzero(asked)).to(weight.device)
         if len(index):
@@ -122,7 +131,7 @@ def fold(graph: Graph, model: nn.Module, found: list[Reading], wanted: Flags) ->
 
 
 def _columns(graph: Graph, model: nn.Module, found: list[Reading]) -> Iterator[tuple[nn.Module, np.ndarray, Tensor]]:
-    """By layer, the unit and the constant of each column."""
+    """For each layer, the unit and the constant of each of its input columns."""
     modules = dict(model.named_modules())
     for reading in found:
         module, name = modules[reading.path], f"{reading.path}.weight".removeprefix(".")
@@ -131,6 +140,8 @@ def _columns(graph: Graph, model: nn.Module, found: list[Reading]) -> Iterator[t
 
 def _into_bias(module: nn.Module, columns: Tensor, constants: Tensor) -> None:
     if bool((constants != 0).any()):
+        # A constant is the same under every tap of a kernel, so the taps can be added up. In float64, since the sum
+        # replaces thousands of additions that the layer would have made in its own order.
         sums = columns.flatten(2).sum(dim=2, dtype=torch.float64) if columns.ndim > 2 else columns.to(torch.float64)
         bias = module.get_parameter("bias")
         bias.copy_((bias.to(torch.float64) + constants @ sums).to(bias.dtype))

@@ -1,7 +1,7 @@
-"""Which units of a graph are dead: all of their weights are zero or needed by no output.
+"""Finding the dead units of a graph: each of their weights is zero, or is needed by no output.
 
-Removing a unit is setting all of its weights to zero. Where each of them is zero already, or no output needs it, that
-changes nothing.
+Removing a unit has the same effect as setting all of its weights to zero. If each of them is zero already or is not
+needed by any output, that changes nothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,14 +20,20 @@ from keepk.graph.shares import fitting
 
 
 def dead_units(graph: Graph, model: nn.Module, flow: Flow) -> Flags:
-    """Which units can go without a change; those whose removal does more than zeroing never."""
+    """Flags of the units that can be removed without changing an output.
+
+    Inexact units (`lossy`) are never among them: removing them does more than zeroing their weights.
+    """
     parameters = dict(model.named_parameters())
     used = {name: flow.needed(tensor) & (tensor != 0) for name, tensor in parameters.items()}
     return ~_touched(graph, used) & ~graph.units.lossy
 
 
 def would_matter(graph: Graph, model: nn.Module, flow: Flow) -> Flags:
-    """Of which units an output would depend on the weights that make them, were they not zero."""
+    """Flags of the units whose producing weights would influence an output if they were not zero.
+
+    A dead unit with this flag is dead for lack of inputs, one without it for lack of readers.
+    """
     made = {(tensor, dim) for (tensor, dim), role in graph.wiring.roles.items() if role is Role.PRODUCER}
     parameters = dict(model.named_parameters())
     needed = {name: flow.needed(tensor) for name, tensor in parameters.items()}
@@ -35,7 +41,7 @@ def would_matter(graph: Graph, model: nn.Module, flow: Flow) -> Flags:
 
 
 def _touched(graph: Graph, marks: Mapping[str, Tensor], only: set[tuple[str, int]] | None = None) -> Flags:
-    """Units with a mark in one of their slices."""
+    """Flags of the units that have a marked element in one of their slices; `only` limits the axes."""
     touched = np.zeros(len(graph.units), bool)
     for axis, units, places in _slices(graph):
         if axis.tensor in marks and (only is None or (axis.tensor, axis.dim) in only):
@@ -45,7 +51,7 @@ def _touched(graph: Graph, marks: Mapping[str, Tensor], only: set[tuple[str, int
 
 
 def _slices(graph: Graph) -> Iterator[tuple[Axis, Indices, Indices]]:
-    """Axis by axis, the units that have slices there, and where."""
+    """Axis by axis, the units that have slices on it, and the indices of these slices."""
     units = graph.units
     owner = np.repeat(np.arange(len(units)), np.diff(units.starts))
     for number in np.unique(units.axis).tolist():
@@ -54,7 +60,8 @@ def _slices(graph: Graph) -> Iterator[tuple[Axis, Indices, Indices]]:
 
 
 def _by_index(marks: Tensor, axis: Axis) -> Tensor:
-    """Whether anything is marked at each index of an axis."""
+    """For each index of an axis, whether any element there is marked."""
+    # The in-channels of a grouped convolution count through all groups, but each row of the weight has one group's.
     if axis.groups > 1:
         grouped = marks.reshape(axis.groups, -1, *marks.shape[1:]).any(dim=1)
         return grouped.reshape(axis.size, -1).any(dim=1)
@@ -62,7 +69,7 @@ def _by_index(marks: Tensor, axis: Axis) -> Tensor:
 
 
 def column_units(graph: Graph, tensor: str, dim: int) -> Indices:
-    """The unit of each index of an axis of a tensor; -1 where there is none."""
+    """The unit of each index of a tensor's axis; -1 for an index without one."""
     found = np.full(graph.wiring.shapes[tensor][dim], -1, np.int64)
     for axis, units, places in _slices(graph):
         if (axis.tensor, axis.dim, axis.groups) == (tensor, dim, 1):
@@ -71,11 +78,12 @@ def column_units(graph: Graph, tensor: str, dim: int) -> Indices:
 
 
 def removable(graph: Graph, dead: Flags) -> Flags:
-    """As many of the dead units as can go.
+    """Flags of as many dead units as can be removed.
 
-    One unit stays of every layer, equal numbers go of blocks that are bound, and nothing goes along that is not dead.
+    Every layer keeps one unit, bound blocks lose equal numbers, and no unit is removed with them that is not dead.
     """
     picks = [pick for blocks in graph.choices() if len(pick := _pick(graph, blocks, dead))]
+    # All at once is the usual case. If the groups' picks do not fit together, add them one by one.
     together = _closed(graph, np.concatenate([*picks, np.zeros(0, np.int64)]), dead)
     if together is not None:
         return together
@@ -87,7 +95,8 @@ def removable(graph: Graph, dead: Flags) -> Flags:
 
 
 def _pick(graph: Graph, blocks: tuple[Indices, ...], dead: Flags) -> Indices:
-    """The same number of each block, the first ones. A channel that others read goes with its last reading."""
+    """The first dead units of each block, the same number from each."""
+    # Channels that several BatchNorms read separately ("source") are removed with their last read, not picked here.
     if any(graph.spaces[space].kind == "source" for space in np.unique(graph.units.space[np.concatenate(blocks)])):
         return np.zeros(0, np.int64)
     count = min(min(int(dead[block].sum()), len(block) - 1) for block in blocks)
@@ -96,7 +105,7 @@ def _pick(graph: Graph, blocks: tuple[Indices, ...], dead: Flags) -> Indices:
 
 
 def _closed(graph: Graph, units: Indices, dead: Flags) -> Flags | None:
-    """The units with those that go along with them; None if that cannot be."""
+    """Flags of the units and of those removed with them; None if they cannot be removed, or not all are dead."""
     try:
         edits = graph.edits(np.unique(units).tolist())
     except ShrinkError:

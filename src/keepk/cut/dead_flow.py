@@ -1,13 +1,16 @@
-"""One forward pass that is watched for influence: what no input reaches, and what reaches no output.
+"""One forward pass watched for influence: which elements no input reaches, and which elements reach no output.
 
-Of every element of every tensor three things are kept. It *varies* if it may be another number for another input. It is
-*nonzero* if it varies or is a number other than zero. It is *void* if it is zero whatever the input is, and stays zero
-when further weights are set to zero. All of it follows from the zeros among the weights, operation by operation; an
-operation that is not known passes everything on, so that what is found is proved and never guessed.
+Three facts are kept about every element of every tensor. It *varies* if it may be different for different inputs. It is
+*nonzero* if it varies or is a nonzero constant. It is *void* if it is zero for every input, and stays zero when more
+weights are set to zero. All of this follows from the zeros among the weights, operation by operation. An unknown
+operation passes everything on, so that every finding is proved.
 
-Backwards from the outputs, an element is *needed* if an output depends on it: a factor in a product is not, where all
-that it is multiplied with is void. Weights that are not needed can all be set to zero at once: a term could only change
-if one of its factors did and none of the others were void.
+Backwards from the outputs, an element is *needed* if an output depends on it. A factor of a product is not needed where
+everything that it is multiplied with is void. All weights that are not needed can be set to zero at once: a term could
+change only if one of its factors did and none of the others were void.
+
+For example, take h = W x, y = V h with two hidden units. If row 0 of W is zero, h[0] is void, and column 0 of V is not
+needed. If column 1 of V is zero, h[1] varies, but neither it nor row 1 of W is needed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,22 +29,23 @@ from keepk.graph.label import tensors_in
 from keepk.graph.shell import Workshop, plain_tensors
 from keepk.graph.tracer import named_tensors
 
-# What is made of nothing is the same for every input only if it is filled with one number.
+# Operations that create a tensor filled with one number. Anything else that is created, such as an `arange`, may differ
+# from input to input, for example with the input's length.
 FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor", "zeros_like", "ones_like"}
-# How much is taken of a table of positions may depend on how long the input is.
+# Parts of a constant, such as a table of positions: which part is taken may depend on the input's length.
 PARTS = {"slice", "narrow", "select", "index", "index_select", "gather", "unfold", "as_strided"}
-# Even of zeros these give another number for another size.
+# Even for zeros, the result of these depends on how many there are.
 COUNTS = {"_softmax", "_log_softmax", "_safe_softmax", "logsumexp", "logcumsumexp"}
-HALF = 0.5  # masks count terms, and a count is a whole number up to rounding
+HALF = 0.5  # a mask rule's output counts terms, so it is an integer up to rounding
 
 
-class NotFollowed(Exception):  # noqa: N818 - it is caught at once and says why
-    """The forward pass does what cannot be followed."""
+class NotFollowed(Exception):  # noqa: N818 - a reason that `compact` catches and reports, not an error
+    """The forward pass does something that cannot be followed; the message says what."""
 
 
 @dataclass(eq=False)
 class Knowledge:
-    """What is known of the elements of one tensor; `needed` is None as long as nothing is."""
+    """Facts about the elements of one tensor, as masks of its shape; `needed` is None until an element is needed."""
 
     varies: Tensor
     nonzero: Tensor
@@ -51,7 +55,7 @@ class Knowledge:
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """What a module was called with: the tensor, and its version, by which a later change is seen."""
+    """The input of a module's call: the tensor, its facts, and its version, by which a later write is noticed."""
 
     tensor: Tensor
     knowledge: Knowledge
@@ -69,14 +73,14 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Watches the forward pass of a copy of a model.
 
     Attributes:
-        uses: By id of a parameter, in how many operations it was used.
-        calls: By path of a module, what it was called with each time.
+        uses: By id of a parameter or buffer, the number of operations that used it.
+        calls: By path of a watched module, the input of each call.
     """
 
     def __init__(self, model: nn.Module, watched: Iterable[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._model, self._watched = model, list(watched)
-        self._known: dict[int, tuple[Tensor, Knowledge]] = {}
+        self._known: dict[int, tuple[Tensor, Knowledge]] = {}  # with the tensor, so that no other gets its id
         self._neighbours: dict[int, list[Tensor]] = {}
         self._steps: list[_Step] = []
         self.uses: dict[int, int] = {}
@@ -86,10 +90,11 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self.uses[id(tensor)] = 0
 
     def run(self, workshop: Workshop) -> "Flow":
-        """One forward pass on the example, then back from its outputs."""
+        """Run one forward pass on the example, then go back from its outputs."""
         with workshop.running() as example, torch.backends.cudnn.flags(enabled=False):
             with self._watching_calls(), self:
                 output = self._model(*example.arguments, **example.by_name)
+            # A tensor that a module stores (a hidden state, a cache) may be read later: it counts as an output.
             kept = [tensor for tensor in plain_tensors(self._model) if id(tensor) in self._known]
             for tensor in (*tensors_in(output), *kept):
                 self.knowledge(tensor).needed = torch.ones_like(tensor, dtype=torch.bool)
@@ -97,10 +102,10 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def knowledge(self, tensor: Tensor) -> Knowledge:
-        """What is known of a tensor; one that comes from outside may be anything."""
+        """The facts about a tensor; one that comes from outside, such as an input, may be anything."""
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
-        same = self._neighbours.get(_memory(tensor), [])  # `tensor.data` is another object over the same memory
+        same = self._neighbours.get(_memory(tensor), [])  # `tensor.data` is a new object over the same memory
         for other in same:
             if id(other) in self.uses:
                 self.uses[id(other)] += 1
@@ -110,7 +115,8 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return self._known[id(tensor)][1]
 
     def needed(self, tensor: Tensor) -> Tensor:
-        """Which elements of a parameter are needed; of one that was not used, all."""
+        """A mask of the needed elements of a parameter; all of them if no operation used it."""
+        # An unused parameter may be read by Python, or in a path that this example does not take.
         found = self.knowledge(tensor).needed
         if not self.uses[id(tensor)]:
             return torch.ones_like(tensor, dtype=torch.bool)
@@ -151,7 +157,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self._know(tensor, knowledge)
 
     def _of_nothing(self, operation: Operation, inputs: list[Knowledge]) -> list[Knowledge] | None:
-        """What has no source: made on the spot, or drawn at random."""
+        """The facts about outputs that depend on no tensor; None for an operation with tensor inputs."""
         drawn = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
         if drawn and inputs:
             raise NotFollowed(f"forward draws random numbers in eval mode (aten::{operation.name})")
@@ -160,7 +166,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return None if inputs else [_anything(tensor) for tensor in operation.outputs]
 
     def _note_writing(self, operation: Operation, inputs: list[Knowledge]) -> None:
-        """Who shares memory with what was written into depends on all that went in."""
+        """After an in-place operation, let every tensor that shares the written memory depend on all its inputs."""
         returned = {id(tensor) for tensor in operation.outputs}
         for written in operation.written:
             for tensor in list(self._neighbours.get(_memory(written), [])):
@@ -171,7 +177,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                     self._join(tensor, [self.knowledge(tensor), *inputs, *made])
 
     def _join(self, tensor: Tensor, sources: list[Knowledge]) -> Knowledge:
-        """It may be anything now, made of any of the sources."""
+        """Let a tensor be anything from now on, made from any of the sources."""
         new = _anything(tensor)
         self._steps.append(_Step(to_all([tuple(tensor.shape)]), sources, [new]))
         self._know(tensor, new)
@@ -211,14 +217,14 @@ def _counted(masks: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _through(spread: Spread, masks: list[Tensor]) -> list[Tensor]:
-    with torch.autocast(masks[0].device.type, enabled=False):  # halves cannot count beyond 2,048
+    with torch.autocast(masks[0].device.type, enabled=False):  # half precision cannot count beyond 2,048
         return spread.through(masks)
 
 
 def _fitting(operation: Operation, inputs: list[Knowledge]) -> Spread:
-    """The operation's own stand-in, or the one that passes everything on where that one does not fit."""
+    """The mask rule of an operation; if it fails or gives wrong shapes, the one that passes everything on."""
     spread = spread_of(operation)
-    try:
+    try:  # on the real masks: variants of an operation may have arguments that its mask rule does not expect
         found = _through(spread, _counted(source.nonzero for source in inputs))
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError):
         return everywhere(operation)
@@ -239,17 +245,19 @@ def _outputs(operation: Operation, spread: Spread, inputs: list[Knowledge]) -> l
 
 
 def _varying(spread: Spread, inputs: list[Knowledge]) -> list[Tensor]:
-    """Where a term has a factor that varies, and no factor that is zero."""
+    """Masks of the output elements with a term of which one factor varies and none is zero."""
+    # Where edges matter, a nonzero constant comes out differently by position, so it counts as varying.
     varying = [source.nonzero if spread.edges and place == 0 else source.varies for place, source in enumerate(inputs)]
     if not spread.product:
         return [mask > HALF for mask in _through(spread, _counted(varying))]
+    # Terms without a zero factor, less those in which no factor varies.
     every = _through(spread, _counted(source.nonzero for source in inputs))
     still = [source.nonzero & ~moving for source, moving in zip(inputs, varying, strict=True)]
     return [one - other > HALF for one, other in zip(every, _through(spread, _counted(still)), strict=True)]
 
 
 def _pulled(step: _Step) -> list[Tensor]:
-    """Which elements of the inputs the needed elements of the outputs depend on: the stand-in's gradient."""
+    """Masks of the input elements that the needed output elements depend on: the mask rule's gradient."""
     with torch.enable_grad():
         masks = [mask.requires_grad_() for mask in _counted(~source.void for source in step.inputs)]
         outputs = _through(step.spread, masks)

@@ -1,7 +1,10 @@
-"""An operation of the forward pass, and how it passes influence on.
+"""An operation of the forward pass, and its mask rule, which computes how the operation passes influence on.
 
-Every operation is stood in for by one on masks, numbers that are 1 where an element can be other than zero: a sum of
-products of its inputs' masks, positive exactly where influence passes. Its gradient says which inputs reach an output.
+A mask rule works on masks, tensors that are 1 where an element can be nonzero. It computes sums of products of the
+inputs' masks, which are positive exactly where influence passes. Its gradient says which inputs reach an output.
+
+For example, y = W x with W = [[0, 2], [0, 0]] has the mask rule y = [[0, 1], [0, 0]] @ x. From x = [1, 1] it gives
+[1, 0]: no input reaches y[1]. The gradient of the sum of y is [0, 1]: x[0] reaches no output.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +22,13 @@ Masks: TypeAlias = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Spread:
-    """The stand-in of one operation.
+    """The mask rule of one operation.
 
     Attributes:
-        through: From the masks of the inputs to those of the outputs.
+        through: Computes the masks of the outputs from those of the inputs.
         product: Whether inputs are multiplied, so that a zero in one of them stops the others.
-        edges: Whether what becomes of a constant other than zero depends on the place or on how many there are: zeros
-            are added around it, or it is summed up.
+        edges: Whether a nonzero constant comes out differently by position or size, because zeros are padded around it
+            or because it is summed up.
     """
 
     through: Callable[[Masks], list[Tensor]]
@@ -34,7 +37,15 @@ class Spread:
 
 
 class Operation:
-    """An operation that ran: its name, the tensors among its arguments in order, and the tensors that it returned."""
+    """An operation that has run.
+
+    Attributes:
+        function: The ATen overload.
+        name: Its name, such as ``"convolution"``.
+        inputs: The tensors among its arguments, in order.
+        outputs: The tensors that it returned.
+        shapes: Their shapes.
+    """
 
     def __init__(self, function: Any, arguments: Sequence[Any], by_name: dict[str, Any], result: Any) -> None:
         self.function, self.name = function, base_name(function).removeprefix("aten::")
@@ -45,7 +56,7 @@ class Operation:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """All arguments by the names of the schema, defaults filled in."""
+        """All arguments by their names in the schema, including defaults."""
         positional, by_name = tree_unflatten(self._leaves, self._tree)
         schema = self.function._schema.arguments
         given = {argument.name: value for argument, value in zip(schema, positional, strict=False)}
@@ -60,7 +71,8 @@ class Operation:
         return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
     def again(self) -> Callable[[Masks], list[Tensor]]:
-        """The operation itself, on masks in the place of tensors."""
+        """The operation itself as a function of masks: every other argument stays as it was."""
+        # Copied without the tensors, so that a step does not keep the forward pass's activations alive.
         kept = [None if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         places = [place for place, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         function, tree = self.function, self._tree

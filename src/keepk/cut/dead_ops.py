@@ -1,7 +1,7 @@
-"""The stand-ins of operations: which elements of the inputs can matter to which elements of the outputs.
+"""The table of mask rules: which input elements can influence which output elements of an operation.
 
-That of a convolution is the convolution itself, that of anything element by element is a sum. An operation without one
-passes everything on to everything.
+A convolution is its own mask rule, and that of an elementwise operation is a sum. For an operation that is not in
+the table, every input element may influence every output element, which is always safe.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def _builds(*names: str) -> Callable[[Builder], Builder]:
         for name in names:
             if name in BUILDERS:
                 known = BUILDERS[name].__name__
-                raise TraceError(f"stand-in for {name}: there is one already, {shown(known)}. An operation has one.")
+                raise TraceError(f"mask rule for {name}: there is one already, {shown(known)}. Register it once.")
             BUILDERS[name] = builder
         return builder
 
@@ -34,7 +34,7 @@ def _builds(*names: str) -> Callable[[Builder], Builder]:
 
 
 def spread_of(operation: Operation) -> Spread:
-    """The stand-in of an operation; of one that is not known, everything reaches everything."""
+    """The mask rule of an operation; for an unknown one, everything reaches everything."""
     builder = BUILDERS.get(operation.name)
     if builder is None:
         builder = by_element if is_pointwise(operation.function) else everywhere
@@ -54,7 +54,7 @@ def to_all(shapes: Sequence[tuple[int, ...]]) -> Spread:
 @_builds("where", "masked_fill", "_prelu_kernel", "lerp", "celu", "clamp", "hardswish", "log_sigmoid_forward", "fill",
          "zero", "floor_divide", "hardtanh", "softplus")  # fmt: skip
 def by_element(operation: Operation) -> Spread:
-    """Element by element, with broadcasting."""
+    """Elementwise, with broadcasting."""
     shapes = operation.shapes
     return Spread(lambda masks: [_sum([mask.broadcast_to(shape) for mask in masks]) for shape in shapes])
 
@@ -72,7 +72,7 @@ def _gated(operation: Operation) -> Spread:
 
     def through(masks: Masks) -> list[Tensor]:
         value, gate = masks[0].chunk(2, dim)
-        return [value * (1 + gate)]  # a gate is never quite shut
+        return [value * (1 + gate)]  # a gate of 0 is sigmoid(0) = 0.5, which lets the value pass
 
     return Spread(through, product=True)
 
@@ -95,6 +95,7 @@ def _same(operation: Operation) -> Spread:
          "unsafe_split_with_sizes", "unsafe_chunk", "roll", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle",
          "native_channel_shuffle", "unfold")  # fmt: skip
 def _moved(operation: Operation) -> Spread:
+    # Moving elements is the same for masks. In-place variants would write into the masks, so they are not followed.
     return everywhere(operation) if operation.written else Spread(operation.again())
 
 
@@ -134,6 +135,7 @@ def _embedded(operation: Operation) -> Spread:
     shape = operation.shapes[0]
 
     def through(masks: Masks) -> list[Tensor]:
+        # The indices differ from input to input, so any row may come out; index 0 is a valid index, not a zero factor.
         rows, index = masks
         return [rows.sum(0).broadcast_to(shape) * (1 + index.unsqueeze(-1))]
 
@@ -146,6 +148,7 @@ def _batch_normalised(operation: Operation) -> Spread:
     given, shapes = operation.arguments, operation.shapes
     carriers = [given.get(name) for name in ("weight", "bias", "running_mean", "running_var")]
     rank = len(shapes[0])
+    # With batch statistics every element of a channel depends on all others; only running ones are followed.
     if given.get("training", False) or carriers[2] is None or carriers[3] is None or rank < 2:
         return everywhere(operation)
     there = [carrier is not None for carrier in carriers]
@@ -155,7 +158,7 @@ def _batch_normalised(operation: Operation) -> Spread:
         left = iter(mask.view(channels) for mask in masks[1:])
         scale, shift = (next(left) if found else None for found in there[:2])
         mean, variance = left
-        scaled = (masks[0] + mean) * (1 + variance)  # a variance of zero stops nothing
+        scaled = (masks[0] + mean) * (1 + variance)  # it divides by sqrt(variance + eps), so a zero stops nothing
         scaled = scaled if scale is None else scaled * scale
         return [scaled if shift is None else scaled + shift, *(_total(masks).expand(shape) for shape in shapes[1:])]
 
@@ -190,7 +193,7 @@ def _group_normalised(operation: Operation) -> Spread:
     return Spread(through)
 
 
-# Of equal numbers these give the same however many there are; a sum does not.
+# For equal numbers, the result of these does not depend on how many there are; that of a sum does.
 WHATEVER_THE_SIZE = {"mean", "amax", "amin", "max", "min", "any", "all", "var", "std"}
 
 
@@ -220,12 +223,12 @@ def _pooled(operation: Operation) -> Spread:
     padding = operation.arguments.get("padding", 0)
     padded = any(padding) if isinstance(padding, Sequence) else bool(padding)
     spread = _mixed(operation, tuple(range(rank - count, rank)))
-    # A maximum is taken over real elements only; so are the frames that repeat what is there.
+    # Only averages count padded zeros. A maximum ignores them, and reflection or replication pads with real elements.
     return Spread(spread.through, edges=padded and operation.name.startswith("avg_pool"))
 
 
 def _mixed(operation: Operation, dims: tuple[int, ...]) -> Spread:
-    """Everything along the dims reaches everything along them; no dims means all."""
+    """Elements along the dims reach each other; an empty tuple means all dims."""
     rank, shapes = operation.inputs[0].ndim, operation.shapes
     over = dims or tuple(range(rank))
 

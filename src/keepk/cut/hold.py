@@ -1,4 +1,8 @@
-"""Masks held and parameters frozen, through the optimizer's public hooks."""
+"""Holding masks and freezing parameters through the optimizer's public hooks.
+
+`Held.zero` runs after every optimizer step and zeroes pruned weights again: momentum, weight decay and foreach kernels
+update a weight whatever its mask says.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,14 +14,14 @@ from keepk.cut.optimizer_state import state_per_weight
 from keepk.cut.zero import WORDS, alive_words, takes_words, zero_dead
 
 Masks = dict[str, Tensor]  # by parameter
-WIDENED = 1 << 22  # weights; their widened masks take 16 MB in float32
+WIDENED = 1 << 22  # weights, up to which widened masks are kept; in float32 they take 16 MB
 
 
 class Held:
     """A parameter with its mask, ready to be applied after every step.
 
-    The hook runs in every training step, so the view of the weights is looked up once and used as long as they lie
-    where they lay. It keeps their memory alive, so an address cannot come to mean something else.
+    The hook runs in every training step, so the view of the weights is made once and used until their address changes.
+    The view keeps their memory alive, so that the same address cannot come to mean different memory.
     """
 
     def __init__(self, parameter: nn.Parameter, dead: Tensor, words: Tensor | None) -> None:
@@ -26,7 +30,7 @@ class Held:
 
     @property
     def outgrown(self) -> bool:
-        """Whether the parameter has been cut since the mask was made."""
+        """Whether the parameter was cut after the mask was made."""
         return self._parameter.shape != self._dead.shape
 
     @property
@@ -48,7 +52,7 @@ class Held:
         zero_dead([it for optimizer in optimizers for it in state_per_weight(optimizer, self._parameter)], self._dead)
 
     def _look_up(self) -> None:
-        """Make mask and view fit the weights, which may have been cast or moved."""
+        """Make the mask and the view again for weights that were cast or moved."""
         weights = self._parameter.detach()
         self._address, self._dead = weights.data_ptr(), self._dead.to(weights.device)
         words = self._words
@@ -58,7 +62,9 @@ class Held:
 
 
 def count_revived(weights: Tensor, dead: Tensor) -> Tensor:
-    """How many dead entries are not 0.0, as a scalar on the weights' device. The largest copy is one mask.
+    """How many dead entries are not 0.0, as a scalar tensor on the weights' device.
+
+    The largest temporary is one mask. Reading the result waits for the device, so that is left to the caller.
 
     >>> int(count_revived(torch.tensor([1.0, -0.0, float("nan"), 2.0]), torch.tensor([False, True, True, True])))
     2
@@ -67,25 +73,32 @@ def count_revived(weights: Tensor, dead: Tensor) -> Tensor:
 
 
 def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:
-    """Masks made ready for many steps."""
+    """Prepare masks, given as (parameter, dead) pairs, for being applied in many steps."""
     pairs = list(pruned)
     small = sum(dead.numel() for _, dead in pairs) <= WIDENED
     return [Held(parameter, dead, _widened(parameter, dead) if small else None) for parameter, dead in pairs]
 
 
 def _widened(weights: Tensor, dead: Tensor) -> Tensor | None:
-    """The mask in words of the weights' size, where that is faster."""
+    """The mask widened to the weights' element size; None where `masked_fill_` is used instead."""
     return alive_words(dead, WORDS[weights.element_size()]) if takes_words(weights, dead) else None
 
 
 def without_updates(
     frozen: Iterable[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an optimizer step that leaves `frozen` alone.
+    """The arguments of an optimizer step that does not update the `frozen` parameters.
 
-    A parameter without a gradient gets no update, no weight decay and no momentum. Gradients that a closure will make
-    are dropped after each of its calls.
+    Args:
+        frozen: The parameters.
+        args: The positional arguments of the optimizer's step hook; the first is the optimizer.
+        kwargs: The keyword arguments.
+
+    Returns:
+        The arguments, with a closure replaced by one that drops the gradients of the frozen parameters.
     """
+    # An optimizer skips a parameter without a gradient: no update, weight decay or momentum. Setting requires_grad to
+    # False would not be enough, since an existing gradient would still be applied.
     frozen = tuple(frozen)
     _drop_gradients(frozen)
     if callable(kwargs.get("closure")):

@@ -1,16 +1,16 @@
-"""Who else holds what is going to be cut: found and named before the first cut."""
+"""Checks for anything else that holds the tensors about to be cut: DDP wrappers, views, tensors that cannot change.
+
+`keepk.load` uses this module too, so it imports nothing of the trace, the optimizers or the followers.
+"""
 
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from keepk.cut.followers import Follower, refuse_missing, told
 from keepk.cut.memory import sharing_memory
-from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits
 from keepk.graph.tracer import named_tensors
@@ -18,86 +18,30 @@ from keepk.graph.wrappers import unwrap
 
 
 def refuse_holders(model: nn.Module, edits: Edits, wrapper: nn.Module | None = None) -> None:
-    """Refuse to cut what a DDP wrapper or another tensor holds, and tensors that cannot change.
+    """Refuse to cut tensors that a DDP wrapper or another tensor object also uses, or that cannot change.
 
-    `wrapper` is a DDP wrapper that will be gone before the cut.
+    Args:
+        model: The model about to be cut.
+        edits: The cuts.
+        wrapper: A DDP wrapper that will be discarded before the cut.
+
+    Raises:
+        ShrinkError: Names the holder or the tensor.
     """
     _refuse_ddp(model, wrapper)
     tensors = {name: tensor for name, tensor, _ in named_tensors(unwrap(model))}
-    _refuse_strange_tensors(tensors, edits.cuts)
+    refuse_uncuttable(tensors, edits.cuts)
     _refuse_shared_memory(tensors, {cut.tensor for cut in edits.cuts})
 
 
-def refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], edits: Edits) -> None:
-    """Refuse an optimizer whose state cannot be cut along."""
-    for optimizer in optimizers:
-        refuse_stranger(optimizer, [p for p in named.values() if isinstance(p, nn.Parameter)])
-        refuse_factored(optimizer)
-        touched = {named[cut.tensor]: cut.tensor for cut in edits.cuts if isinstance(named[cut.tensor], nn.Parameter)}
-        refuse_foreign_state(optimizer, touched)  # type: ignore[arg-type]  # the names are of parameters
-    refuse_wrapping(optimizers)
-
-
-def refuse_follower(
-    follower: Follower,
-    tensors: Mapping[str, Tensor],
-    cuts: Sequence[Cut],
-    names: Mapping[str, Sequence[str]],
-    place: int,
-) -> None:
-    """Refuse a follower that has not the model's tensors in the model's shapes.
+def refuse_uncuttable(tensors: Mapping[str, Tensor], cuts: Sequence[Cut], who: str = "") -> None:
+    """Refuse to cut inference-mode, sharded, sparse, quantized and computed tensors.
 
     Args:
-        follower: A module or a dict.
-        tensors: What it has, by name.
-        cuts: What it must have.
-        names: By the first name of a tensor all names under which it is tied.
-        place: Its place among the followers.
+        tensors: All tensors by name.
+        cuts: The cuts; only the tensors that they name are checked.
+        who: How an error message begins, for tensors of a follower.
     """
-    refuse_missing(follower, tensors, [cut.tensor for cut in cuts], place)
-    who = told(follower, place)
-    for cut in cuts:
-        for name in names[cut.tensor]:
-            if name in tensors and tuple(tensors[name].shape) != cut.before:
-                raise ShrinkError(
-                    f"{who}: {name!r} has shape {tuple(tensors[name].shape)}, the model's {cut.before}. "
-                    f"A follower must have followed every shrink before."
-                )
-    if isinstance(follower, nn.Module):
-        _refuse_strange_tensors(tensors, cuts, f"{who}: ")
-
-
-def _refuse_ddp(model: nn.Module, leaving: nn.Module | None) -> None:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    mine = {id(parameter) for parameter in model.parameters()}
-    if _ddp_over(mine, leaving):
-        gc.collect()  # a wrapper that was deleted may wait for the collector
-    if _ddp_over(mine, leaving):
-        raise ShrinkError(
-            f"model {type(unwrap(model)).__name__}: a DistributedDataParallel wrapper holds its gradients, which would "
-            f"be out of step after a cut. Say ddp = pruner.step(ddp); or delete the wrapper, shrink its .module on "
-            f"every rank, and wrap it again."
-        )
-
-
-def _ddp_over(parameters: set[int], leaving: nn.Module | None) -> bool:
-    # By type(), because isinstance() asks a dead weak proxy for its class, which raises.
-    wrappers = (held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel))
-    armed = (wrapper for wrapper in wrappers if wrapper is not leaving and hasattr(wrapper, "reducer"))
-    return any(id(parameter) in parameters for wrapper in armed for parameter in wrapper.parameters())
-
-
-def _refuse_shared_memory(tensors: Mapping[str, Tensor], touched: set[str]) -> None:
-    for one, other in sharing_memory(tensors):
-        if touched & {one, other}:
-            raise ShrinkError(
-                f"tensors {one!r} and {other!r} share memory but are two objects, so a cut would take them apart. "
-                f"Tie them as one Parameter, or make one a copy."
-            )
-
-
-def _refuse_strange_tensors(tensors: Mapping[str, Tensor], cuts: Sequence[Cut], who: str = "") -> None:
     for name in (cut.tensor for cut in cuts):
         tensor = tensors[name]
         if tensor.is_inference():
@@ -115,4 +59,36 @@ def _refuse_strange_tensors(tensors: Mapping[str, Tensor], cuts: Sequence[Cut], 
             raise ShrinkError(
                 f"{who}the gradient of {name!r} is {tensor.grad.layout}: it cannot be cut. "
                 f"Call zero_grad() before shrinking."
+            )
+
+
+def _refuse_ddp(model: nn.Module, leaving: nn.Module | None) -> None:
+    # A wrapper can exist only in an initialized process group, and looking for one walks over all Python objects.
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    mine = {id(parameter) for parameter in model.parameters()}
+    if _ddp_over(mine, leaving):
+        gc.collect()  # a deleted wrapper is part of a reference cycle and may still await collection
+    if _ddp_over(mine, leaving):
+        raise ShrinkError(
+            f"model {type(unwrap(model)).__name__}: a DistributedDataParallel wrapper holds its gradients in buffers "
+            f"that would have the wrong size after a cut. Call ddp = pruner.step(ddp); or delete the wrapper, shrink "
+            f"its .module on every rank, and wrap it again."
+        )
+
+
+def _ddp_over(parameters: set[int], leaving: nn.Module | None) -> bool:
+    # type() instead of isinstance(): the latter asks a dead weak proxy for its class, which raises ReferenceError.
+    wrappers = (held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel))
+    # A wrapper that lost its reducer (`cut.ddp.disarm`) no longer has buffers for gradients.
+    armed = (wrapper for wrapper in wrappers if wrapper is not leaving and hasattr(wrapper, "reducer"))
+    return any(id(parameter) in parameters for wrapper in armed for parameter in wrapper.parameters())
+
+
+def _refuse_shared_memory(tensors: Mapping[str, Tensor], touched: set[str]) -> None:
+    for one, other in sharing_memory(tensors):
+        if touched & {one, other}:
+            raise ShrinkError(
+                f"tensors {one!r} and {other!r} share memory but are two objects, so a cut would separate them. "
+                f"Tie them as one Parameter, or make one a copy."
             )

@@ -1,8 +1,8 @@
-"""Optimizer state follows the masks: what belongs to a pruned weight is zero.
+"""Optimizer state follows the masks: the state of a pruned weight is zero.
 
-State of the parameter's own shape (momentum, Adam's moments) is zeroed entry by entry. Counters are left alone.
-Anything else cannot be told apart by weight: LBFGS keeps one flat history, which is known and started anew; other
-state is refused by name, before anything is pruned.
+State of the parameter's shape (momentum, Adam's moments) is zeroed entry by entry. Counters are left alone. Any other
+state has no entry per weight: LBFGS keeps one flat history, which is known and restarted; everything else is refused by
+name, before anything is pruned.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from keepk.errors import OptimizerError
 
-COUNTER = "step"  # torch's own name; a 0-dim parameter's counter has the parameter's shape
+COUNTER = "step"  # torch's name for it; told apart by name, because for a 0-dim parameter it has the parameter's shape
 
 
 def state_per_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    """The optimizer's state tensors that have one entry for each weight of the parameter."""
+    """The optimizer's state tensors that have one entry per weight of the parameter."""
     state = optimizer.state.get(parameter)
     if not state or isinstance(optimizer, torch.optim.LBFGS):
         return []
@@ -30,14 +30,14 @@ def state_per_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) 
 
 
 def restart_flat_history(optimizer: torch.optim.Optimizer) -> None:
-    """LBFGS mixes all weights in one history: after an event it starts anew."""
+    """Clear the history of LBFGS, which mixes all weights in one vector; other optimizers are left alone."""
     if isinstance(optimizer, torch.optim.LBFGS):
         optimizer.state.clear()
-        optimizer._numel_cache = None  # it counts its weights once
+        optimizer._numel_cache = None  # it counts its weights only once
 
 
 def flat_history(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """The history of LBFGS as it is now: what is returned brings it back."""
+    """Take a snapshot of the history of LBFGS; returns the function that restores it."""
     if not isinstance(optimizer, torch.optim.LBFGS):
         return lambda: None
     state, count = dict(optimizer.state), optimizer._numel_cache
@@ -50,21 +50,27 @@ def flat_history(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def refuse_foreign_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Refuse state that belongs to weights of a space but is not laid out weight by weight."""
+    """Refuse state of these parameters that has no entry per weight.
+
+    Args:
+        optimizer: The optimizer.
+        names: The parameters that will be pruned, with their names for the error.
+    """
     if isinstance(optimizer, torch.optim.LBFGS):
         return
     for parameter, name in names.items():
         for key, value in (optimizer.state.get(parameter) or {}).items():
             if not _follows(key, value, parameter):
+                got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise OptimizerError(
-                    f"optimizer {type(optimizer).__name__}: its state {key!r} of {name!r} is {_described(value)}, but "
+                    f"optimizer {type(optimizer).__name__}: its state {key!r} of {name!r} is {got}, but "
                     f"the parameter has shape {tuple(parameter.shape)}, so the state of a pruned weight cannot be "
                     f"zeroed. Use an optimizer with state per weight, such as SGD, Adam or AdamW."
                 )
 
 
 def refuse_factored(optimizer: torch.optim.Optimizer) -> None:
-    """Adafactor's factored state appears only at its first step: refuse it before."""
+    """Refuse Adafactor, by its class: its factored state appears only at the first step, which is too late."""
     if "Adafactor" in {base.__name__ for base in type(optimizer).__mro__}:
         raise OptimizerError(
             f"optimizer {type(optimizer).__name__}: keeps its second moments per row and column, so the state of a "
@@ -73,14 +79,14 @@ def refuse_factored(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_wrapping(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer around another one that is not given itself: the state would be there, and not follow."""
+    """Refuse an optimizer that wraps another one which was not passed too: the inner state would not be pruned."""
     for outer in optimizers:
         for attribute, inner in _inside(outer):
             if not any(inner is it for it in optimizers):
                 raise OptimizerError(
                     f"optimizer {type(outer).__name__}: wraps {type(inner).__name__} as {attribute!r}, whose state "
-                    f"would not follow. Give that one, optimizer=it.{attribute}; or both, if the outer keeps state of "
-                    f"its own."
+                    f"would not be pruned. Pass the wrapped optimizer, optimizer.{attribute}; or both, if the outer "
+                    f"one has state too."
                 )
 
 
@@ -92,7 +98,7 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim
 
 
 def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
-    """Refuse what is no optimizer, or one that trains nothing of the spaces (built from another model)."""
+    """Refuse anything but an optimizer, and an optimizer that holds none of these parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(f"optimizer: {_no_optimizer(optimizer)}")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -123,8 +129,5 @@ def _no_optimizer(given: object) -> str:
 def _follows(key: str, value: Any, parameter: nn.Parameter) -> bool:
     if isinstance(value, Tensor):
         return key == COUNTER or value.numel() == 1 or value.shape == parameter.shape
+    # Plain numbers hold for the whole parameter; a container may hold anything.
     return not isinstance(value, list | tuple | dict)
-
-
-def _described(value: object) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,7 +1,19 @@
-"""The record of what was cut from a model: plain data on the model itself, so that copies and pickles have it too.
+"""The record of everything that was cut from a model: plain data in the model's ``__dict__``.
 
-Indices are kept in arrays of machine integers (`array.array`), which a deepcopy copies as one block and `==` compares
-as a list would; a list of Python ints would be visited one by one by every deepcopy of the model.
+There, copies and pickles of the model carry it too. Indices are kept as `array.array`, which deepcopy copies as one
+block and ``==`` compares like a list; in a list of Python ints, every deepcopy of the model would visit each int.
+
+For example, a Linear of 6 outputs loses outputs 0 and 5, and then output 2. The record has indices of the dense tensor:
+
+>>> import keepk, torch
+>>> net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+>>> graph = keepk.trace(net, torch.zeros(2, 8))
+>>> for units in ([0, 5], [2]):
+...     edits = keepk.shrink(net, graph, units)
+>>> record_of(net)["tensors"]["0.weight"]
+{'shape': [6, 8], 'kept': {'0': array('q', [1, 3, 4])}}
+>>> record_of(net)["attributes"]["0"]
+{'out_features': {'dense': 6, 'now': 3}}
 """
 
 from array import array
@@ -16,25 +28,30 @@ from keepk.cut.undo import Change, Undo, undone_by
 from keepk.graph.edits import Cut, Edits, read_attribute
 
 ATTRIBUTE = "keepk_record"
-Places = Mapping[str, Mapping[str, Any]]  # by tensor and axis, the owner of each index as `packed` keeps it
-PART = "keepk_was_cut"  # on each module that lost something, so that a part does not pass for a dense model
+Places = Mapping[str, Mapping[str, Any]]  # by tensor and axis: the masked channel of each index, as `packed` stores it
+PART = "keepk_was_cut"  # set on each module that was cut, so that a submodule alone does not pass for a dense model
 
 
 def record_of(model: nn.Module) -> dict[str, Any]:
-    """What was done to a model since it was built; empty lists and dicts if nothing.
+    """A model's record; with empty entries if nothing was cut.
 
-    ``tensors`` has, by name, the dense shape and the kept indices of each axis; ``attributes``, by module, the values
-    that were set (``now``) and those of the dense model; ``selections`` the channels that BatchNorms read; ``headwise``
-    the attentions that lost heads; ``certificate``, if a `Pruner` was at work, what was asked for and what is kept;
-    ``masked``, by space, where its channels are that are masked and were not removed: by tensor and axis, for each
-    index the number of its masked channel, -1 for none.
+    Returns:
+        A dict with these entries:
+
+        - ``tensors``: by name, the dense shape and the kept indices of each axis that lost some.
+        - ``attributes``: by module, the values that were set (``now``) and those of the dense model (``dense``).
+        - ``selections``: by BatchNorm, the channels of its input that it reads.
+        - ``headwise``: the attentions that lost heads.
+        - ``certificate``: if a `Pruner` ran, by space, how many units were asked for and are kept.
+        - ``masked``: by space, the places of channels that were masked but not removed: by tensor and axis, for each
+          index the number of its masked channel, or -1.
     """
     found = model.__dict__.get(ATTRIBUTE)
     return found if found is not None else {"tensors": {}, "attributes": {}, "selections": {}, "headwise": []}
 
 
 def packed(indices: NDArray[np.int64]) -> Any:
-    """Indices as a record keeps them: an array, or a list of arrays where each row has its own.
+    """Indices as a record stores them: an array, or a list of arrays for a matrix with different indices in each row.
 
     >>> packed(np.array([0, 2])), packed(np.array([[0, 2], [1, 3]]))
     (array('q', [0, 2]), [array('q', [0, 2]), array('q', [1, 3])])
@@ -45,7 +62,7 @@ def packed(indices: NDArray[np.int64]) -> Any:
 
 
 def cuts_since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Cut]:
-    """By tensor, what was cut between two records of the same model.
+    """By tensor, the cut that leads from an earlier record of a model to a later one.
 
     >>> before = {"tensors": {"w": {"shape": [4, 2], "kept": {"0": [0, 2, 3]}}}}
     >>> now = {"tensors": {"w": {"shape": [4, 2], "kept": {"0": [0, 3]}}}}
@@ -66,7 +83,7 @@ def _cut_between(name: str, before: dict[str, Any] | None, now: dict[str, Any]) 
     positions = dict[int, NDArray[np.int64]]()
     for axis in map(int, now["kept"]):
         old, new = kept(before, str(axis)), kept(now, str(axis))
-        if new.ndim == 2:  # for each row, its columns: where they stand among those that the row had
+        if new.ndim == 2:  # different columns in each row: their positions among the columns that the row had before
             rows = np.searchsorted(kept(before, "0"), kept(now, "0"))
             old = old[rows] if old.ndim == 2 else np.broadcast_to(old, (len(rows), len(old)))
             positions[axis] = (old[:, None, :] == new[:, :, None]).argmax(axis=2)
@@ -82,7 +99,7 @@ def was_cut(model: nn.Module) -> bool:
 
 
 def noted(model: nn.Module, edits: Edits) -> Change:
-    """A change that adds edits to the record, and can be undone. Prepare it before the attributes change."""
+    """A change that adds edits to the record. Call this before the attributes change: it reads their old values."""
     modules = dict(model.named_modules())
     before = [read_attribute(modules[setting.module], setting) for setting in edits.settings]
 
@@ -107,7 +124,7 @@ def noted(model: nn.Module, edits: Edits) -> Change:
 
 
 def put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
-    """Let a model have this record, or none."""
+    """Give a model back its old record; None removes the record."""
     if old is None:
         model.__dict__.pop(ATTRIBUTE, None)
     else:
@@ -115,7 +132,10 @@ def put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
 
 
 def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str, Any]:
-    new = _copied(record)
+    # A new record, because the old one is kept for an undo. It shares the arrays of indices, which are never changed in
+    # place.
+    nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
+    new = {**record, **nested, "selections": dict(record["selections"])}
     for cut in edits.cuts:
         entry = new["tensors"].setdefault(cut.tensor, {"shape": list(cut.before), "kept": {}})
         entry["kept"] = _composed(entry, cut)
@@ -126,7 +146,8 @@ def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str,
     for selection in edits.selections:
         new["selections"][selection.module] = packed(selection.channels)
     new["headwise"] = sorted({*new["headwise"], *edits.headwise})
-    if "certificate" in new:  # a run that is at work writes its own anew; after it, somebody else was
+    # A running Pruner rewrites its certificate after each event, so this count only stays for cuts that came later.
+    if "certificate" in new:
         new["certificate"] = {
             name: space | {"cut_since": space.get("cut_since", 0) + len(edits.units)}
             for name, space in new["certificate"].items()
@@ -137,7 +158,7 @@ def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str,
 
 
 def _cut_masked(record: dict[str, Any], cuts: Mapping[str, Cut]) -> None:
-    """Let the places of masked channels follow a cut; channels that it took are not masked any more."""
+    """Update the places of masked channels after a cut; channels that it removed are no longer masked."""
     left = dict[str, Places]()
     for space, places in record["masked"].items():
         found = _places_left(places, cuts)
@@ -157,7 +178,7 @@ def _places_left(places: Places, cuts: Mapping[str, Cut]) -> Places:
     }
     numbers = np.unique(np.concatenate([owners.ravel() for axes in left.values() for owners in axes.values()]))
     numbers = numbers[numbers >= 0]
-    # The channels that are left are numbered from 0 again.
+    # Renumber the remaining channels from 0, so that the highest number says how many there are.
     return {
         tensor: {axis: packed(np.where(it >= 0, np.searchsorted(numbers, it), -1)) for axis, it in axes.items()}
         for tensor, axes in left.items()
@@ -173,19 +194,14 @@ def _owners_left(owners: NDArray[np.int64], axis: int, cut: Cut | None) -> NDArr
     if kept is None:
         return owners
     if owners.ndim == 1:
-        return owners[kept]  # by row and column, if that is how they were cut
+        return owners[kept]  # a matrix of indices gives a matrix of owners, with different columns in each row
     return np.take_along_axis(owners, kept, axis=1) if kept.ndim == 2 else owners[:, kept]
 
 
-def _copied(record: dict[str, Any]) -> dict[str, Any]:
-    """A new record that shares the arrays of indices, which are replaced and never changed."""
-    nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
-    return {**record, **nested, "selections": dict(record["selections"])}
-
-
 def _composed(entry: dict[str, Any], cut: Cut) -> dict[str, Any]:
-    """The kept indices of the dense tensor, after one more cut."""
+    """The kept indices of the dense tensor after one more cut, whose indices count what was left before it."""
     kept = dict(entry["kept"])
+    # Columns that differ by row are stored as one array per row, so they follow a cut of rows.
     rows = cut.kept.get(0)
     if rows is not None and np.ndim(kept.get("1", [])) == 2:
         kept["1"] = packed(np.asarray(kept["1"])[rows])

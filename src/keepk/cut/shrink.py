@@ -1,6 +1,7 @@
-"""`shrink`: take channels out for real, and everybody along who follows the model's weights.
+"""`shrink`: remove channels physically, from the model, its optimizers' state and its followers.
 
-All new tensors are made before the first old one is touched; putting them in place is then all or nothing.
+Every new tensor is made before the first old one is touched. Putting them in place is then a transaction: all changes
+are made, or none is.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,9 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.changes import cut_module, forget_compiled, new_entry
-from keepk.cut.followers import Follower, followed, refuse_no_followers, tensors_of
-from keepk.cut.holders import refuse_follower, refuse_holders, refuse_optimizers
-from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
+from keepk.cut.followers import Follower, followed, refuse_follower, refuse_no_followers, tensors_of
+from keepk.cut.holders import refuse_holders
+from keepk.cut.optimizer_state import (
+    flat_history,
+    refuse_factored,
+    refuse_foreign_state,
+    refuse_stranger,
+    refuse_wrapping,
+    restart_flat_history,
+    state_per_weight,
+)
 from keepk.cut.tensors import left_of
 from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
 from keepk.cut.verify import refuse_unfit
@@ -39,17 +48,27 @@ def shrink(
     """Remove units from a model, in place.
 
     Parameter objects, module classes, names, ties, hooks, dtypes, devices, memory formats and `requires_grad` stay. The
-    graph stays valid: any number of shrinks needs one trace.
+    graph stays valid: one trace serves any number of shrinks. If anything is refused, nothing has changed.
 
     Args:
         model: The model that was traced.
-        graph: What `keepk.trace` found.
-        units: Numbers of units; see `Graph.spaces` and `Graph.choose`.
-        optimizer: Its state of the cut parameters is cut along. Several may be given.
-        followers: Copies of the model, averages of it (`AveragedModel`) or dicts of tensors with its names (of all
-            that is trained, at least), which are cut along the same lines.
-        replay: Whether the cut is first replayed at its own sizes on a copy without weights. It is refused if forward
-            would then fail or do something else than the trace has seen.
+        graph: The graph that `keepk.trace` returned for this model.
+        units: The numbers of the units to remove; see `Graph.spaces` and `Graph.choose`. Units that cannot stay without
+            them are removed too.
+        optimizer: The optimizer, or several. State with one entry per weight (momentum, Adam's moments) is cut like the
+            parameters.
+        followers: Copies of the model, averages of it (`AveragedModel`), or dicts of tensors under its names (at least
+            of everything that is trained), which are cut in the same way.
+        replay: Whether to run forward first at the new sizes, on a copy without weights, and refuse the cut if forward
+            fails or computes something that the trace has not seen.
+
+    Returns:
+        The edits that were made: the removed units, and each tensor and attribute that changed.
+
+    Raises:
+        ShrinkError: The graph is not this model's, a unit does not exist or cannot be removed, another object holds a
+            tensor that would be cut, or the replay failed.
+        OptimizerError: The optimizer has state that cannot be cut, or does not hold the model's parameters.
 
     Examples:
         >>> import keepk
@@ -71,7 +90,14 @@ def shrink(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A shrink that is ready: everything is checked and every new tensor made, and nothing has changed yet."""
+    """A shrink that is ready to apply: everything is checked, every new tensor is made, nothing has changed yet.
+
+    Attributes:
+        model: The model.
+        edits: The cuts.
+        changes: The steps, in order.
+        touched: The tensor objects that get new contents.
+    """
 
     model: nn.Module
     edits: Edits
@@ -79,11 +105,17 @@ class Prepared:
     touched: Sequence[Tensor]
 
     def apply(self) -> Undo:
-        """Put the new tensors in place, all or none; what is returned puts the old ones back."""
+        """Put the new tensors in place, all or none.
+
+        Returns:
+            A function that puts the old ones back.
+        """
         with torch.inference_mode(False), torch.no_grad():
             undo = all_or_nothing(self.changes)
         for tensor in self.touched:
-            torch.autograd.graph.increment_version(tensor)  # torch then refuses what it saved for old losses
+            # `.data = ...` does not count as a write. Without this, torch would back-propagate an old loss through
+            # tensors that it saved before the cut, where their shapes happen to allow it.
+            torch.autograd.graph.increment_version(tensor)
         if self.changes:
             forget_compiled(self.model)
         return undo
@@ -99,18 +131,26 @@ def prepare(
     wrapper: nn.Module | None = None,
     replay: bool = True,
 ) -> Prepared:
-    """All of a shrink but the last step. `wrapper` is a DDP wrapper that will be gone by then."""
-    _refuse_strange(model, graph)
+    """Check a shrink and make its new tensors, without changing anything; the arguments are those of `shrink`.
+
+    `wrapper` is a DDP wrapper around the model that will be discarded before the shrink is applied.
+    """
+    if not isinstance(model, nn.Module):
+        raise ShrinkError(f"shrink: got {type(model).__name__} as the model. Give the torch.nn.Module that was traced.")
+    if not isinstance(graph, Graph):
+        raise ShrinkError(
+            f"shrink: got {type(graph).__name__} as the graph. Give what keepk.trace(model, example) returns."
+        )
     refuse_quantised(unwrap(model), ShrinkError)
     refuse_no_followers(followers, model, "shrink")
-    with torch.inference_mode(False), torch.no_grad():  # what is made in inference mode could not be trained
+    with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be trained
         inner = unwrap(model)
         _refuse_other_model(inner, graph, {name: tensor for name, tensor, _ in named_tensors(inner)})
         edits = graph.edits(_numbers(units))
         if not len(edits.units):
             return Prepared(model, edits, (), ())
         refuse_holders(model, edits, wrapper)
-        if replay:
+        if replay:  # after the cheap checks: it runs forward
             refuse_unfit(inner, graph, edits)
         return _prepared(model, graph, edits, _listed(optimizer), list(followers))
 
@@ -124,7 +164,7 @@ def _prepared(
 ) -> Prepared:
     inner = unwrap(model)
     named = {name: tensor for name, tensor, _ in named_tensors(inner)}
-    refuse_optimizers(optimizers, named, edits)
+    _refuse_optimizers(optimizers, named, edits)
     following = [tensors_of(follower) for follower in followers]
     names = _all_names(inner)
     for place, (follower, tensors) in enumerate(zip(followers, following, strict=True)):
@@ -137,21 +177,23 @@ def _prepared(
     return Prepared(model, edits, [*changes, _new_graph(graph, edits)], [named[cut.tensor] for cut in edits.cuts])
 
 
-def _refuse_strange(model: object, graph: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ShrinkError(f"shrink: got {type(model).__name__} as the model. Give the torch.nn.Module that was traced.")
-    if not isinstance(graph, Graph):
-        raise ShrinkError(
-            f"shrink: got {type(graph).__name__} as the graph. Give what keepk.trace(model, example) returns."
-        )
+def _refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], edits: Edits) -> None:
+    """Refuse an optimizer whose state cannot be cut with the parameters."""
+    for optimizer in optimizers:
+        refuse_stranger(optimizer, [p for p in named.values() if isinstance(p, nn.Parameter)])
+        refuse_factored(optimizer)
+        touched = {named[cut.tensor]: cut.tensor for cut in edits.cuts if isinstance(named[cut.tensor], nn.Parameter)}
+        refuse_foreign_state(optimizer, touched)  # type: ignore[arg-type]  # the filter leaves only parameters
+    refuse_wrapping(optimizers)
 
 
 def _numbers(units: Iterable[Any]) -> np.ndarray:
-    """The units as numbers, each once; a mask or a share is not a number of a unit."""
+    """The units as an array of distinct ints; masks, shares and duplicates are refused."""
     _refuse_share(units)
     given = units.numpy(force=True) if isinstance(units, Tensor) else units
     if not (isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"):
-        given = np.array([_number(unit) for unit in given], object)  # of any size: the graph says what there is
+        # As objects, so that an int beyond 64 bits reaches the graph, whose error says which units exist.
+        given = np.array([_number(unit) for unit in given], object)
     numbers, counts = np.unique(given, return_counts=True)
     if (counts > 1).any():
         raise ShrinkError(f"shrink: unit {numbers[counts > 1][0]} is named more than once. Name each unit once.")
@@ -162,16 +204,15 @@ def _number(unit: Any) -> int:
     plain = unit.tolist() if hasattr(unit, "tolist") else unit
     if not isinstance(plain, int) or isinstance(plain, bool):
         raise ShrinkError(
-            f"shrink: units has {shown(plain)} ({type(plain).__name__}). Give the units' numbers as ints; of "
-            f"a mask over "
-            f"all units, numpy.flatnonzero(mask)."
+            f"shrink: units contains {shown(plain)} ({type(plain).__name__}). Give the units' numbers as ints; for a "
+            f"mask over all units, numpy.flatnonzero(mask)."
         )
     return plain
 
 
 def _refuse_share(units: object) -> None:
     try:
-        iter(units)  # type: ignore[call-overload]  # a tensor of no dims has __iter__ and refuses to be gone through
+        iter(units)  # type: ignore[call-overload]  # by trying: a 0-dim tensor has __iter__, and calling it raises
     except TypeError:
         share = units if isinstance(units, float) else 0.5
         raise ShrinkError(
@@ -186,7 +227,7 @@ def _listed(optimizer: object) -> list[Any]:
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """By the first name of a tensor all names under which it is tied."""
+    """By the first name of a tensor, all names under which it is tied."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first, names = dict[int, str](), dict[str, list[str]]()
     for name, tensor in named:
@@ -201,12 +242,12 @@ def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tens
             got = f"has shape {tuple(named[name].shape)}" if name in named else "is not there"
             raise ShrinkError(
                 f"shrink: the graph does not fit the model {type(model).__name__}: {name!r} should have shape "
-                f"{expected} and {got}. Trace this very model; one that was cut elsewhere needs a trace of its own."
+                f"{expected} and {got}. Trace this very model; a model that was cut elsewhere needs a new trace."
             )
     for name in (name for name, tensor in named.items() if tensor.dim() and name not in graph.wiring.shapes):
         raise ShrinkError(
             f"shrink: the graph does not know {name!r} of {type(model).__name__}, of shape {tuple(named[name].shape)}, "
-            f"which came into the model after the trace. Change the model first, then trace it."
+            f"which was added to the model after the trace. Change the model first, then trace it."
         )
 
 
@@ -243,7 +284,7 @@ def _new_graph(graph: Graph, edits: Edits) -> Change:
 
 
 def _expected_of(follower: object, named: Mapping[str, Tensor], edits: Edits) -> list[Cut]:
-    """A module has all that the model has; a dict may be of trained weights alone."""
+    """The cuts that a follower has to follow: a module has every tensor, a dict may have only the trained ones."""
     if isinstance(follower, dict):
         return [cut for cut in edits.cuts if cut.tensor in follower or named[cut.tensor].requires_grad]
     return list(edits.cuts)

@@ -1,11 +1,11 @@
-"""Giving a tensor object new contents of another shape, so that everybody who holds the object follows.
+"""Giving a tensor object new contents of a different shape, so that everything that holds the object follows.
 
-``parameter.data = small`` keeps the object, its hooks and its name. The node that accumulates its gradient remembers
-the old shape, and lives on as long as any loss that was computed with it: torch makes a new one only if dtype or device
-change, so the contents pass through another dtype for a moment.
+``parameter.data = small`` keeps the object, its hooks and its name. But the autograd node that accumulates its gradient
+remembers the old shape, and lives as long as any loss that was computed with it. Torch makes a new node only if the
+dtype or device changes, so the contents pass through another dtype for a moment.
 
-A loss from before the cut can no longer be back-propagated: its graph has the old sizes. Mostly torch fails by itself,
-because shapes differ; where it would not, the gradient would have the old shape, so the old node refuses.
+A loss from before the cut can no longer be back-propagated: its graph has the old sizes. Usually torch raises because
+shapes differ; where it would not, the gradient would have the old shape, so the old node is made to raise.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut
-from keepk.graph.shell import cut_tensor
+from keepk.graph.edits import Cut, cut_tensor
 
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def left_of(tensor: Tensor, cut: Cut) -> Tensor:
-    """What is left of a tensor, as memory of its own in the memory format that it had."""
+    """The part of a tensor that a cut leaves, in new memory and in the tensor's memory format."""
     left, layout = cut_tensor(tensor.detach(), cut), _layout(tensor)
     if layout is torch.contiguous_format:
         return left.contiguous()
@@ -33,24 +32,29 @@ def left_of(tensor: Tensor, cut: Cut) -> Tensor:
 
 
 def _layout(tensor: Tensor) -> torch.memory_format:
-    """The memory format by the strides: with one channel or one pixel a tensor is contiguous in both."""
+    """The memory format of a tensor."""
     layout = LAYOUTS.get(tensor.dim())
     if layout is None or not tensor.is_contiguous(memory_format=layout):
         return torch.contiguous_format
+    # A tensor of one channel or one pixel is contiguous in both formats; only its strides tell which one is meant.
     usual = torch.empty(tensor.shape, device="meta", memory_format=layout).stride()
     return layout if not tensor.is_contiguous() or tensor.stride() == usual else torch.contiguous_format
 
 
 def replace_contents(tensor: Tensor, contents: Tensor) -> None:
-    """Put other contents into a tensor object; its gradient is the caller's affair."""
-    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32  # both are on every device
+    """Put new contents into a tensor object and drop its gradient, which callers set again."""
+    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32  # every device has both
     tensor.grad = None
     tensor.data = torch.empty(0, dtype=other, device=tensor.device)
     tensor.data = contents
 
 
 def refuse_old_losses(tensor: Tensor, name: str) -> Callable[[], None]:
-    """Losses computed so far cannot reach this tensor any more; what is returned takes that back."""
+    """Make the backward pass of every loss computed so far raise when it reaches this tensor.
+
+    Returns:
+        A function that undoes this.
+    """
     if not tensor.requires_grad:
         return lambda: None
 
@@ -66,9 +70,9 @@ def refuse_old_losses(tensor: Tensor, name: str) -> Callable[[], None]:
 
 
 def sharded(model: nn.Module) -> str | None:
-    """The part of a model that is spread over processes, or None. A process sees only its own share of it."""
+    """The part of a model that is sharded over processes (FSDP, DTensor), as words for an error; None if none is."""
     for path, module in model.named_modules():
-        # By name: the import of FSDP takes long, and not every build of torch has it.
+        # By name: importing FSDP takes long, and not every build of torch has it.
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             return f"module {path!r}" if path else "the model"
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -78,19 +82,27 @@ def sharded(model: nn.Module) -> str | None:
 
 
 def index_tensor(indices: np.ndarray, like: Tensor) -> Tensor:
-    """Indices beside a tensor, in memory of their own."""
+    """Indices as a new tensor on the device of another one."""
     return torch.tensor(indices, device=like.device)
 
 
 def silencing(cut: Cut, length: Tensor | None) -> Cut:
-    """What of a cut makes its channels zero: of weight norm, g v / |v|, the length g and not the direction."""
+    """The part of a cut that makes its channels zero when it is applied as a mask.
+
+    Weight norm computes g v / |v|. Zeros in the length g make a channel zero, but a direction v of zeros gives 0 / 0.
+    So the direction is masked only along axes where g has size 1, that is, within a channel.
+
+    Args:
+        cut: The cut.
+        length: The length g, if the cut tensor is the direction of a weight norm.
+    """
     if length is None or length.ndim != len(cut.before):
         return cut
     return replace(cut, kept={axis: kept for axis, kept in cut.kept.items() if length.shape[axis] == 1})
 
 
 def doomed(cut: Cut, device: torch.device) -> Tensor:
-    """Which numbers of a tensor go by a cut.
+    """A mask of the entries of a tensor that a cut removes.
 
     >>> doomed(Cut("w", {0: np.array([0, 2])}, before=(3, 2), after=(2, 2)), torch.device("cpu"))[:, 0]
     tensor([False,  True, False])

@@ -1,4 +1,7 @@
-"""Changes with a way back: made all, or none."""
+"""Transactions: a list of changes that are all made, or none.
+
+A `Change` is a function that does one thing and returns an `Undo`, the function that takes it back.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,15 +13,19 @@ Change = Callable[[], Undo]
 
 
 def all_or_nothing(changes: Sequence[Change]) -> Undo:
-    """Make all changes; at the first that fails, take back those before it. What is returned takes all back."""
+    """Make all changes; if one fails, undo those before it, last first.
+
+    Returns:
+        A function that undoes all of them.
+    """
     with ExitStack() as undos:
         for change in changes:
             undos.callback(change())
-        return undos.pop_all().close
+        return undos.pop_all().close  # from here on nothing is undone when the block ends
 
 
 def replaced(read: Callable[[], T], write: Callable[[T], object], new: T) -> Change:
-    """A change that writes something new in the place of what is read there; the way back writes that again.
+    """A change that replaces a value; its undo writes the old value again.
 
     >>> shelf = ["old"]
     >>> undo = replaced(lambda: shelf[0], lambda it: shelf.__setitem__(0, it), "new")()
@@ -41,9 +48,9 @@ def replaced(read: Callable[[], T], write: Callable[[T], object], new: T) -> Cha
 
 @contextmanager
 def undone_by(undo: Undo) -> Iterator[None]:
-    """A change is itself all or nothing, up to the moment in which it hands out the way back."""
+    """Run `undo` if the block fails, so that a single change is itself all or nothing."""
     try:
         yield
-    except BaseException:
+    except BaseException:  # an interrupt too: the caller gets the undo only when the change returns
         undo()
         raise

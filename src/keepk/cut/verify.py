@@ -21,33 +21,35 @@ from keepk.graph.tracer import named_tensors
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import unwrap
 
-TOLERANCE = 1e-8  # in float64; what is wrong is off by much more
+TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
 SHOWN = 6  # layers in a message
 REMEDIES = {
-    "shrink": "Leave more units there, leave the layer out (exclude=...), or pass replay=False if the difference is "
-    "meant.",
-    "load": "Load it with the model's code as it was when it was saved, or omit example= if the difference is meant.",
+    "shrink": "Keep more units there, leave the layer out (exclude=...), or pass replay=False if the difference is "
+    "intended.",
+    "load": "Load it with the code that the model had when it was saved, or omit example= if the difference is "
+    "intended.",
 }
 
 
 def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, seed: int = 0) -> float:
     """Remove a share of all exact units from a copy, zero them in another, and compare the outputs in float64.
 
-    A trace proves by itself that every operation of a cut copy gets what it should. This is a second opinion, for a
-    network of unusual Python or with rules of one's own; it runs the model twice, on copies with weights.
+    A trace already checks that every operation of a cut copy gets the right inputs. This is a second opinion, for
+    models with unusual Python code or with custom rules (`keepk.rule`). It runs the model twice, on copies with
+    weights.
 
     Args:
-        model: The model that was traced; it stays as it is.
-        graph: What `keepk.trace` found.
-        example: As for `keepk.trace`.
-        share: How much of each space goes.
-        seed: Which ones go.
+        model: The model that was traced; it is not changed.
+        graph: The graph that `keepk.trace` returned for this model.
+        example: An input of forward, as for `keepk.trace`.
+        share: The share of each group of units to remove, between 0 and 1.
+        seed: Seed of the random choice of units.
 
     Returns:
         The largest difference, relative to the largest output.
 
     Raises:
-        ShrinkError: The outputs differ; the layers whose removal alone makes a difference are named.
+        ShrinkError: The outputs differ. The error names the layers that make a difference when they are cut alone.
 
     Examples:
         >>> import keepk
@@ -66,24 +68,25 @@ def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, 
         raise ShrinkError(
             f"verify: {len(units)} units removed and the same units masked give outputs that differ by {largest:.1e} "
             f"of the largest, because of {', '.join(trial.guilty(units)) or 'several layers together'}. Leave these "
-            f"layers out, and look for a rule of your own or for Python that depends on their size."
+            f"layers out, and look for a custom rule or for Python code that depends on their size."
         )
     return largest
 
 
 class _Trial:
-    """Cut and masked copies of one model."""
+    """Compares cut and masked copies of one model."""
 
     def __init__(self, workshop: Workshop, graph: Graph) -> None:
         self._workshop, self._graph = workshop, graph
 
     def difference(self, edits: Edits) -> float:
+        """The largest difference between the outputs of a cut and a masked copy, relative to the largest output."""
         cut, masked = (self._workshop.copy(it).double() for it in (edits, None))
         _silence(masked, edits)
         return _largest_difference(*(self._outputs(twin) for twin in (masked, cut)))
 
     def guilty(self, units: Indices) -> list[str]:
-        """The spaces that differ alone."""
+        """The groups whose removal alone changes the outputs."""
         spaces = (np.intersect1d(np.concatenate(blocks), units) for blocks in self._graph.choices())
         apart = [mine for mine in spaces if len(mine) and self.difference(self._graph.edits(mine)) > TOLERANCE]
         names = self._graph.units.space[np.concatenate([*apart, np.zeros(0, np.int64)])]
@@ -91,7 +94,7 @@ class _Trial:
 
     def _outputs(self, twin: nn.Module) -> list[Tensor]:
         with self._workshop.running() as example:
-            torch.manual_seed(0)  # the same draws in both; the user's own state comes back
+            torch.manual_seed(0)  # so that both copies draw the same numbers; `running` restores the user's state
             output = twin(*example.arguments, **example.by_name)
         return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
@@ -105,7 +108,7 @@ def _in_float64(example: Example) -> Example:
 
 @torch.no_grad()
 def _silence(model: nn.Module, edits: Edits) -> None:
-    """Zero what a cut would take away; of weight norm the length, since a direction of zeros is none."""
+    """Zero the entries that a cut would remove; of weight norm only the length, see `silencing`."""
     parameters, lengths = dict(model.named_parameters()), lengths_of(model)
     for cut in (cut for cut in edits.cuts if cut.tensor in parameters):
         parameter = parameters[cut.tensor]
@@ -121,11 +124,17 @@ def _largest_difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> floa
 
 
 def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shrink") -> None:
-    """Refuse a cut after which the model's forward would fail or do something else than the trace has seen.
+    """Refuse a cut after which the model's forward would fail or do something that the trace has not seen.
 
     A trace tries a few widths. A forward may branch on others (``if h.shape[1] < 6``), or lose an axis where one
-    channel is left (``.squeeze()``), so that each cut is replayed at its own sizes, on a copy without weights. Widths
-    that were replayed before are not replayed again.
+    channel is left (``.squeeze()``). So each cut is replayed at its exact sizes, on a copy without weights, unless
+    these sizes were replayed before.
+
+    Args:
+        model: The model, without wrappers.
+        graph: Its graph.
+        edits: The cut.
+        verb: The function that the user called, for the error: "shrink" or "load".
 
     Raises:
         ShrinkError: The cut copy did something else; nothing was changed.
@@ -142,7 +151,7 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shri
     found = replays.mismatch(workshop, graph, edits, lenient=True)
     if (
         found is None
-        or found.step < 0  # a module that cannot have its new size says so when it gets it
+        or found.step < 0  # before the first operation: a module refuses its new size, as it will when it is cut
         or _is_torchs_shortcut(model, graph, edits, found)
         or _has_changed_since(workshop, graph, edits, found)
     ):
@@ -157,7 +166,8 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shri
 
 
 def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
-    """An LSTM's projection must be narrower than its state; torch says so when one is made, and not in forward."""
+    """Refuse an LSTM whose projection would not be narrower than its state."""
+    # torch checks this in the constructor and not in forward, so a replay does not find it.
     modules = dict(model.named_modules())
     after = {(it.module, it.attribute): it.new for it in edits.settings if it.attribute in ("hidden_size", "proj_size")}
     for path in {path for path, _ in after}:
@@ -171,9 +181,10 @@ def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
 
 
 def _has_changed_since(workshop: Workshop, graph: Graph, edits: Edits, found: Mismatch) -> bool:
-    """Whether the uncut model does not repeat its trace either: it filled a cache, or a rate of dropout was changed.
+    """Whether a mismatch is due to changes of the model since its trace: it filled a cache, or dropout was changed.
 
-    The difference then says nothing about the cut, and the outputs of a cut and of a masked copy tell, for exact units.
+    Then the uncut model does not repeat its trace either. The replay says nothing about the cut, so for exact units the
+    outputs of a cut and a masked copy are compared instead.
     """
     assert graph.replays is not None
     if graph.replays.mismatch(workshop, graph, graph.edits([]), lenient=True) is None:
@@ -187,14 +198,15 @@ def _computes_the_same(model: nn.Module, graph: Graph, edits: Edits, found: Mism
     trial = _Trial(Workshop(model, _in_float64(found.run.example), None), graph)
     try:
         return trial.difference(edits) <= TOLERANCE
-    except Exception:  # whatever forward raises on the cut copy, it does not fit
+    except Exception:  # forward may raise anything on a copy that it does not fit
         return False
 
 
 def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
-    """Whether a difference is torch's own: with one channel left it takes other operations (`einsum` multiplies).
+    """Whether a mismatch comes from torch itself, which uses other operations for a single channel.
 
-    The outputs of a cut and of a masked copy tell, in eval mode and for exact units.
+    For example, `einsum` multiplies instead of calling `bmm`. The outputs of a cut and a masked copy are compared to
+    find out, which works in eval mode and for exact units.
     """
     alive = graph.alive.copy()
     alive[edits.units] = False
@@ -207,7 +219,7 @@ def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mis
 
 
 def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> str:
-    """How many units the layers at the failing operation would have; or all that are cut, if it has none."""
+    """The widths that the layers near the failing operation would have; of all cut layers if none is near."""
     alive = graph.alive.copy()
     alive[edits.units] = False
     cut = np.unique(graph.units.space[edits.units]).tolist()

@@ -1,6 +1,7 @@
-"""``arch.json``: a description as text that people can read, one line an axis, and back.
+"""``arch.json``: a description of a model as JSON that people can read, with one line per axis, and back.
 
-Runs of indices are written as in Python slices.
+Runs of indices are written like Python slices. Reading trusts nothing: an edited file can have a correct hash, so every
+entry is checked for its type and range before it is used.
 
 >>> as_text([0, 1, 2, 5, 8, 9])
 '0:3, 5, 8:10'
@@ -25,30 +26,30 @@ from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting
 
 ABOUT = {
-    "file": "A model that keepk.save wrote, with model.safetensors. Read it with keepk.load(folder, YourModel()).",
+    "file": "A model that keepk.save wrote, with model.safetensors. Read it with keepk.load(YourModel(), folder).",
     "modules": "The class of each module of the dense model, by its path.",
     "tensors": "dense: the shape before anything was removed. kept: for each axis that lost something, the indices of "
     "the dense tensor that stayed; '0:3, 5' is 0, 1, 2, 5. A list has an entry for each row that stayed.",
-    "ties": "Names that are one tensor.",
+    "ties": "Further names of a tensor, each with its first name.",
     "attributes": "Values of modules that changed with the sizes.",
-    "selections": "BatchNorms that read only these of their input's channels.",
+    "selections": "BatchNorms that read only these channels of their input.",
     "headwise": "Attentions that lost heads.",
-    "certificate": "By space of the run: how many units there were in the beginning, were asked for, and were kept; of "
-    "weights also how many are alive, if dead neurons were swept. cut_since: units of the network that were removed "
-    "after that, by hand or as dead neurons; kept does not count what was lost with them. masked: how many of the "
-    "channels that are not kept were set to zero and not removed. fixed: how many channels the same layers have "
-    "besides, which could not be removed and are in none of these counts.",
+    "certificate": "By space of the run: how many units there were at the start (total), were asked for, and were "
+    "kept; for weights also how many are alive (not zero), if dead neurons were removed. cut_since: units of the "
+    "network that were removed after the run, by hand or as dead neurons; kept does not count what was lost with them. "
+    "masked: how many of the pruned channels were set to zero but not removed. fixed: how many channels of the same "
+    "layers could not be removed; no other count includes them.",
     "masked": "By space, tensor and axis: for each masked channel its indices in the saved tensor. '0,1' counts the "
     "entries of the first two axes row by row.",
 }
 KINDS = ("weights", "channels")
 FORMAT = "keepk.model"
 VERSION = 1
-LARGEST = 2**63 - 1  # that torch has a number for
+LARGEST = 2**63 - 1  # torch's sizes are 64-bit ints
 
 
 def to_document(description: Description) -> dict[str, Any]:
-    """A description as what JSON has words for."""
+    """A description as a JSON document, without its head and hash."""
     document: dict[str, Any] = {
         "dense_sha256": description.dense_sha256(),
         "modules": description.modules,
@@ -65,10 +66,13 @@ def to_document(description: Description) -> dict[str, Any]:
 
 
 def dense_from(document: Mapping[str, Any]) -> Description:
-    """The dense model in a document, without what was cut; refused if it cannot be one.
+    """The dense model that a document describes. An axis that lost something gets an empty list of indices.
 
-    Indices are not read yet: a range such as ``0:2147483648`` takes memory, so the axes have to be those of a model
-    that is there. An axis that lost something has an empty list of indices.
+    Indices are not read yet: a range such as ``0:2147483648`` takes memory, so the axes are first compared with those
+    of the model that is to be loaded.
+
+    Raises:
+        FileError: The document does not describe a dense model, or not the one whose hash it has.
     """
     with _laid_out():
         found = Description(
@@ -89,9 +93,12 @@ def from_document(document: Mapping[str, Any], dense: Description, widths: Mappi
     """The description in a document.
 
     Args:
-        document: What `to_document` made.
-        dense: What `dense_from` found in it, after it was compared with a model that is there.
-        widths: By path of each BatchNorm of that model, how many channels it has.
+        document: A document of `to_document`.
+        dense: The result of `dense_from`, after it was compared with the model that is to be loaded.
+        widths: The number of channels of each BatchNorm of that model, by path.
+
+    Raises:
+        FileError: The document does not have the layout or the ranges that `to_document` gives it.
     """
     with _laid_out():
         found = replace(
@@ -109,9 +116,10 @@ def from_document(document: Mapping[str, Any], dense: Description, widths: Mappi
 
 @contextmanager
 def _laid_out() -> Iterator[None]:
-    """Turn whatever strange values lead to into one error."""
+    """Turn the errors that malformed values lead to into one `FileError`."""
     try:
         yield
+    # Everything that indexing, converting and unpacking arbitrary JSON can raise.
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         if isinstance(error, FileError):
             raise
@@ -119,12 +127,12 @@ def _laid_out() -> Iterator[None]:
 
 
 def text_of(document: Mapping[str, Any]) -> str:
-    """The whole file: indented, and with a hash of all of it at the end."""
+    """The text of the whole file: indented, with a hash of all entries at the end."""
     return _indented({**document, "sha256": digest(document)}) + "\n"
 
 
 def digest(document: Mapping[str, Any]) -> str:
-    """A hash of what a document says, however it is laid out."""
+    """A hash of a document's entries, which does not depend on their order or on the indentation."""
     said = {key: value for key, value in document.items() if key != "sha256"}
     return sha256(json.dumps(said, sort_keys=True).encode("ascii")).hexdigest()
 
@@ -137,11 +145,15 @@ def as_text(indices: ArrayLike) -> str:
 
 
 def from_text(text: str, size: int) -> list[int]:
-    """The indices of an axis of that size."""
+    """The indices that `as_text` wrote, for an axis of this size.
+
+    Raises:
+        ValueError: They are not rising indices of the axis.
+    """
     indices = list[int]()
     for part in text.split(", "):
         first, _, end = part.partition(":")
-        run = range(int(first), int(end or int(first) + 1))  # takes no memory, however long
+        run = range(int(first), int(end or int(first) + 1))  # checked as a range, which takes no memory
         if not run or run[0] < 0 or run[-1] >= size or (indices and run[0] <= indices[-1]):
             raise ValueError(f"{part!r} is not a rising run of indices of an axis of {size}")
         indices += run
@@ -170,7 +182,7 @@ def _attributes(settings: Sequence[Setting]) -> dict[str, Any]:
 
 def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
     numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since", "masked", "fixed") if key in written)]
-    wrong = [key for key in numbers if type(written[key]) is not int or written[key] < 0]  # a bool is none
+    wrong = [key for key in numbers if type(written[key]) is not int or written[key] < 0]  # `type`, to refuse a bool
     wrong = wrong or [key for key in numbers if key not in ("cut_since", "fixed") and written[key] > written["total"]]
     wrong += [] if written["kind"] in KINDS else ["kind"]
     if wrong:
@@ -182,13 +194,14 @@ def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _masked(places: Places) -> dict[str, dict[str, list[str]]]:
-    """The places of masked channels, with a text of indices for each channel."""
+    """The places of masked channels as JSON: by tensor and axis, a text of indices for each channel."""
     arrays = {name: {axis: np.asarray(it, np.int64) for axis, it in axes.items()} for name, axes in places.items()}
     number = 1 + max(int(owners.max(initial=-1)) for axes in arrays.values() for owners in axes.values())
     written = dict[str, dict[str, list[str]]]()
     for name, axes in arrays.items():
         for axis, owners in axes.items():
             flat = owners.ravel()
+            # Group the positions by owner. The first group belongs to -1, that is, to no masked channel.
             order = np.argsort(flat, kind="stable")
             parts = np.split(order, np.searchsorted(flat[order], np.arange(number)))[1:]
             key = axis if owners.ndim == 1 else f"0,{axis}"
@@ -205,12 +218,12 @@ def _places(space: str, written: Mapping[str, Any], found: Description) -> Place
 
 
 def _owners(key: str, texts: Any, number: object, shape: Sequence[int]) -> Any:
-    """For each index of an axis, or of the first two, the number of the masked channel that it belongs to."""
+    """For each index of an axis, or of the first two axes, the number of the masked channel that it belongs to."""
     dims = [_number_in(dim, len(shape)) for dim in key.split(",")]
     if len(dims) > 1 and dims != [0, 1]:
-        raise ValueError(f"{key!r} is no axis of a masked channel")
+        raise ValueError(f"{key!r} is not an axis of a masked channel")
     if not isinstance(texts, list) or len(texts) != number:
-        raise ValueError(f"the certificate has {number!r} masked channels, an axis has another number")
+        raise ValueError(f"the certificate has {number!r} masked channels, an axis has a different number")
     sizes = [shape[dim] for dim in dims]
     owners = np.full(math.prod(sizes), -1, np.int64)
     for channel, text in enumerate(texts):
@@ -234,7 +247,7 @@ def _dense_entry(written: Mapping[str, Any]) -> Entry:
 
 def _cut_entry(dense: Entry, written: Mapping[str, Any]) -> Entry:
     kept = dict[int, Indices]()
-    for axis, indices in sorted(written.get("kept", {}).items()):  # rows before columns
+    for axis, indices in sorted(written.get("kept", {}).items()):  # rows first: columns may be listed row by row
         number = int(axis)
         if isinstance(indices, str):
             kept[number] = np.asarray(from_text(indices, dense.dense[number]), np.int64)
@@ -244,6 +257,7 @@ def _cut_entry(dense: Entry, written: Mapping[str, Any]) -> Entry:
     entry = replace(dense, kept={axis: kept[axis] for axis in dense.kept})
     if (stride := written.get("stride")) is not None:
         stride = tuple(_number(step, 0, LARGEST) for step in stride)
+        # Strides with gaps would allocate any amount of memory, and overlapping ones would share elements.
         if len(stride) != len(entry.shape) or not _is_dense(entry.shape, stride):
             raise ValueError(f"strides {stride} do not lay out a tensor of shape {entry.shape}")
     return replace(entry, stride=stride)
@@ -256,7 +270,7 @@ def _columns(written: list[str], axis: int, rows: int, size: int) -> Indices:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether strides leave no gap and use no number twice; of an axis of one entry, the stride says nothing.
+    """Whether strides lay out a tensor without gaps and overlaps; those of axes of size 1 do not matter.
 
     >>> _is_dense((2, 3), (1, 2)), _is_dense((2, 3), (1, 4)), _is_dense((2, 3), (0, 1))
     (True, False, False)
@@ -273,8 +287,8 @@ def _read_settings(attributes: Mapping[str, Any]) -> Iterator[Setting]:
     for path, values in attributes.items():
         for key, value in values.items():
             name = key.rpartition(".")[0] if _is_number(key.rpartition(".")[2]) else key
-            # Names with an underscore belong to torch or to the model's own workings. A number may be in an object that
-            # a module holds, under a dotted name.
+            # Names with an underscore are internals of torch or of the model, and never sizes that keepk sets. A dotted
+            # name is a number in an object that a module holds, such as its config.
             if any(not part.isidentifier() or part.startswith("_") for part in name.split(".")):
                 raise ValueError(f"attribute {key!r} of module {path!r} is not the name of a size")
             if set(value) != {"dense", "now"}:
@@ -287,7 +301,7 @@ def _size(path: str, key: str, value: object, largest: int) -> int:
     try:
         return _number(value, 1, largest)
     except ValueError as error:
-        raise ValueError(f"attribute {key!r} of module {path!r} is no size: {error}") from error
+        raise ValueError(f"attribute {key!r} of module {path!r} is not a size: {error}") from error
 
 
 def _selection(path: str, text: str, widths: Mapping[str, int]) -> Indices:
@@ -302,27 +316,29 @@ def _texts(written: Mapping[str, Any]) -> dict[str, str]:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"got {value!r} in the place of a name")
+        raise TypeError(f"got {value!r} instead of a name")
     return value
 
 
 def _number(value: object, least: int, largest: int) -> int:
-    if type(value) is not int or not least <= value <= largest:  # a bool is none
-        raise ValueError(f"got {value!r} in the place of a whole number from {least} to {largest}")
+    if type(value) is not int or not least <= value <= largest:  # `type`, to refuse a bool
+        raise ValueError(f"got {value!r} instead of an int from {least} to {largest}")
     return value
 
 
 def _is_number(text: str) -> bool:
+    # In canonical form and of at most 9 digits: int() also reads leading zeros and the digits of other scripts.
     return text.isdecimal() and text.isascii() and str(int(text[:9])) == text
 
 
 def _number_in(text: str, end: int) -> int:
     if not _is_number(text) or int(text) >= end:
-        raise ValueError(f"{text!r} is no axis of a tensor that has {end}")
+        raise ValueError(f"{text!r} is not an axis of a tensor with {end} axes")
     return int(text)
 
 
 def _indented(value: Any, depth: int = 1) -> str:
+    # A tensor that lost nothing, and an attribute, take one line each.
     if not isinstance(value, dict) or not value or (isinstance(value.get("dense"), list | int) and "kept" not in value):
         return json.dumps(value)
     lines = (f"{'  ' * depth}{json.dumps(key)}: {_indented(item, depth + 1)}" for key, item in value.items())

@@ -1,4 +1,8 @@
-"""What a model is, in plain values: its dense architecture, and all that was done to it since it was built."""
+"""A model as plain values: its dense architecture, and everything that was done to it since it was built.
+
+`describe` reads it off a model, `arch_json` writes and reads it as JSON, and `replay` applies it to a dense model. The
+checks below refuse models of which a description and a file of tensors would not be everything.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,13 +12,16 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from keepk.cut.certificate import certificate_of, masked_places
 from keepk.cut.record import ATTRIBUTE, PART, Places, record_of, was_cut
+from keepk.cut.tensors import sharded
 from keepk.errors import FileError
 from keepk.graph.edits import Indices, Setting, read_attribute
-from keepk.graph.layers import HeadwiseAttention
+from keepk.graph.layers import SELECTED, HeadwiseAttention
 from keepk.graph.tracer import named_tensors
+from keepk.graph.wrappers import unwrap
 from keepk.run.packing import dtype_name, pack, unpackable
 
 
@@ -23,10 +30,10 @@ class Entry:
     """One parameter or buffer.
 
     Attributes:
-        dtype: As 'float32'.
+        dtype: Its dtype's name, such as 'float32'.
         dense: Its shape in the dense model.
         kept: By axis, the indices of the dense tensor that are left; see `keepk.graph.edits.Cut`.
-        stride: Its strides, if they are not those of a contiguous tensor.
+        stride: Its strides; None for a contiguous tensor.
         persistent: Whether it is in the model's state_dict.
     """
 
@@ -38,23 +45,23 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape now."""
+        """The shape after the cuts."""
         return tuple(self.kept[dim].shape[-1] if dim in self.kept else size for dim, size in enumerate(self.dense))
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model.
+    """A model's dense architecture and its record of cuts.
 
     Attributes:
-        modules: The class names of the dense model, by path.
-        tensors: Every parameter and buffer under its first name.
-        ties: By each further name of a tensor, the first one.
+        modules: The class names of the dense model's modules, by path.
+        tensors: Every parameter and buffer, under its first name.
+        ties: The first name of a tensor, by each of its other names.
         settings: Attributes that were set; `old` is the value in the dense model.
-        selections: By path of a BatchNorm, the channels that it reads.
-        headwise: The attentions that lost heads.
-        certificate: By space of a run, its kind, the units in the beginning, how many were asked for and are kept.
-        masked: By space, where its channels are that are masked and were not removed; see `record_of`.
+        selections: The channels that a BatchNorm reads, by its path.
+        headwise: Paths of the attentions that lost heads.
+        certificate: By space of a run: its kind, its units at the start, how many were asked for and are kept.
+        masked: By space, the places of its channels that were masked but not removed; see `record_of`.
     """
 
     modules: dict[str, str]
@@ -67,14 +74,21 @@ class Description:
     masked: dict[str, Places] = field(default_factory=dict)
 
     def dense_sha256(self) -> str:
-        """The hash of the dense architecture: classes by path; names, shapes, dtypes and ties of what is persistent."""
+        """A hash of the dense architecture: module classes by path, persistent tensors with dtype and shape, ties.
+
+        Buffers outside the state_dict are left out: caches and tables may differ from one build to the next.
+        """
         tensors = {name: [it.dtype, it.dense] for name, it in self.tensors.items() if it.persistent}
         text = json.dumps([self.modules, tensors, self.ties], sort_keys=True)
         return sha256(text.encode("ascii")).hexdigest()
 
 
 def describe(model: nn.Module) -> Description:
-    """A model and the record of what was done to it; refused if the two do not agree."""
+    """Describe a model and its record of cuts.
+
+    Raises:
+        FileError: The model and its record do not agree, or a tensor cannot be stored.
+    """
     _refuse_records_of_parts(model)
     modules, record = dict(model.named_modules()), record_of(model)
     _refuse_parts_of_larger(modules, record["tensors"])
@@ -89,25 +103,86 @@ def describe(model: nn.Module) -> Description:
         selections=selections,
         headwise=tuple(path for path in record["headwise"] if path in modules),
         certificate=dict(certificate_of(model)),
-        # A copy inside other wrappers has other names.
+        # A copy inside different wrappers has different names, so the places no longer apply to it.
         masked={space: places for space, places in masked_places(model).items() if set(places) <= set(tensors)},
     )
 
 
 def dense_value(module: nn.Module, setting: Setting) -> Any:
-    """What a module has where a setting is going to be made; None if there is no such place."""
+    """The value that a setting would replace; None if the module has no such attribute or entry."""
     try:
         return read_attribute(module, setting)
     except (AttributeError, LookupError, TypeError):
         return None
 
 
+def user_module(model: object, verb: str, order: str) -> nn.Module:
+    """The module that `save` and `load` work on: the user's model without its wrappers.
+
+    Args:
+        model: The argument that should be a model.
+        verb: The function that the user called.
+        order: The order of its arguments, for the error.
+
+    Raises:
+        FileError: The argument is not a module, or is sharded over processes.
+    """
+    if not isinstance(model, nn.Module):
+        # Imported for the error alone: its module knows about examples of a trace, which loading has no use for.
+        from keepk.graph.given import no_model  # noqa: PLC0415
+
+        swapped = "" if isinstance(model, type) else f" The order is {order}."
+        raise FileError(f"{verb}: {no_model(model)}{swapped}")
+    if found := sharded(model):
+        raise FileError(
+            f"{verb}: {found} is sharded over processes, and each process sees only its own part. "
+            f"{verb.capitalize()} a plain model: shard after keepk.load, and gather the full state_dict into one "
+            f"before keepk.save."
+        )
+    return unwrap(model)
+
+
+def refuse_extra_state(model: nn.Module) -> None:
+    """Refuse a model whose state_dict holds more than parameters and buffers, which are all that the files keep."""
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise FileError(
+                f"module {path!r} ({type(module).__name__}) has extra state (get_extra_state), which may be any "
+                f"object. Keep what has to be saved in buffers."
+            )
+    # Quantised modules pack their weights into other entries, and any module may write additional ones. An entry that
+    # is a parameter or buffer under another name, as state_dict hooks rename them, loses nothing.
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names, tensors = {name for name, _ in named}, {id(tensor) for _, tensor in named}
+    state = model.state_dict(keep_vars=True)  # the tensor objects themselves, to be recognized by id
+    # arch.json has the channels that a BatchNorm selects.
+    tensors |= {id(getattr(module, SELECTED)) for module in model.modules() if hasattr(module, "reads_selection")}
+    lost = [key for key, value in state.items() if key not in names and id(value) not in tensors]
+    if lost:
+        path = max((it for it, _ in model.named_modules() if lost[0].startswith(f"{it}." if it else "")), key=len)
+        keys = [repr(key) for key in lost if key.startswith(f"{path}." if path else "")]
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise FileError(
+            f"module {path!r} ({type(model.get_submodule(path)).__name__}) keeps state that is neither a parameter nor "
+            f"a buffer and would be lost: {', '.join(keys[:5])}{more}. Keep it in buffers. Of a quantised model, save "
+            f"the float one and quantise it after keepk.load; or save model.state_dict() with torch.save."
+        )
+
+
+def refuse_meta(model: nn.Module, remedy: str) -> None:
+    """Refuse meta tensors, which have no values to save or to fill; `remedy` says what to do about them."""
+    for name, tensor, _ in named_tensors(model):
+        # A lazy parameter is on the meta device too; `describe` has a better error for it.
+        if tensor.is_meta and not is_lazy(tensor):
+            raise FileError(f"tensor {name!r} is a meta tensor, which has no values. {remedy}")
+
+
 def _refuse_records_of_parts(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if path and ATTRIBUTE in module.__dict__ and was_cut(module):
             raise FileError(
-                f"model {type(model).__name__}: its part {path!r} was shrunk by itself, so the whole has no record of "
-                f"it. Save and load that part: model.get_submodule({path!r})."
+                f"model {type(model).__name__}: its submodule {path!r} was shrunk separately, so the model has no "
+                f"record of it. Save and load the submodule: model.get_submodule({path!r})."
             )
 
 
@@ -117,11 +192,12 @@ def _refuse_parts_of_larger(modules: Mapping[str, nn.Module], cut: Mapping[str, 
         if PART in module.__dict__ and path not in known:
             raise FileError(
                 f"module {path or type(module).__name__!r}: was cut as a part of a larger model, which has the record "
-                f"of it. Save that model; keepk.load gives it back, and the part with it."
+                f"of the cut. Save the larger model; keepk.load restores it, including this part."
             )
 
 
 def _refuse_removed_parametrizations(modules: Mapping[str, nn.Module], cut: Mapping[str, Any]) -> None:
+    # remove_parametrizations renames the tensor, so the recorded cut would silently apply to nothing.
     for name in cut:
         path, parametrized, rest = name.partition(".parametrizations.")
         attribute = rest.partition(".")[0]
@@ -133,12 +209,14 @@ def _refuse_removed_parametrizations(modules: Mapping[str, nn.Module], cut: Mapp
 
 
 def _dense_class(module: nn.Module) -> str:
+    # keepk gives these two kinds of layers a subclass of their class; the file names the class that the user built.
     swapped = isinstance(module, HeadwiseAttention) or hasattr(type(module), "reads_selection")
     return type(module).__mro__[1 if swapped else 0].__name__
 
 
 def _entries(model: nn.Module, cut: Mapping[str, Any]) -> Iterator[tuple[str, Entry]]:
-    passing = set(_not_persistent(model))
+    modules = model.named_modules()
+    passing = {f"{path}.{name}".removeprefix(".") for path, it in modules for name in it._non_persistent_buffers_set}
     for name, tensor, _ in named_tensors(model):
         if reason := unpackable(tensor):
             raise FileError(f"tensor {name!r} is {reason}")
@@ -157,15 +235,9 @@ def _entry(name: str, tensor: Tensor, cut: Mapping[str, Any] | None, *, persiste
     if entry.shape != tuple(tensor.shape):
         raise FileError(
             f"tensor {name!r} has shape {tuple(tensor.shape)}, but was cut to {entry.shape}: it was replaced after the "
-            f"model was shrunk. Replace layers before keepk.shrink, in the model's own constructor."
+            f"model was shrunk. Replace layers before keepk.shrink, in the model's constructor."
         )
     return entry
-
-
-def _not_persistent(model: nn.Module) -> Iterator[str]:
-    for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            yield f"{path}.{name}" if path else name
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
@@ -185,13 +257,19 @@ def _settings(modules: Mapping[str, nn.Module], attributes: Mapping[str, Any]) -
             if found != setting.new:
                 raise FileError(
                     f"module {path!r}: {key} is {found!r}, but was set to {setting.new!r} when the model was shrunk. "
-                    f"Leave sizes of a shrunk model alone."
+                    f"Do not change the sizes of a shrunk model."
                 )
             yield setting
 
 
 def setting_of(path: str, key: str, value: Mapping[str, Any]) -> Setting:
-    """From a record: 'normalized_shape.0' is the first entry of a tuple, 'config.heads' a value in an object."""
+    """A setting from its entry in a record.
+
+    Args:
+        path: The module's path.
+        key: The attribute; 'normalized_shape.0' is the first entry of a tuple, 'config.heads' a value in an object.
+        value: Its value in the dense model (``dense``) and after the cuts (``now``).
+    """
     attribute, _, item = key.rpartition(".")
     if not item.isdecimal():
         attribute, item = key, ""

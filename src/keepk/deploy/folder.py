@@ -2,19 +2,19 @@
 
 ::
 
-    arch.json             what the model is, and size and sha256 of the values
+    arch.json             the architecture and what was cut, with size and sha256 of the values
     model.safetensors     the values
 
-Two files cannot be replaced at once. So the new values are first put beside the old ones under a name that has their
-hash; replacing ``arch.json`` is the moment at which the new model takes the old one's place; then the values get their
-own name. After a kill between the last two steps they are read under the first name.
+Two files cannot be replaced at once. So the new values are first written beside the old ones, under a name that has
+their hash. Replacing ``arch.json`` is the commit: from then on the folder holds the new model. Only then are the values
+renamed to ``model.safetensors``. If the process is killed in between, `read_folder` finds them under the first name.
 
-Processes that save into one folder at the same time take turns; the last one's model stays. On a file system without
-locks nobody can take turns, and a second process could put its values under the well-known name between any two steps
-of the first. There ``arch.json`` names a file that belongs to this save alone; ``model.safetensors`` is a link to it.
+Processes that save into one folder take turns, and the last model written stays. On a file system without locks they
+cannot, and a second process could rename its values to ``model.safetensors`` between any two steps of the first. There,
+``arch.json`` names a file that belongs to one save alone, and ``model.safetensors`` is a link to that file.
+`keepk.run.folder` does the same for checkpoints, on the same functions of `files` and `trusted`.
 """
 
-import json
 import os
 import re
 import secrets
@@ -27,11 +27,19 @@ from torch import Tensor
 
 from keepk.deploy.arch_json import ABOUT, FORMAT, VERSION, digest, text_of
 from keepk.errors import FileError
-from keepk.run.files import alone, made, not_written, safetensors_bytes, sweep, sync_folder, write_synced
+from keepk.run.files import (
+    deleted_on_failure,
+    replace_index,
+    safetensors_bytes,
+    sweep,
+    sync_folder,
+    write_synced,
+    writing,
+)
 from keepk.run.trusted import Trusted
-from keepk.version import __version__
 
 INDEX, VALUES = "arch.json", "model.safetensors"
+# With 32 hex digits: a file of one save, named by a random token. With 64: values named by their sha256.
 _OWN = re.compile(r"model-[0-9a-f]{32}\.safetensors")
 _OURS = re.compile(rf"model-[0-9a-f]{{64}}\.safetensors|{_OWN.pattern}|(model|arch)-[0-9a-f]{{32}}\.tmp")
 SAVED_MODEL = Trusted(
@@ -47,19 +55,16 @@ SAVED_MODEL = Trusted(
 
 
 def write_folder(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Put a model into the folder, in place of the one that is there."""
-    try:
-        with made(folder), alone(folder) as locked:
-            if (folder / VALUES).is_dir():  # found out now and not after the new arch.json is in place
-                raise IsADirectoryError(f"{VALUES} is a folder")
-            values, before = _commit(folder, document, tensors, locked=locked)
-            _settle(folder, values, before, locked=locked)
-    except OSError as error:
-        raise FileError(not_written(folder, tensors, error)) from error
+    """Replace the model in a folder."""
+    with writing(folder, tensors, FileError) as locked:
+        if (folder / VALUES).is_dir():  # found now, because after the commit it would be too late to refuse
+            raise IsADirectoryError(f"{VALUES} is a folder")
+        values, before = _commit(folder, document, tensors, locked=locked)
+        _settle(folder, values, before, locked=locked)
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The model in the folder, verified to the last bit."""
+    """Read the model in a folder: its document and its values, both verified by their hashes."""
     return SAVED_MODEL.whole(folder, lambda document: _values(folder, document))
 
 
@@ -69,7 +74,7 @@ def _values(folder: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
         raise FileError(
             f"{folder / INDEX}: is not laid out as keepk.save writes it: it names no values. {SAVED_MODEL.remedy}"
         )
-    if not path.exists():
+    if not path.exists():  # the usual case: the save came to its end, and the values have their final name
         path = folder / VALUES
     return SAVED_MODEL.tensors(path, document["values"])
 
@@ -77,32 +82,23 @@ def _values(folder: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
 def _commit(
     folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor], *, locked: bool
 ) -> tuple[Path, Path | None]:
-    """Up to the commit point; returns where the values are, and where those of the model before are."""
+    """Write both files up to the commit; returns where the values are, and where the previous model's are."""
     token = secrets.token_hex(16)
     drafts = [folder / f"model-{token}.tmp", folder / f"arch-{token}.tmp"]
-    try:
+    with deleted_on_failure(drafts, lambda: _named_in_index(folder)):
         size, hashed = write_synced(drafts[0], safetensors_bytes(tensors))
         named = {"file": VALUES if locked else f"model-{token}.safetensors", "size": size, "sha256": hashed}
         values = _place_of_values(folder, named)
-        assert values is not None  # it is laid out as it should be
+        assert values is not None  # `named` has the right layout
         drafts.append(values)
         os.replace(drafts[0], values)  # noqa: PTH105
-        head = {"about": ABOUT, "format": FORMAT, "version": VERSION, "keepk": __version__}
-        text = text_of({**head, "values": named, **document})
-        write_synced(drafts[1], iter([text.encode("ascii")]))
-        sync_folder(folder)
-        before = _named_in_index(folder)
-        os.replace(drafts[1], folder / INDEX)  # noqa: PTH105 - the commit point
-    except BaseException:
-        # What the index in place relies on must stay: an interrupt may arrive just after the commit.
-        for leftover in set(drafts) - {_named_in_index(folder)}:
-            leftover.unlink(missing_ok=True)
-        raise
+        text = text_of({"about": ABOUT, **SAVED_MODEL.head(), "values": named, **document})
+        before = replace_index(drafts[1], folder / INDEX, text, lambda: _named_in_index(folder))
     return values, before
 
 
 def _settle(folder: Path, values: Path, before: Path | None, *, locked: bool) -> None:
-    """After the commit: the values get their well-known name, and leftovers are deleted."""
+    """After the commit: give the values their final name, and delete leftovers."""
     try:
         sync_folder(folder)
         if not locked:
@@ -112,7 +108,7 @@ def _settle(folder: Path, values: Path, before: Path | None, *, locked: bool) ->
         sync_folder(folder)
         sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={values, before})
     except OSError as error:
-        if _named_in_index(folder) != values:  # another process has replaced it, as if it had come later
+        if _named_in_index(folder) != values:  # a later writer has replaced this model: nothing is lost
             sweep(folder, _OURS, keep=_named_in_index(folder), locked=False, done={values, before})
             return
         raise FileError(
@@ -122,7 +118,7 @@ def _settle(folder: Path, values: Path, before: Path | None, *, locked: bool) ->
 
 
 def _link(folder: Path) -> None:
-    """Let the values that the index names have their well-known name as well, whoever wrote them."""
+    """Link ``model.safetensors`` to the values that the index names, whichever process wrote them."""
     draft = folder / f"model-{secrets.token_hex(16)}.tmp"
     while values := _named_in_index(folder):
         try:
@@ -132,23 +128,24 @@ def _link(folder: Path) -> None:
                 shutil.copyfile(values, draft)
             os.replace(draft, folder / VALUES)  # noqa: PTH105
         finally:
-            draft.unlink(missing_ok=True)  # a rename onto another name of the same file does nothing
+            # os.replace does nothing if both names are links to one file, and the draft is then still there.
+            draft.unlink(missing_ok=True)
+        # Without locks another process may have committed meanwhile; then its values need the link.
         if _named_in_index(folder) == values:
             return
 
 
 def _place_of_values(folder: Path, named: Any) -> Path | None:
-    """Where the values are until they get their well-known name; None if that is not what a save writes."""
+    """Where the values are until they get their final name; None if `named` is not what a save writes."""
     if not isinstance(named, dict) or not {"size", "sha256"} <= set(named):
         return None
     if isinstance(own := named.get("file"), str) and _OWN.fullmatch(own):
         return folder / own
+    # The hash comes from the file: only a name that matches the pattern cannot point outside the folder.
     waiting = f"model-{named['sha256']}.safetensors"
     return folder / waiting if _OURS.fullmatch(waiting) and not _OWN.fullmatch(waiting) else None
 
 
 def _named_in_index(folder: Path) -> Path | None:
-    try:
-        return _place_of_values(folder, json.loads((folder / INDEX).read_bytes())["values"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
+    """Where the values that the index names are until they get their final name; None if it names none."""
+    return _place_of_values(folder, SAVED_MODEL.unverified(folder, "values"))

@@ -1,4 +1,8 @@
-"""`latency`: how long a forward pass takes, measured; a model and its baseline take turns."""
+"""`latency`: measure how long a forward pass takes, with the model and its baseline taking turns.
+
+A machine that gets slower while it is measured (heat, other processes) would favour the model that ran first. So the
+two alternate, and the speed-up is computed from pairs of runs that were next to each other.
+"""
 
 import json
 import time
@@ -40,14 +44,20 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 RUNTIMES = ("torch", "onnxruntime")
-WARM_UP = 5  # rounds that are not counted
-NANOSECONDS = 1e6  # in a millisecond
+WARM_UP = 5  # rounds that are not counted: the first ones allocate memory, choose kernels and may compile
+NANOSECONDS = 1e6  # per millisecond
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The quartiles of many measurements."""
+    """The quartiles of several measurements.
+
+    Attributes:
+        lower: The first quartile.
+        median: The second.
+        upper: The third.
+    """
 
     lower: float
     median: float
@@ -55,7 +65,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Spread":
-        """The quartiles, between two measurements in proportion.
+        """The quartiles of the values, interpolated linearly.
 
         >>> Spread.of([4.0, 1.0, 2.0, 3.0])
         Spread(lower=1.75, median=2.5, upper=3.25)
@@ -63,20 +73,21 @@ class Spread:
         return Spread(*map(float, np.quantile(values, (0.25, 0.5, 0.75))))
 
     def cells(self, unit: str = "") -> tuple[str, str]:
-        """The median, and the quartiles around it, in words."""
+        """The median, and the range from the first to the third quartile, as text."""
         return f"{self.median:.3g}{unit}", f"{self.lower:.3g} - {self.upper:.3g}"
 
 
 @dataclass(frozen=True)
 class LatencyRow:
-    """One batch in one runtime, in milliseconds.
+    """The times of one batch size in one runtime, in milliseconds.
 
     Attributes:
-        runtime: Who ran it.
-        batch: With how many rows.
+        runtime: ``"torch"`` or ``"onnxruntime"``.
+        batch: The batch size.
         model: The model's times.
-        baseline: The baseline's.
-        ratio: How many times as fast as the baseline: baseline / model of each round, in which both had their turn.
+        baseline: The baseline's times; None without a baseline.
+        ratio: The speed-up over the baseline: baseline / model of each round, in which both ran once. If its quartiles
+            include 1, no speed-up was measurable.
     """
 
     runtime: str
@@ -88,15 +99,15 @@ class LatencyRow:
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """What `keepk.latency` measured, in plain values. It prints itself, richly on a rich console.
+    """The result of `keepk.latency`, in plain values. It prints as a table, also in notebooks and on a rich console.
 
     Attributes:
-        model: The model's class.
-        baseline: The baseline's class.
-        device: Where it ran.
+        model: The name of the model's class.
+        baseline: The name of the baseline's class; None without a baseline.
+        device: The device, or several.
         threads: How many threads an operation could use.
         repeats: How often each was measured.
-        rows: A row for each runtime and batch.
+        rows: One row per runtime and batch size.
     """
 
     model: str
@@ -111,12 +122,12 @@ class LatencyReport:
         return json.dumps(asdict(self), indent=2)
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, words and numbers: what JSON gives back."""
+        """Everything as plain dicts, lists, strings and numbers, as JSON reads it."""
         plain: dict[str, Any] = json.loads(self.json())
         return plain
 
     def table(self) -> Table:
-        """A row for each runtime and batch; medians, and quartiles beside them."""
+        """A table with one row per runtime and batch size: medians with quartiles beside them."""
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         title = f"{self.model}: ms per batch on {self.device}, {threads}, median and quartiles of {self.repeats}"
         columns = ["runtime", "batch", "ms", "quartiles"]
@@ -126,6 +137,12 @@ class LatencyReport:
 
     def __str__(self) -> str:
         return str(self.table())
+
+    def __repr__(self) -> str:
+        return str(self)  # the table is shorter than the fields, and is what an interactive session should show
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def __rich__(self) -> "RichTable":
         return self.table().__rich__()
@@ -141,20 +158,28 @@ def latency(
     threads: int | None = None,
     runtimes: str | Sequence[str] = ("torch",),
 ) -> LatencyReport:
-    """Measure forward passes in eval mode, without gradients; a baseline takes turns with the model.
+    """Measure forward passes in eval mode without gradients, of a model and optionally of a baseline.
 
-    In every round both run once, and who is first alternates, so that what slows the machine down slows both down. On a
-    GPU the clock stops when all work is done. Modes, buffers, threads, gradients and random states are as
-    before afterwards.
+    In every round both run once, and the one that runs first alternates, so that anything that slows the machine down
+    affects both. On a GPU each run waits until all work is done. Modes, buffers, threads, gradients and random states
+    are restored afterwards.
 
     Args:
-        model: As it is called: a `torch.compile` wrapper is measured as such.
+        model: The model. It is measured as it is called, including a `torch.compile` wrapper.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments; the first dim is the batch.
-        baseline: What the model is compared with, such as the dense one; it takes the same example.
-        batches: How many rows, one number or several; each is measured, and the example's rows are repeated.
+        baseline: A model to compare with, such as the dense one; it takes the same example.
+        batches: The batch sizes to measure, one or several; the example's rows are repeated as needed.
         repeats: How often each is measured, after a warm-up.
-        threads: How many threads an operation may use; None: as it is.
-        runtimes: ``"torch"``, ``"onnxruntime"`` (on the CPU, through `export_onnx` for each batch), or both.
+        threads: How many threads an operation may use; None leaves torch's setting.
+        runtimes: ``"torch"``, ``"onnxruntime"`` (on the CPU, through `export_onnx` for each batch size), or both.
+
+    Returns:
+        A report with one row per runtime and batch size: quartiles of the times and of the speed-up.
+
+    Raises:
+        TraceError: An argument is not a model, or forward fails on the example.
+        KeepkError: A number or runtime is invalid, a package is missing, or onnxruntime is asked for on a GPU.
+        FileError: The model cannot be exported for onnxruntime.
 
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -189,7 +214,17 @@ def latency(
 def take_turns(
     runs: Sequence[Run], repeats: int, *, warm_up: int = WARM_UP, clock: Callable[[], int] = time.perf_counter_ns
 ) -> list[list[int]]:
-    """The times of each run, round by round: first to last, then last to first, and so on."""
+    """Time several functions in turns: in order in even rounds, in reverse order in odd ones.
+
+    Args:
+        runs: The functions.
+        repeats: The number of rounds.
+        warm_up: The number of rounds before, which are not counted.
+        clock: Returns nanoseconds.
+
+    Returns:
+        For each function, its time in each round.
+    """
     times: list[list[int]] = [[] for _ in runs]
     for turn in range(-warm_up, repeats):
         places = range(len(runs))
@@ -198,15 +233,16 @@ def take_turns(
             runs[place]()
             taken = clock() - start
             if turn >= 0:
-                times[place].append(max(1, taken))  # a clock may stand still
+                times[place].append(max(1, taken))  # a coarse clock may not advance, and ratios divide by it
     return times
 
 
 def summary(runtime: str, batch: int, times: Sequence[Sequence[int]]) -> LatencyRow:
-    """The times of a model, and of a baseline if there is one, in nanoseconds, as a row."""
+    """A row of the report, from the times in nanoseconds of the model and, if there is one, of the baseline."""
     spreads = [Spread.of([taken / NANOSECONDS for taken in each]) for each in times]
     if len(times) == 1:
         return LatencyRow(runtime, batch, spreads[0], None, None)
+    # Round by round, because both runs of a round met the same conditions; medians of all runs would mix them.
     ratios = [theirs / ours for ours, theirs in zip(*times, strict=True)]
     return LatencyRow(runtime, batch, spreads[0], spreads[1], Spread.of(ratios))
 
@@ -223,7 +259,7 @@ def _measured(
         stack.enter_context(torch.inference_mode())
         for model, run in zip(models, runs, strict=True):
             _try_out(model, run, example, batch)
-        stack.enter_context(no_collection())
+        stack.enter_context(no_collection())  # only now: exporting and trying out may leave much to collect
         return summary(runtime, batch, take_turns(runs, repeats))
 
 
@@ -233,7 +269,7 @@ def _torch_run(model: nn.Module, example: Example) -> Run:
     def run() -> None:
         model(*example.arguments, **example.by_name)
         for device in busy:
-            torch.accelerator.synchronize(device)
+            torch.accelerator.synchronize(device)  # kernels run asynchronously, and the clock should see their end
 
     return run
 
@@ -261,7 +297,7 @@ def _models(model: nn.Module, baseline: nn.Module | None) -> list[nn.Module]:
     for given, word in zip(models, ("model", "baseline"), strict=False):
         if not isinstance(given, nn.Module):
             raise TraceError(f"latency: {no_model(given, word)}")
-    # These wrappers would talk to other processes or devices in the middle of a measurement.
+    # These wrappers would communicate with other processes or devices during a measurement.
     return [each.module if isinstance(each, DistributedDataParallel | DataParallel) else each for each in models]
 
 
@@ -273,17 +309,17 @@ def _devices(models: Sequence[nn.Module], example: Example) -> list[torch.device
 def _sizes(batches: int | Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(batches) if isinstance(batches, Sequence) else (batches,)
     if not sizes or not all(map(_is_count, sizes)):
-        raise KeepkError(
-            f"latency: batches={shown(batches)}. Give one or more whole numbers from 1 on, such as (1, 32)."
-        )
+        raise KeepkError(f"latency: batches={shown(batches)}. Give one or more ints of at least 1, such as (1, 32).")
     return sizes
 
 
 def _refuse_numbers(repeats: int, threads: int | None) -> None:
     if not _is_count(repeats):
-        raise KeepkError(f"latency: repeats={shown(repeats)}. Give a whole number from 1 on.")
+        raise KeepkError(f"latency: repeats={shown(repeats)}. Give an int of at least 1.")
     if threads is not None and not _is_count(threads):
-        raise KeepkError(f"latency: threads={shown(threads)}. Give a whole number from 1 on, or None for torch's own.")
+        raise KeepkError(
+            f"latency: threads={shown(threads)}. Give an int of at least 1, or None to leave torch's setting."
+        )
 
 
 def _is_count(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""`export_onnx`: a model as one ``.onnx`` file, which is run and held against torch before it gets its name."""
+"""`export_onnx`: write a model as one ``.onnx`` file, which is run and compared with torch before it gets its name."""
 
 import logging
 import os
@@ -35,19 +35,21 @@ from keepk.graph.wrappers import unwrap
 from keepk.plan.names import shown
 from keepk.run.files import own_folder, place, sync_folder
 
+# Relative to the largest output: float32 in another order of summation, and half precision or TF32.
 ROUNDING, COARSE_ROUNDING = 1e-4, 1e-2
-REASON = 400  # letters of what the exporter says; it goes on for pages
+REASON = 400  # letters of the exporter's message, which goes on for pages
+SHOWN = 3  # inputs and outputs in a repr
 
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """What `keepk.export_onnx` wrote. It prints itself as a line.
+    """The result of `keepk.export_onnx`. It prints as one line.
 
     Attributes:
         path: The file.
         opset: The version of ONNX's operators that it uses.
         inputs: Name, type and shape of each input; a word in a shape is a size that may differ from call to call.
-        outputs: The same of each output.
+        outputs: Name, type and shape of each output.
         difference: The largest max|torch - onnxruntime| / max|torch| of all outputs; None if it was not checked.
         bytes: The size on disk.
     """
@@ -60,9 +62,20 @@ class OnnxReport:
     bytes: int
 
     def __str__(self) -> str:
+        return self._told(", ".join(self.inputs), ", ".join(self.outputs))
+
+    def __repr__(self) -> str:
+        # A language model's cache has two tensors per layer, each of them an input and an output.
+        return f"<OnnxReport {self._told(_shortened(self.inputs), _shortened(self.outputs))}>"
+
+    def _told(self, inputs: str, outputs: str) -> str:
         checked = "not checked" if self.difference is None else f"differs from torch by {self.difference:.1e}"
-        signature = f"{', '.join(self.inputs)} -> {', '.join(self.outputs)}"
-        return f"{self.path}: {signature}; opset {self.opset}, {self.bytes:,} bytes, {checked}"
+        return f"{self.path}: {inputs} -> {outputs}; opset {self.opset}, {self.bytes:,} bytes, {checked}"
+
+
+def _shortened(specs: Sequence[str]) -> str:
+    more = [f"{len(specs) - SHOWN} more"] if len(specs) > SHOWN else []
+    return ", ".join([*specs[:SHOWN], *more])
 
 
 def export_onnx(
@@ -74,20 +87,29 @@ def export_onnx(
     tolerance: float | None = None,
     dynamic_batch: bool = True,
 ) -> OnnxReport:
-    """Write a model, shrunk or not, as ONNX, and run the file to see that it computes what torch computes.
+    """Export a model, shrunk or not, to ONNX, and run the file to check that it computes what torch computes.
 
-    It is the model in eval mode; the model itself is not touched. The file is complete in itself up to 1.5 GB; above,
-    torch puts the values into ``<path>.data``. If anything is refused, what was at `path` is as it was.
+    The model is exported in eval mode, from a copy. The file is self-contained up to 1.5 GB; for larger models torch
+    puts the values into ``<path>.data``. If anything is refused, a file that was at `path` is unchanged.
 
     Args:
-        model: Any module that `torch.export` takes; `DistributedDataParallel` and `torch.compile` are looked through.
+        model: Any module that `torch.export` takes; `DistributedDataParallel` and `torch.compile` wrappers are removed.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         path: The file, in a folder that exists.
-        check: Run the file with onnxruntime on the example and hold its outputs against torch's.
-        tolerance: The largest max|torch - onnxruntime| / max|torch| that may pass. None: 1e-4, and 1e-2 for half
-            precision and on a GPU, where convolutions are rounded to TF32.
-        dynamic_batch: Let the first dim of every tensor that is as long as the first tensor be of any size; the check
-            then also runs one row, and one more than the example has.
+        check: Whether to run the file with onnxruntime on the example and compare its outputs with torch's.
+        tolerance: The largest max|torch - onnxruntime| / max|torch| that passes the check. None means 1e-4, or 1e-2 for
+            half precision and on a GPU, where convolutions are rounded to TF32.
+        dynamic_batch: Whether the batch size may vary: the first dim of every tensor that is as long as the first
+            tensor. The check then also runs a batch of one, and one row more than the example has.
+
+    Returns:
+        A report: inputs and outputs with names, types and shapes, the size, and the largest difference found.
+
+    Raises:
+        TraceError: The argument is not a model, or forward fails on the example.
+        FileError: torch or onnxruntime cannot process the model, the outputs differ by more than `tolerance`, or the
+            file cannot be written.
+        KeepkError: onnx, onnxscript or onnxruntime is not installed.
 
     Examples:
         >>> import keepk, tempfile
@@ -121,26 +143,27 @@ def export_onnx(
 
 def _refuse_tolerance(tolerance: object) -> None:
     is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-    if tolerance is not None and not (is_number and tolerance >= 0):  # type: ignore[operator]  # a number, as was seen
+    if tolerance is not None and not (is_number and tolerance >= 0):  # type: ignore[operator]  # `is_number` says so
         raise FileError(
-            f"export_onnx: tolerance={shown(tolerance)}. Give a number from 0 on, such as 1e-4, or None for "
-            f"the usual one."
+            f"export_onnx: tolerance={shown(tolerance)}. Give a number of at least 0, such as 1e-4, or None for the "
+            f"default."
         )
 
 
 def _examples(example: Example, *, dynamic: bool) -> list[Example]:
-    """What is tried; the first is exported, and not with one row if the batch is dynamic: torch makes 1 a constant."""
+    """The examples to check; the first one is exported."""
     if not dynamic:
         return [example]
     rows = rows_of(example)
+    # torch.export treats a size of 1 as a constant, so a dynamic batch is never exported from a single row.
     return [with_rows(example, size) for size in ((2, 1) if rows == 1 else (rows, rows + 1, 1))]
 
 
 @contextmanager
 def _draft(path: Path) -> Iterator[Path]:
-    """Where the file is written and checked: in a folder beside its place, which is gone in the end.
+    """A path to write and check the file at, in a temporary folder beside its final place.
 
-    A process that is killed leaves its folder behind, and the next export to the same place deletes it.
+    A process that is killed leaves its folder behind, and the next export to the same path deletes it.
     """
     try:
         if path.is_dir():
@@ -150,12 +173,12 @@ def _draft(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise FileError(
             f"{path}: cannot be written ({error}). Choose a file in a folder that exists and can be written. "
-            f"What was there is as it was."
+            f"A file that was there is unchanged."
         ) from error
 
 
 def _commit(draft: Path, path: Path) -> None:
-    # Values that lie in a file of their own come before the file that names them.
+    # Values in a separate file come before the file that names them.
     for file in sorted(draft.parent.iterdir(), key=lambda file: file == draft):
         with file.open("r+b") as handle:
             os.fsync(handle.fileno())
@@ -171,7 +194,7 @@ def _outputs(twin: nn.Module, workshop: Workshop) -> list[Tensor]:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(workshop.example))
         raise TraceError(
             f"model {type(twin).__name__}: its forward failed on {shapes} ({type(error).__name__}: {error}). Give an "
-            f"example on which model(*example) works; if only another batch fails, export with dynamic_batch=False."
+            f"example on which model(*example) works; if only other batch sizes fail, export with dynamic_batch=False."
             f"{likely_slip(twin, workshop.example)}"
         ) from error
 
@@ -204,7 +227,7 @@ def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
 
 @contextmanager
 def _silent_exporter() -> Iterator[None]:
-    """The exporter warns of its own internals, logs what it could have used, and prints half a graph if it fails."""
+    """Silence the exporter, which warns of its internals, logs optional packages, and prints a graph if it fails."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -216,6 +239,7 @@ def _silent_exporter() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
+    # The exporter wraps the first error in several others, whose messages are about its own stages.
     while error.__cause__ is not None:
         error = error.__cause__
     return shorten(f"{type(error).__name__}: {error}", REASON, placeholder=" ...")
@@ -224,7 +248,7 @@ def _reason(error: BaseException) -> str:
 def _checked(
     model: nn.Module, file: Path, examples: Sequence[Example], wanted: Sequence[Sequence[Tensor]], allowed: float
 ) -> float:
-    """The largest difference; refused if it is more than allowed."""
+    """The largest difference between onnxruntime's outputs and the wanted ones; refused if it exceeds `allowed`."""
     name = type(model).__name__
     try:
         session = open_session(file)
@@ -232,16 +256,16 @@ def _checked(
     except Exception as error:
         raise FileError(
             f"model {name}: onnxruntime cannot run its ONNX file ({_reason(error)}). Nothing was written; "
-            f"check=False writes it untried."
+            f"check=False writes the file unchecked."
         ) from error
     found = [_largest(ours, list(map(torch.from_numpy, theirs))) for ours, theirs in zip(wanted, ran, strict=True)]
     for example, much in zip(examples, found, strict=True):
-        if not much <= allowed:
+        if not much <= allowed:  # also for NaN
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(example))
             raise FileError(
                 f"model {name}: its ONNX file differs from torch by {much:.1e} of the largest output on {shapes}, "
                 f"more than tolerance={allowed:g}. Nothing was written. Raise the tolerance if this is rounding; if "
-                f"only another batch than the example's differs, export with dynamic_batch=False."
+                f"only batch sizes other than the example's differ, export with dynamic_batch=False."
             )
     return max(found)
 

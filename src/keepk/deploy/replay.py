@@ -1,4 +1,4 @@
-"""Doing to a freshly built model what was done to a saved one: all of it checked first, then all or nothing."""
+"""Replaying a saved model's cuts on a freshly built one: everything is checked first, then applied all or nothing."""
 
 from collections.abc import Iterator, Mapping
 
@@ -17,11 +17,11 @@ from keepk.graph.edits import Cut, Edits, Selection
 from keepk.graph.tracer import named_tensors
 from keepk.run.packing import DTYPE_CODES, dtype_name, unpack
 
-SHOWN = 3
+SHOWN = 3  # differences in an error
 
 
 def edits_of(saved: Description) -> Edits:
-    """All shrinks of a model as one."""
+    """All cuts of a saved model as one shrink."""
     return Edits(
         units=np.zeros(0, np.int64),
         cuts=tuple(Cut(name, it.kept, it.dense, it.shape) for name, it in saved.tensors.items() if it.kept),
@@ -32,18 +32,18 @@ def edits_of(saved: Description) -> Edits:
 
 
 def refuse_shrunk(model: nn.Module) -> None:
-    """Refuse a model from which something was cut already."""
+    """Refuse a model from which something was already cut."""
     if was_cut(model):
         raise FileError(f"the given {type(model).__name__} was shrunk before. Give a freshly built one.")
 
 
 def refuse_other_model(model: nn.Module, saved: Description, given: Description) -> None:
-    """Refuse a model of another class, width, dtype or tying, with what differs."""
+    """Refuse a model that differs from the dense model that was saved in classes, shapes, dtypes or ties."""
     _refuse(model, list(_differences(saved, given)))
 
 
 def refuse_other_sizes(model: nn.Module, saved: Description) -> None:
-    """Refuse a model whose attributes are not those of the dense model, or whose layers are of other kinds."""
+    """Refuse a model whose attributes differ from the dense model's, or that lacks an attention that lost heads."""
     _refuse(model, list(_unexpected(dict(model.named_modules()), saved)))
 
 
@@ -52,12 +52,16 @@ def _refuse(model: nn.Module, found: list[str]) -> None:
         more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
         raise FileError(
             f"the given {type(model).__name__} is not the dense model that was saved: {'; '.join(found[:SHOWN])}{more}"
-            f". Build it by the same class, arguments and dtype."
+            f". Build it with the same class, arguments and dtype."
         )
 
 
 def unpacked(saved: Description, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The saved values; refused if they are not those of the described tensors."""
+    """The saved values by name.
+
+    Raises:
+        FileError: Names, shapes or dtypes are not those of the described tensors.
+    """
     if strange := set(stored) ^ set(saved.tensors):
         raise FileError(f"arch.json and model.safetensors do not name the same tensors: {sorted(strange)[:SHOWN]}")
     _refuse_other_selections(saved)
@@ -65,6 +69,7 @@ def unpacked(saved: Description, stored: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def _refuse_other_selections(saved: Description) -> None:
+    # Both come from arch.json, so the file may contradict itself.
     for path, channels in saved.selections.items():
         own = [entry for name, entry in saved.tensors.items() if name.rpartition(".")[0] == path and entry.dense]
         if any(entry.shape[0] != len(channels) for entry in own):
@@ -74,14 +79,25 @@ def _refuse_other_selections(saved: Description) -> None:
 
 
 def replay(model: nn.Module, saved: Description, given: Description, values: Mapping[str, Tensor]) -> None:
-    """Cut a dense model as the saved one was cut, and give it the saved values."""
+    """Cut a dense model as the saved one was cut, and give it the saved values.
+
+    Args:
+        model: The dense model.
+        saved: The description of the saved model.
+        given: The description of `model`.
+        values: The saved values.
+    """
     tensors = {name: tensor for name, tensor, _ in named_tensors(model)}
     edits = edits_of(saved)
     shrunk = edits.cuts or edits.settings or edits.selections or edits.headwise
     changes = cut_module(model, tensors, edits) if shrunk else []
+    # Values come after the cuts, which give the tensors their sizes.
     for name, entry in saved.tensors.items():
-        if name in given.tensors and _fits(values[name], entry, given.tensors[name]):
-            changes.append(_fill(tensors[name], entry, values[name]))
+        value, own = values[name], given.tensors.get(name)
+        # Only a buffer outside the state_dict can be missing or different here: a cache or a table. The constructor's
+        # own then stays; one of another dtype is converted if its values are plain numbers.
+        if own and entry.dense == own.dense and (entry.dtype == own.dtype or value.dtype in DTYPE_CODES):
+            changes.append(_fill(tensors[name], entry, value))
     changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
     if (saved.certificate, saved.masked) != (certificate_of(model), masked_places(model)):
         changes.append(certified(model, saved.certificate, saved.masked))
@@ -102,7 +118,7 @@ def _differences(saved: Description, given: Description) -> Iterator[str]:
 
 
 def _dense_tensors(description: Description, saved: Description) -> dict[str, str]:
-    """What has to be the same: what a state_dict has, and whatever was cut. Other buffers may come and go."""
+    """The tensors that have to match: those in the state_dict, and those that were cut. Other buffers may differ."""
     cut = {name for name, entry in saved.tensors.items() if entry.kept}
     tensors = description.tensors.items()
     return {name: f"{it.dtype} {it.dense}" for name, it in tensors if it.persistent or name in cut}
@@ -114,6 +130,7 @@ def _unexpected(modules: Mapping[str, nn.Module], saved: Description) -> Iterato
         found = None if module is None else dense_value(module, setting)
         is_number = isinstance(found, int) and not isinstance(found, bool)
         if not is_number or found != setting.old:
+            # The attribute may be anything, even a module or a tensor; only numbers are short enough to print.
             shown = repr(found) if is_number or found is None else f"a {type(found).__name__}"
             yield f"{setting.attribute} of module {setting.module!r} was {setting.old!r} and is {shown}"
     for path in saved.headwise:
@@ -133,13 +150,9 @@ def _value(name: str, entry: Entry, stored: Tensor) -> Tensor:
     return value
 
 
-def _fits(value: Tensor, saved: Entry, given: Entry) -> bool:
-    """Whether a buffer that is not in the state_dict is still the one that was saved; the others always are."""
-    return saved.dense == given.dense and (saved.dtype == given.dtype or value.dtype in DTYPE_CODES)
-
-
 def _fill(tensor: Tensor, entry: Entry, value: Tensor) -> Change:
-    """What keeps its shape and layout keeps its memory, which other tensors may share."""
+    """A change that gives a tensor the saved values and strides."""
+    # A tensor that keeps its shape and layout also keeps its memory, which others may share (a view, a shared model).
     stride = entry.stride or torch.empty(entry.shape, device="meta").stride()
     if not entry.kept and tensor.stride() == stride:
         return _fill_in_place(tensor, value)

@@ -1,4 +1,8 @@
-"""What running a model here and elsewhere takes: other batches, onnxruntime, how far outputs differ, a quiet place."""
+"""Running a model for export and measurement: batches of other sizes, onnxruntime, comparing outputs, a clean state.
+
+The context managers at the end let a measurement leave no trace: threads, modes, buffers, random states and Python's
+garbage collection are restored, whatever forward did to them.
+"""
 
 import gc
 import importlib
@@ -19,13 +23,13 @@ from keepk.run.rng import rng_state, set_rng_state
 
 
 def tensors_of(value: object) -> list[Tensor]:
-    """The tensors of a nested value, in order; an example's are those of its arguments."""
+    """The tensors of a nested value, or of an example's arguments, in order."""
     parts = (value.arguments, value.by_name) if isinstance(value, Example) else value
     return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]
 
 
 def rows_of(example: Example) -> int:
-    """How many rows an example has: the first dim of its first tensor.
+    """The batch size of an example: the first dim of its first tensor.
 
     >>> rows_of(Example.of({"ids": torch.zeros(3, 5), "scale": 2.0}))
     3
@@ -35,7 +39,7 @@ def rows_of(example: Example) -> int:
     first = next(iter(tensors_of(example)), None)
     if first is None or first.dim() == 0 or len(first) == 0:
         got = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"
-        raise TraceError(f"example: has {got}, so there is no batch to change. Let the first dim be the batch.")
+        raise TraceError(f"example: has {got}, so its batch size cannot be changed. Let the first dim be the batch.")
     return len(first)
 
 
@@ -45,7 +49,7 @@ def is_batched(value: object, rows: int) -> bool:
 
 
 def with_rows(example: Example, rows: int) -> Example:
-    """The example with so many rows: its own, again and again. Tensors of another length stay as they are.
+    """The example with a different batch size: its rows are repeated. Tensors of another length stay as they are.
 
     >>> with_rows(Example.of(torch.tensor([[1], [2], [3]])), 5).arguments[0].T
     tensor([[1, 2, 3, 1, 2]])
@@ -53,25 +57,25 @@ def with_rows(example: Example, rows: int) -> Example:
     before = rows_of(example)
 
     def repeated(value: Any) -> Any:
-        # A concatenation keeps channels_last.
+        # A concatenation keeps the memory format (channels_last); indexing by a list of rows would not.
         return torch.cat([value] * -(-rows // before))[:rows] if is_batched(value, before) else value
 
     return Example(tree_map(repeated, example.arguments), tree_map(repeated, example.by_name))
 
 
 def bound(model: nn.Module, example: Example) -> dict[str, Any]:
-    """The arguments by the names that forward gives them, in its order."""
+    """The example's arguments by name, in the order of forward's signature."""
     return dict(inspect.signature(model.forward).bind(*example.arguments, **example.by_name).arguments)
 
 
 def in_order(model: nn.Module, example: Example) -> Example:
-    """Keyword arguments in the order of forward, which is the order of an ONNX file's inputs."""
+    """The example with its keyword arguments in the order of forward, which is the order of an ONNX file's inputs."""
     first = {name: example.by_name[name] for name in bound(model, example) if name in example.by_name}
     return Example(example.arguments, {**first, **example.by_name})
 
 
 def require_packages(verb: str, *packages: str) -> None:
-    """Refuse before any work what would fail for a missing package."""
+    """Raise an error that says what to install if a package is missing."""
     for package in packages:
         try:
             importlib.import_module(package)
@@ -80,12 +84,12 @@ def require_packages(verb: str, *packages: str) -> None:
 
 
 def open_session(path: Path, threads: int | None = None) -> Any:
-    """An ONNX file in onnxruntime, on the CPU."""
+    """A session of onnxruntime for an ONNX file, on the CPU."""
     import onnxruntime  # noqa: PLC0415 - the extra keepk[onnx]
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors only
-    # Threads that wait busily would take the cores from whoever runs next.
+    # By default onnxruntime's threads spin while they wait, which would slow down the model that runs next.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if threads is not None:
         options.intra_op_num_threads = threads
@@ -93,13 +97,15 @@ def open_session(path: Path, threads: int | None = None) -> Any:
 
 
 def feeds(session: Any, model: nn.Module, example: Example) -> dict[str, Any]:
-    """An example as onnxruntime takes it: arrays by the names in the file."""
+    """An example as onnxruntime takes it: arrays by the names of the file's inputs."""
     tensors = tensors_of(in_order(model, example))
     return {put.name: tensor.numpy(force=True) for put, tensor in zip(session.get_inputs(), tensors, strict=True)}
 
 
 def difference(wanted: Tensor, got: Tensor) -> float:
-    """max|a - b| / max|a| over the finite a; infinite where the shapes differ, or what is not finite.
+    """max|a - b| / max|a|, where the maximum of |a| is over its finite entries.
+
+    It is infinite if the shapes differ, or if an inf or NaN of one is not the same in the other.
 
     >>> difference(torch.tensor([4.0, -8.0]), torch.tensor([4.0, -6.0]))
     0.25
@@ -117,7 +123,7 @@ def difference(wanted: Tensor, got: Tensor) -> float:
 
 @contextmanager
 def threads_set(count: int | None) -> Iterator[int]:
-    """So many threads for an operation, or as many as it has; how many that is."""
+    """Set torch's number of threads for the block, unless it is None; yields the number in use."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -129,7 +135,7 @@ def threads_set(count: int | None) -> Iterator[int]:
 
 @contextmanager
 def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
-    """All modules evaluate; each gets its own mode back."""
+    """Put all modules into eval mode for the block; each gets its previous mode back."""
     before = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
@@ -142,7 +148,7 @@ def in_eval_mode(models: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
-    """What forward writes into buffers, or puts in their place, is taken back."""
+    """Restore buffers that forward writes to or replaces."""
     modules = dict.fromkeys(module for model in models for module in model.modules())
     places = [(module._buffers, dict(module._buffers)) for module in modules]
     buffers = {buffer for _, own in places for buffer in own.values() if buffer is not None}
@@ -153,13 +159,13 @@ def buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
         for place, own in places:
             place.clear()
             place.update(own)
-        with torch.inference_mode():  # elsewhere, a buffer that was made in it could not be written
+        with torch.inference_mode():  # a buffer that was made in inference mode can be written to only there
             for buffer, value in values.items():
                 buffer.copy_(value)
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share their memory, so that torch lets nobody write into it."""
+    """Whether elements of a tensor share memory, so that torch refuses to write to it."""
     return tensor.layout == torch.strided and any(
         stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -167,7 +173,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 @contextmanager
 def random_state_kept() -> Iterator[None]:
-    """Whatever is drawn, the next to draw gets what they would have got."""
+    """Restore the states of all random number generators after the block."""
     before = rng_state()
     try:
         yield
@@ -177,7 +183,7 @@ def random_state_kept() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Python's garbage collection would hit one of the two at random."""
+    """Turn off Python's garbage collection, which would slow down one of the measured models at random."""
     before = gc.isenabled()
     gc.disable()
     try:

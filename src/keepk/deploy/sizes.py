@@ -1,8 +1,8 @@
-"""Whether a saved model can be what keepk leaves of a dense one: layers whose sizes agree, and nothing else changed.
+"""Checking that a description can be the result of shrinking a dense model: sizes agree, and nothing else changed.
 
-``arch.json`` may come from anywhere, and whoever edits it can compute its hash again. So nothing in it is set on a
-model unless it is a size that follows from what was cut. The sizes of torch's own layers are computed from their
-tensors. A number that a user's module keeps has to count what is left of an axis, or of a part of one.
+``arch.json`` may come from anywhere, and an edited file can have a correct hash. So nothing in it is set on a model
+unless it is a size that follows from the cuts. The sizes of torch's layers are computed from their tensors. A
+number that a user's module keeps has to be the number of remaining entries of an axis, or of a part of one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,24 +22,32 @@ from keepk.graph.edits import Setting, entries_of
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.tracer import named_tensors
 
-SMALL = 8  # a smaller number is as likely to be an axis, a depth or a stride as a part of an axis
+SMALL = 8  # a number up to this is as likely to be an axis, a depth or a stride as a part of an axis
 
 Place = tuple[str, str, int | None]
-"""A module's path, an attribute, and an entry of it."""
+"""A module's path, an attribute, and the index of an entry of it."""
 Mask = NDArray[np.bool_]
 
 
 def widths_of_norms(model: nn.Module) -> dict[str, int]:
-    """By path, how many channels a BatchNorm has; one without tensors never reads a selection."""
+    """The number of channels of each BatchNorm, by path; one without tensors never reads a selection."""
     norms = ((path, it) for path, it in model.named_modules() if isinstance(it, _BatchNorm))
     return {path: it.num_features for path, it in norms if [*it.parameters(recurse=False), *it.buffers(recurse=False)]}
 
 
 def refuse_impossible(model: nn.Module, saved: Description) -> None:
-    """Refuse what no shrink leaves of a dense model; `saved` is known to have the dense sizes of that model."""
+    """Refuse a description that no shrink of the model can lead to.
+
+    Args:
+        model: The dense model.
+        saved: The description, whose dense sizes are known to be the model's.
+
+    Raises:
+        FileError: Says which size is impossible.
+    """
     for found in _impossible(model, saved):
         raise FileError(
-            f"arch.json: {found}, which no shrink leaves. It was edited or damaged after it was written. "
+            f"arch.json: {found}, which no shrink can lead to. It was edited or damaged after it was written. "
             f"Save the model again."
         )
 
@@ -58,30 +66,30 @@ def _impossible(model: nn.Module, saved: Description) -> Iterator[str]:
             yield from _unfounded(modules[setting.module], setting, axes)
     for path in saved.headwise:
         if not HeadwiseAttention.fits(modules[path]):
-            yield f"module {path!r} is an attention that cannot lose heads, but would have lost some"
+            yield f"module {path!r} is an attention of a kind that cannot lose heads, but would have lost some"
     for path, module in modules.items():
         sizes = {attribute: size for (owner, attribute, _), size in now.items() if owner == path}
         yield from _disagreeing(path, module, sizes, names, saved)
 
 
-# Sizes of torch's own layers
+# Sizes of torch's layers
 
 
 def _known_sizes(
     sized: list[Sized], modules: Mapping[str, nn.Module], saved: Description
 ) -> Iterator[tuple[Place, tuple[int, int]]]:
-    """The sizes that layers repeat: in the dense model, and as their tensors leave them."""
+    """Attributes of layers that repeat a size of their tensors: the dense value, and the value after the cuts."""
     groups = {it.module: it for it in sized if it.attribute == "groups"}
     for it in sized:
         value = getattr(modules[it.module], it.attribute)
         old = value if it.item is None else value[it.item]
-        if old == _size_of(it, groups, saved, dense=True):  # else a subclass means something of its own by it
+        if old == _size_of(it, groups, saved, dense=True):  # otherwise a subclass gives the attribute another meaning
             yield (it.module, it.attribute, it.item), (old, _size_of(it, groups, saved, dense=False))
 
 
 def _size_of(sized: Sized, groups: Mapping[str, Sized], saved: Description, *, dense: bool) -> int:
     entry = saved.tensors[sized.tensor]
-    if sized.blocks:
+    if sized.blocks:  # the number of blocks of rows (heads, groups) of which any row is left
         rows = np.arange(entry.dense[0]) if dense or 0 not in entry.kept else entry.kept[0]
         return len(np.unique(rows // max(1, entry.dense[0] // sized.blocks)))
     size = (entry.dense if dense else entry.shape)[sized.dim] // sized.parts
@@ -95,7 +103,13 @@ def _size_of(sized: Sized, groups: Mapping[str, Sized], saved: Description, *, d
 
 @dataclass(frozen=True, eq=False)
 class _Axis:
-    """An axis that lost something: which of its entries are left; only how many if that differs from row to row."""
+    """An axis that lost entries.
+
+    Attributes:
+        size: Its dense size.
+        left: How many entries are left.
+        alive: Which ones; None if they differ from row to row.
+    """
 
     size: int
     left: int
@@ -117,7 +131,7 @@ def _cut_axes(modules: Mapping[str, nn.Module], saved: Description) -> list[_Axi
 
 
 def _unfounded(module: nn.Module, setting: Setting, axes: list[_Axis]) -> Iterator[str]:
-    """Say so if a setting is not the size of something that was cut."""
+    """Yield an objection if a setting is not the size of anything that was cut."""
     where = f"{setting.attribute} of module {setting.module!r}"
     outer, _, inner = setting.attribute.partition(".")  # "config.num_heads" is in an object that the module holds
     held = outer in vars(module) and (not inner or inner in entries_of(vars(module)[outer]))
@@ -134,13 +148,15 @@ SIZES |= {"input_size", "hidden_size", "proj_size"}
 
 
 def _is_option(module: nn.Module, attribute: str) -> bool:
-    """Whether torch's own class has an argument of that name that is no size, as a kernel or a stride."""
+    """Whether the attribute is an option of one of torch's classes, such as a kernel size or a stride."""
+    # torch lists the attributes of its layers in __constants__; those that are not sizes are options.
     of_torch = (kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.nn.modules."))
     options = {name for kind in of_torch for name in getattr(kind, "__constants__", ())}
     return attribute in options - SIZES
 
 
 def _counts(old: int, new: int, axes: list[_Axis]) -> bool:
+    """Whether some axis, two axes together, or a part of an axis had `old` entries and has `new` now."""
     if old == new:
         return True
     pairs = {(axis.size, axis.left) for axis in axes}
@@ -154,9 +170,11 @@ def _counts(old: int, new: int, axes: list[_Axis]) -> bool:
 def _counts_part(old: int, new: int, alive: Mask) -> bool:
     """Whether `new` of the `old` entries of a part of an axis are left.
 
-    The part is a factor of the axis (heads, or channels of each head), or it is at one end (sizes of a split); a large
-    one may be anywhere.
+    The part is a factor of the axis (the heads, or the channels of each head), or lies at one end (as in a split); a
+    large part may lie anywhere.
     """
+    # As a factor, an axis of 24 entries may be 4 heads of 6: both the 4 and the 6 are kept as numbers by modules. The
+    # same count has to be left everywhere, or the reshape in forward would fail.
     inner = [step for step in range(1, len(alive) // old + 1) if len(alive) % (old * step) == 0]
     for step in inner:
         left = alive.reshape(-1, old, step).sum(axis=1)
@@ -174,7 +192,7 @@ def _counts_part(old: int, new: int, alive: Mask) -> bool:
 def _disagreeing(
     path: str, module: nn.Module, now: Mapping[str, int], names: Mapping[int, str], saved: Description
 ) -> Iterator[str]:
-    """Tensors of a layer of torch that no longer fit each other; what did not fit in the dense layer need not."""
+    """Yield an objection for each tensor of a torch layer that would no longer fit the layer's other tensors."""
     entries = {name: saved.tensors[names[id(it)]] for name, it in _own_tensors(module)}
     if not any(entry.kept for entry in entries.values()):
         return
@@ -184,9 +202,10 @@ def _disagreeing(
                 module, _Layer({name: it.dense for name, it in entries.items()}, partial(getattr, module))
             )
             after = relations(module, _Layer(_shapes(entries), lambda name: now.get(name, getattr(module, name))))
+            # A relation that does not hold in the dense layer (of a subclass) need not hold after the cuts.
             for (what, was, should), (_, found, expected) in zip(before, after, strict=True):
                 if was == should and found != expected:
-                    yield f"{what} of module {path!r} would have {found}, where the layer has {expected}"
+                    yield f"{what} of module {path!r} would have {found}, but the layer needs {expected}"
             if kind is nn.MultiheadAttention and path not in saved.headwise and _lost_heads(entries):
                 yield f"module {path!r} would have lost heads without being listed under headwise"
             if kind is nn.MultiheadAttention and (told := now.get("num_heads", module.num_heads)) != (
@@ -198,7 +217,7 @@ def _disagreeing(
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    if isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, nn.MultiheadAttention):  # its forward reads out_proj's tensors instead of calling out_proj
         own += [(f"out_proj.{name}", it) for name, it in module.out_proj.named_parameters(recurse=False)]
     return iter(own)
 
@@ -209,14 +228,14 @@ def _shapes(entries: Mapping[str, Entry]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The shapes of a layer's tensors, and its attributes."""
+    """The shapes of a layer's tensors, and a function that returns its attributes by name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     size: Callable[[str], Any]
 
 
 Relations = Iterator[tuple[str, Any, Any]]
-"""A tensor, what it has, and what it should have."""
+"""Triples: a tensor's name, its shape or size, and the one that it should have."""
 
 
 def _bias(attribute: str) -> Callable[[nn.Module, _Layer], Relations]:
@@ -265,7 +284,7 @@ def _attention(_: nn.Module, layer: _Layer) -> Relations:
 
 
 def _projected(shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
-    """The rows of queries, keys and values."""
+    """The number of rows of queries, keys and values."""
     if "in_proj_weight" in shapes:
         return [shapes["in_proj_weight"][0] // 3] * 3
     return [shapes[f"{which}_proj_weight"][0] for which in "qkv" if f"{which}_proj_weight" in shapes] or [0, 0, 0]
@@ -276,7 +295,7 @@ def _lost_heads(entries: Mapping[str, Entry]) -> bool:
 
 
 def _heads_left(module: Any, entries: Mapping[str, Entry]) -> int:
-    """How many heads have queries left; the rows of a head are next to each other."""
+    """How many heads have queries left; the rows of a head are adjacent."""
     entry = entries.get("in_proj_weight") or entries.get("q_proj_weight")
     if entry is None or 0 not in entry.kept:
         return int(module.num_heads)

@@ -1,14 +1,20 @@
-"""Edits: what is cut from which tensor, and what has to change beside it. Plain values; nothing is done here."""
+"""Edits: what is cut from which tensor, and what has to change with it, as plain values.
+
+The functions below carry out a single cut or setting. They are shared by trial copies, `keepk.shrink` and `keepk.load`.
+"""
 
 import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Indices = NDArray[np.int64]
 SHOWN = 3
+PIECE = 1 << 17  # elements; a block of this size stays in a core's cache
 
 
 @dataclass(frozen=True)
@@ -148,3 +154,27 @@ def write_attribute(module: Any, setting: Setting, value: Any) -> None:
 def entries_of(holder: Any) -> dict[str, Any]:
     """The named values that an object such as a config, or a dict, holds."""
     return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+
+
+def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
+    """What is left of a tensor; how it lies in memory is the caller's affair."""
+    kept = {axis: torch.from_numpy(np.ascontiguousarray(ids)).to(tensor.device) for axis, ids in cut.kept.items()}
+    large = tensor.numel() > PIECE and tensor.device.type == "cpu"  # elsewhere many small kernels are slower
+    if large and set(kept) == {0, 1} and kept[1].ndim == 1 and tensor.is_contiguous():
+        return _cut_in_pieces(tensor, kept[0], kept[1], cut.after)
+    for axis, index in sorted(kept.items()):
+        if index.ndim == 1:
+            tensor = tensor.index_select(axis, index)
+        else:
+            rows = torch.arange(tensor.shape[0], device=tensor.device)
+            tensor = tensor[rows[:, None], index]
+    return tensor
+
+
+def _cut_in_pieces(tensor: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Rows and columns at once, some rows at a time, so that what lies between never leaves the cache."""
+    left = tensor.new_empty(shape)
+    size = max(1, PIECE * len(tensor) // tensor.numel())
+    for piece, into in zip(torch.split(rows, size), torch.split(left, size), strict=True):
+        torch.index_select(tensor.index_select(0, piece), 1, columns, out=into)
+    return left

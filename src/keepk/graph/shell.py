@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from keepk.errors import TraceError
-from keepk.graph.edits import Cut, Edits, write_attribute
+from keepk.graph.edits import Cut, Edits, cut_tensor, write_attribute
 from keepk.graph.layers import SELECTED, HeadwiseAttention, selecting
 from keepk.graph.tracer import named_tensors
 from keepk.graph.values import LARGEST, keep_buffers_beside, keep_value_beside
@@ -142,33 +142,6 @@ class Workshop:
             if self.device is not None:
                 stack.enter_context(self.device)
             yield (example or self.example).on(self.device)
-
-
-PIECE = 1 << 17  # numbers that stay in the cache
-
-
-def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
-    """What is left of a tensor; how it lies in memory is the caller's affair."""
-    kept = {axis: torch.from_numpy(np.ascontiguousarray(ids)).to(tensor.device) for axis, ids in cut.kept.items()}
-    large = tensor.numel() > PIECE and tensor.device.type == "cpu"  # elsewhere many small kernels are slower
-    if large and set(kept) == {0, 1} and kept[1].ndim == 1 and tensor.is_contiguous():
-        return _cut_in_pieces(tensor, kept[0], kept[1], cut.after)
-    for axis, index in sorted(kept.items()):
-        if index.ndim == 1:
-            tensor = tensor.index_select(axis, index)
-        else:
-            rows = torch.arange(tensor.shape[0], device=tensor.device)
-            tensor = tensor[rows[:, None], index]
-    return tensor
-
-
-def _cut_in_pieces(tensor: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Rows and columns at once, some rows at a time, so that what lies between never leaves the cache."""
-    left = tensor.new_empty(shape)
-    size = max(1, PIECE * len(tensor) // tensor.numel())
-    for piece, into in zip(torch.split(rows, size), torch.split(left, size), strict=True):
-        torch.index_select(tensor.index_select(0, piece), 1, columns, out=into)
-    return left
 
 
 def _adapt(twin: nn.Module, edits: Edits | None) -> None:

@@ -86,7 +86,7 @@ def trained(digits: Digits, recipe: Recipe, record: Record) -> tuple[DigitsNet, 
 
 def loaded(folder: Path, model: nn.Module, images: Tensor) -> DigitsNet:
     """The saved network in a freshly built one, which must compute the very same."""
-    fresh = keepk.load(folder, DigitsNet())
+    fresh = keepk.load(DigitsNet(), folder)
     with torch.no_grad():
         same = torch.equal(fresh.eval()(images), model.eval()(images))
     if not same:

@@ -1,6 +1,7 @@
-"""Checkpoints of a training run: killed at any moment and resumed, it ends as if it had never stopped.
+"""Checkpoints of a training run: a run that is killed at any moment and resumed ends bit-equal to an uninterrupted one.
 
-Nothing is ever pickled or unpickled; see `keepk.run.folder` for what is on disk.
+Nothing is ever pickled or unpickled. `keepk.run.parts` captures and restores the objects of a run, `keepk.run.codec`
+turns their states into JSON and tensors, and `keepk.run.folder` writes both to disk.
 """
 
 import os
@@ -54,30 +55,35 @@ def save_checkpoint(
 ) -> None:
     """Write the state of a run into the folder `path`, whole or not at all.
 
-    Besides what is given, the states of the random number generators are saved (Python's, numpy's global one,
-    torch's CPU and CUDA ones). A kill at any moment leaves the old checkpoint or the new one. Processes that write into
-    one folder take turns, and the last one's checkpoint stays. With several processes, let one write, or give each a
-    folder of its own: their random number generators differ.
-
-    >>> import tempfile
-    >>> net = nn.Linear(2, 1)
-    >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_checkpoint(folder, model=net, optimizer=sgd, extra={"epoch": 3})
-    ...     load_checkpoint(folder, model=net, optimizer=sgd)
-    {'epoch': 3}
+    The states of the random number generators are saved too (Python's, numpy's global one, torch's for CPU and CUDA).
+    A kill at any moment leaves the old checkpoint or the new one. Processes that write into one folder take turns, and
+    the last checkpoint written stays. With several processes, let one of them write, or give each a separate folder:
+    their random number generators differ.
 
     Args:
-        path: The folder; it is made if it is missing.
-        model: Saved under the names it has without DDP or torch.compile wrappers.
+        path: The folder; it is created if it does not exist.
+        model: The model, saved under the names that it has without DDP or torch.compile wrappers.
         pruner: The `Pruner`.
-        optimizer: One or a list.
-        scheduler: One or a list. Functions in its state (a LambdaLR's) are not saved: build it with the same ones.
+        optimizer: The optimizer, or a list of several.
+        scheduler: The learning-rate scheduler, or a list. Functions in its state (a LambdaLR's) are not saved: build it
+            with the same ones when you resume.
         scaler: A `torch.amp.GradScaler`.
-        ema: An `AveragedModel`, or anything with `state_dict` and `load_state_dict`.
+        ema: An `AveragedModel`, or any object with `state_dict` and `load_state_dict`.
         generator: The `torch.Generator` of a sampler, or a list.
         extra: Any tree of plain values, arrays and tensors, such as ``{"epoch": 3, "batch": 17}``.
 
+    Raises:
+        CheckpointError: An argument has no state to save, a state holds something other than plain values and tensors,
+            or the folder cannot be written. The folder then holds what it held before.
+
+    Examples:
+        >>> import tempfile
+        >>> net = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder, model=net, optimizer=sgd, extra={"epoch": 3})
+        ...     load_checkpoint(folder, model=net, optimizer=sgd)
+        {'epoch': 3}
     """
     folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
@@ -99,23 +105,41 @@ def load_checkpoint(
     ema: Any = None,
     generator: Any = None,
 ) -> Any:
-    """Give freshly built objects the states in the folder `path`; returns `extra`.
+    """Restore freshly built objects to the states in the folder `path`.
 
-    With only `model` or `ema` (or nothing) it is a read for inference: other parts are ignored and random number
-    generators are left alone. With any other part it is a resume: every part that was saved must be given, and the
-    generators go on where they stood. Tensors in `extra` come back on the CPU.
+    With `model` or `ema` alone (or nothing), this is a read for inference: other parts are ignored, and random number
+    generators do not change. With any other part, it is a resume: every part that was saved must be given, and the
+    generators continue from their saved states.
 
-    >>> import tempfile
-    >>> net, fresh = nn.Linear(2, 1), nn.Linear(2, 1)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_checkpoint(folder, model=net, extra={"accuracy": 0.98})
-    ...     load_checkpoint(folder, model=fresh)
-    {'accuracy': 0.98}
-    >>> torch.equal(net.weight, fresh.weight)
-    True
+    Everything is read, verified and compared with the objects before the first of them changes. If an object still
+    refuses its state, all of them get their old states back, from a copy on the host.
 
-    Everything is read, verified and checked against the objects before the first of them changes. Should one still
-    refuse its state, all of them get their old states back, from a copy on the host.
+    Args:
+        path: A folder that `save_checkpoint` wrote.
+        model: The model, as its constructor builds it. With `pruner`, it is cut to its saved shapes first.
+        pruner: A `Pruner` with the same spaces.
+        optimizer: The optimizer or optimizers, of the same classes and over the same parameters.
+        scheduler: The scheduler or schedulers, of the same classes and with the same functions.
+        scaler: The `GradScaler`.
+        ema: The average of the model.
+        generator: The generator or generators, on the same devices.
+
+    Returns:
+        The `extra` that was saved. Tensors in it are on the CPU.
+
+    Raises:
+        CheckpointError: The folder holds no checkpoint or a damaged one, a part is missing or was not saved, or an
+            object does not match its saved state. Every object then has its old state.
+
+    Examples:
+        >>> import tempfile
+        >>> net, fresh = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder, model=net, extra={"accuracy": 0.98})
+        ...     load_checkpoint(folder, model=fresh)
+        {'accuracy': 0.98}
+        >>> torch.equal(net.weight, fresh.weight)
+        True
     """
     folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
@@ -126,10 +150,13 @@ def load_checkpoint(
     if not isinstance(held, list) or not all(isinstance(name, str) for name in held) or "tree" not in document:
         raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
     _refuse_other_parts(folder, set(parts), held, resumes)
-    kept = _copies(parts)
+    # The current states, on the host, for a way back. The pruner is not among them: it undoes its own changes.
+    others = [part for name, several in parts.items() for part in several if name != "pruner"]
+    kept = [(part, host_copy(part.capture())) for part in others]
     with ExitStack() as shapes:
         try:
             saved = decode(document["tree"], tensors)
+            # Before the other checks, which compare shapes with those of the model.
             for part in parts.get("pruner", ()):
                 shapes.callback(part.take_shape(saved["pruner"][0]))  # type: ignore[attr-defined]  # a PrunerPart
             _check(parts, saved, resumes)
@@ -148,8 +175,8 @@ def load_checkpoint(
 
 
 def _parts(given: dict[str, Any]) -> dict[str, list[Part]]:
-    """The given objects by argument, in the order in which they are restored."""
-    # The pruner zeroes weights and optimizer state when it loads, so what it zeroes comes after it.
+    """The given objects, by argument, in the order in which they are restored."""
+    # The pruner zeroes weights and optimizer state when it loads, so the objects that hold these are restored later.
     order = ("pruner", "optimizer", "scheduler", "scaler", "generator", "ema", "model")
     return {name: list(_several(name, given[name])) for name in order if given[name] is not None}
 
@@ -179,7 +206,7 @@ def _refuse_other_parts(folder: Path, given: set[str], held: list[str], resumes:
         raise CheckpointError(f"{folder}: holds no {strange[0]}, only {', '.join(held)}. Leave {strange[0]}= out.")
     if resumes and (missing := sorted(set(held) - given)):
         raise CheckpointError(
-            f"{folder}: holds a {missing[0]}, without which the run would not go on as it was. "
+            f"{folder}: holds the run's {missing[0]}, without which it would not continue as it was. "
             f"Pass {', '.join(f'{name}=...' for name in missing)}, or only model= to read it for inference."
         )
 
@@ -187,17 +214,13 @@ def _refuse_other_parts(folder: Path, given: set[str], held: list[str], resumes:
 def _check(parts: dict[str, list[Part]], saved: dict[str, Any], resumes: bool) -> None:
     for name, several in parts.items():
         if len(several) != len(saved[name]):
-            raise CheckpointError(f"{name}: got {len(several)}, but {len(saved[name])} were saved. Give as many.")
+            raise CheckpointError(
+                f"{name}: got {len(several)}, but {len(saved[name])} were saved. Give the same number."
+            )
         for part, state in zip(several, saved[name], strict=True):
             part.check(state)
     if resumes:
         check_rng_state(saved["rng"])
-
-
-def _copies(parts: dict[str, list[Part]]) -> list[tuple[Part, Any]]:
-    """What all parts hold now, on the host; a pruner knows its own way back."""
-    others = [part for name, several in parts.items() for part in several if name != "pruner"]
-    return [(part, host_copy(part.capture())) for part in others]
 
 
 def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
@@ -206,14 +229,15 @@ def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack
         for name, part, state in pairs:  # noqa: B007 - it is needed afterwards
             part.restore(state)
     except BaseException as error:
-        shapes.close()  # first, because what was kept is of the old shapes
+        shapes.close()  # first, because the copies have the old shapes
         for part, state in kept:
-            with suppress(Exception):  # who refused the new state may refuse the old one: the others still get theirs
+            # The object that refused its new state may refuse the old one as well; the others still get theirs.
+            with suppress(Exception):
                 part.restore(state)
-        # What a model or an EMA of the user's own raises is for the user; torch says nothing of the checkpoint.
+        # Errors of a user's model or EMA are for the user to read. Torch's do not mention the checkpoint, so add it.
         if name in _OF_TORCH and isinstance(error, Exception) and not isinstance(error, KeepkError):
             raise CheckpointError(
-                f"{folder / INDEX}: the {name} refused its state ({type(error).__name__}: {error}). Everything has its "
-                f"old state. Build the same {name}, or use another checkpoint."
+                f"{folder / INDEX}: the {name} refused its state ({type(error).__name__}: {error}). Every object has "
+                f"its old state again. Build the same {name}, or use another checkpoint."
             ) from error
         raise

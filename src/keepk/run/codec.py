@@ -1,8 +1,9 @@
-"""A tree of plain values <-> JSON and a dict of tensors, with every type kept.
+"""Encoding a tree of plain values as JSON and a dict of tensors, and back, with every type kept.
 
-JSON alone would turn int keys into strings, tuples into lists and NaN into an error. What JSON has no
-word for becomes an object with one key that begins with ``$``, as ``{"$tuple": [1, 2]}``; a dict of the
-user that has such a key, or a key that is no string, is written as pairs, so the two never mix.
+JSON alone would turn int keys into strings, tuples into lists and NaN into an error. (A MultiStepLR with string keys
+never decays again.) A type that JSON lacks becomes an object with one key that begins with ``$``, such as
+``{"$tuple": [1, 2]}``. A user's dict that has such a key, or a key that is not a string, is written as pairs, so the
+two cannot be confused.
 
 >>> encode({1: (2, 3)})[0]
 {'codec': 1, 'value': {'$dict': [[1, {'$tuple': [2, 3]}]]}}
@@ -34,15 +35,26 @@ _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, list
 def encode(value: Any, name: str = "value") -> tuple[Any, dict[str, Tensor]]:
     """The tree as JSON, and its tensors by the path of their first appearance.
 
-    Tensors that share one view of one storage are stored once. Nothing is copied that is dense already: write
-    the tensors before they change. Without a name, the keys of the outermost dict begin the paths.
+    Tensors that are the same view of one storage are stored once. Contiguous tensors are not copied: write them before
+    they change.
+
+    Args:
+        value: The tree.
+        name: The beginning of every path; if empty, paths begin with the keys of the outermost dict.
+
+    Raises:
+        CheckpointError: The tree holds something other than plain values, arrays and tensors; the error has its path.
     """
     encoder = _Encoder()
     return {"codec": CODEC_VERSION, "value": encoder.encode(value, name)}, encoder.tensors
 
 
 def decode(encoded: Any, tensors: dict[str, Tensor]) -> Any:
-    """The tree that was encoded. Tensors come back detached, and tied ones as one object."""
+    """The tree that was encoded. Tensors are detached, and tied ones are one object.
+
+    Raises:
+        CheckpointError: The encoding is malformed, or of another version.
+    """
     version = encoded.get("codec") if isinstance(encoded, dict) else None
     if version != CODEC_VERSION or set(encoded) != {"codec", "value"}:
         raise CheckpointError(f"got a tree of codec version {version!r}; this keepk reads {CODEC_VERSION}")
@@ -52,12 +64,12 @@ def decode(encoded: Any, tensors: dict[str, Tensor]) -> Any:
     except (TypeError, ValueError, KeyError, IndexError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"the encoded tree cannot be read: {error}") from error
     if unused := sorted(set(tensors) - set(decoder.unpacked)):
-        raise CheckpointError(f"the tensors {unused[:3]} belong to no place in the tree")
+        raise CheckpointError(f"the tree does not use the tensors {unused[:3]}")
     return value
 
 
 class _Encoder:
-    """One walk over a tree: the tensors met so far, and the containers that are open."""
+    """One walk over a tree: the tensors found so far, and the containers that enclose the current value."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -65,7 +77,7 @@ class _Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
-        kind = type(value)
+        kind = type(value)  # not isinstance: a subclass may carry more than its base, and would come back without it
         if kind in _SCALARS:
             return _SCALARS[kind](value)
         if kind in _CONTAINERS:
@@ -115,7 +127,7 @@ class _Encoder:
 
     def key(self, key: Any, path: str) -> Any:
         if isinstance(key, Tensor):
-            raise _refusal(f"a key or element of {path}", "a tensor, which is found by identity")
+            raise _refusal(f"a key or element of {path}", "a tensor, which is looked up by identity")
         return self.encode(key, f"a key or element of {path}")
 
     def mapping(self, mapping: dict[Any, Any], path: str) -> Any:
@@ -127,11 +139,11 @@ class _Encoder:
         factory = mapping.default_factory
         name = getattr(factory, "__name__", "")
         if factory is not None and _FACTORIES.get(name) is not factory:
-            raise _refusal(path, f"a defaultdict of {name or factory}, which is none of {', '.join(_FACTORIES)}")
+            raise _refusal(path, f"a defaultdict of {name or factory}, which is not one of {', '.join(_FACTORIES)}")
         return {"$defaultdict": [name if factory else None, self.pairs(mapping, path)]}
 
     def elements(self, values: Iterable[Any], path: str) -> list[Any]:
-        # A set of strings is walked in another order in each process.
+        # Each process iterates over a set of strings in a different order; the same state should give the same bytes.
         return sorted((self.key(value, path) for value in values), key=json.dumps)
 
 
@@ -149,6 +161,7 @@ def _encode_int(value: int) -> Any:
 
 
 def _encode_float(value: float) -> Any:
+    # JSON has no NaN and no infinities. As bits, since a NaN may carry a payload.
     return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
 
 
@@ -178,7 +191,7 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Any, str], Any]] = {
 
 
 class _Decoder:
-    """One walk back: the tensors unpacked so far, so that tied ones are one object again."""
+    """One walk over an encoded tree, with the tensors unpacked so far, so that tied ones become one object again."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._stored = tensors

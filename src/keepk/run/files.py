@@ -1,8 +1,13 @@
-"""Files that are there whole or not at all: written, synced, hashed on the way.
+"""Writing files so that each is there whole or not at all: drafted, synced, hashed on the way, then renamed.
 
-Several processes may write into one folder. `alone` lets them in one after another, by a lock that the operating system
-drops when its process dies. Not every network file system has locks; without them a writer uses names that no other
-process uses, and deletes only the file that its own commit replaced and leftovers that are a day old.
+Several processes may write into one folder. `alone` lets them in one after another, with a lock that the operating
+system drops when its process dies. Not every network file system has locks; without them a writer uses names that no
+other process uses, and deletes only the file that its own commit replaced and leftovers that are a day old.
+
+Both kinds of folders, checkpoints (`keepk.run.folder`) and saved models (`keepk.deploy.folder`), are written in these
+steps: `writing` makes and locks the folder, `write_synced` writes the tensors under a name that nothing reads yet,
+`replace_index` commits, `sweep` deletes leftovers. A failure before the commit deletes the drafts
+(`deleted_on_failure`); a kill leaves them, and a later `sweep` finds them.
 """
 
 import errno
@@ -11,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -27,12 +32,13 @@ from keepk.run.packing import DTYPE_CODES
 LOCK = ".keepk.lock"
 PATIENCE = 600.0  # seconds to wait for a process that holds the lock and writes nothing
 POLL = 0.02
-LEFTOVER_AGE = 24 * 3600.0  # seconds after which a file that may belong to a running process is taken for abandoned
+LEFTOVER_AGE = 24 * 3600.0  # seconds after which a file that may belong to a running process counts as abandoned
+# The errors by which flock and msvcrt.locking say that another process has the lock; any other means "no locks here".
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 
 
 def place(given: object, verb: str, order: str, error: type[KeepkError]) -> Path:
-    """The path that was given; anything else is usually arguments in the wrong order.
+    """Check an argument that should be a path; anything else usually means arguments in the wrong order.
 
     >>> from keepk.errors import FileError
     >>> place(3, "save", "model, path", FileError)
@@ -49,7 +55,7 @@ def place(given: object, verb: str, order: str, error: type[KeepkError]) -> Path
 
 
 def _can_be_named(path: str) -> bool:
-    """Whether the system can have a file of that name: no character in it is NUL, or half of a surrogate pair."""
+    """Whether a file can have this name: it contains no NUL and no lone surrogate."""
     try:
         return b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
@@ -58,7 +64,7 @@ def _can_be_named(path: str) -> bool:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Wait until no other process writes into the folder, and keep the others out; False if there are no locks."""
+    """Hold the folder's lock, after waiting for other writers; yields False on a file system without locks."""
     handle = _acquired(folder)
     try:
         yield handle is not None
@@ -79,9 +85,9 @@ def _acquired(folder: Path) -> IO[bytes] | None:
             with suppress(OSError):
                 path.unlink()
             return None
-        if locked:  # the process that held it has deleted it
+        if locked:  # of a file that its previous owner has deleted, so that the next process would lock another one
             continue
-        # A large model takes long to write, and many ranks take turns: only a standstill is an error.
+        # A large model takes long to write, and many ranks take turns: waiting is an error only if no file grows.
         if (sizes := _sizes(folder)) != seen:
             seen, deadline = sizes, time.monotonic() + PATIENCE
         elif time.monotonic() > deadline:
@@ -93,9 +99,9 @@ def _acquired(folder: Path) -> IO[bytes] | None:
 
 @contextmanager
 def own_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside a path, deleted in the end; those that killed processes left there are deleted too.
+    """A temporary folder beside a path, deleted at the end, as are those that killed processes left there.
 
-    A process holds a lock in its folder, so that others can see that it is still running.
+    The process holds a lock inside its folder, by which other processes see that it is still running.
     """
     with ExitStack() as stack:
         while True:
@@ -104,7 +110,7 @@ def own_folder(path: Path) -> Iterator[Path]:
             )
             folder = Path(stack.enter_context(made_here))
             if _lock_for_life(folder / LOCK, stack):
-                break  # else another process found the folder before it was locked, and deleted it
+                break  # otherwise another process found the folder before it was locked, and deleted it
         _delete_abandoned(path, folder)
         (folder / "files").mkdir()
         yield folder / "files"
@@ -120,7 +126,7 @@ def _lock_for_life(lock: Path, stack: ExitStack) -> bool:
 
 def _delete_abandoned(path: Path, own: Path) -> None:
     names = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}\.tmp")  # as tempfile makes them
-    now = own.stat().st_mtime
+    now = own.stat().st_mtime  # by the clock of the file system, which may be another machine's
     for folder in path.parent.iterdir():
         if names.fullmatch(folder.name) and folder != own and folder.is_dir():
             with suppress(OSError):
@@ -128,7 +134,7 @@ def _delete_abandoned(path: Path, own: Path) -> None:
 
 
 def _delete_if_abandoned(folder: Path, *, is_old: bool) -> None:
-    if not (folder / LOCK).exists():  # made a moment ago, or by a keepk that locked nothing
+    if not (folder / LOCK).exists():  # created a moment ago, or by an early keepk, which used no locks
         if is_old:
             shutil.rmtree(folder, ignore_errors=True)
         return
@@ -137,18 +143,22 @@ def _delete_if_abandoned(folder: Path, *, is_old: bool) -> None:
         if locked is False or (locked is None and not is_old):
             return
         shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)  # Windows deletes no open file
+    shutil.rmtree(folder, ignore_errors=True)  # again: Windows does not delete an open file
 
 
 def try_lock(handle: IO[bytes]) -> bool | None:
-    """Lock an open file until it is closed; False if another process has locked it, None where there are no locks."""
+    """Lock an open file until it is closed.
+
+    Returns:
+        False if another process has locked it, None if the file system or the platform has no locks.
+    """
     try:
         try:
             import fcntl  # noqa: PLC0415 - not on Windows
         except ImportError:
             import msvcrt  # noqa: PLC0415 - only on Windows
 
-            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # as seen from elsewhere
+            msvcrt.locking(handle.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]  # only on Windows
         else:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except ImportError:
@@ -167,8 +177,8 @@ def _is_at(handle: IO[bytes], path: Path) -> bool:
 
 
 def _release(handle: IO[bytes], path: Path) -> None:
-    # The lock is deleted while it is held: afterwards the name may be another process's lock. Windows deletes no open
-    # file, which makes it safe to delete the name afterwards there.
+    # The file is deleted while it is locked: afterwards its name may belong to another process's lock. Windows does not
+    # delete an open file, so there the name cannot be reused, and deleting it afterwards is safe.
     with suppress(OSError):
         path.unlink()
     handle.close()
@@ -180,14 +190,37 @@ def _release(handle: IO[bytes], path: Path) -> None:
 def _sizes(folder: Path) -> dict[str, int]:
     sizes = dict[str, int]()
     for path in folder.iterdir():
-        with suppress(OSError):
+        with suppress(OSError):  # deleted meanwhile
             sizes[path.name] = path.stat().st_size
     return sizes
 
 
 @contextmanager
+def writing(folder: Path, tensors: Mapping[str, Tensor], error: type[KeepkError]) -> Iterator[bool]:
+    """Make the folder and hold its lock; an `OSError` becomes an error that says what to do.
+
+    Args:
+        folder: The folder.
+        tensors: The tensors to be written, whose size the error names.
+        error: The class of the error.
+
+    Yields:
+        Whether the folder is locked; False on a file system without locks.
+    """
+    try:
+        with made(folder), alone(folder) as locked:
+            yield locked
+    except OSError as problem:
+        room = sum(tensor.nbytes for tensor in tensors.values())
+        raise error(
+            f"{folder}: cannot be written ({problem}). Choose a folder that can be, with room for {room:,} bytes. "
+            f"Its previous contents are unchanged."
+        ) from problem
+
+
+@contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """The folder is there, with its parents; what was made for it goes again if the work in it fails."""
+    """Create a folder and its parents; those that were created are removed again if the block fails."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -202,7 +235,7 @@ def made(folder: Path) -> Iterator[None]:
 
 
 def write_synced(path: Path, chunks: Iterator[Any]) -> tuple[int, str]:
-    """Write a new file; its size and sha256."""
+    """Write a new file and sync it to disk; returns its size and sha256."""
     digest = sha256()
     with path.open("xb") as file:
         for chunk in chunks:
@@ -214,10 +247,49 @@ def write_synced(path: Path, chunks: Iterator[Any]) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
+@contextmanager
+def deleted_on_failure(drafts: list[Path], named: Callable[[], Path | None]) -> Iterator[None]:
+    """Delete drafts if the block fails; the list may grow meanwhile.
+
+    Args:
+        drafts: The files.
+        named: Finds the file that the index names.
+    """
+    try:
+        yield
+    except BaseException:
+        # An interrupt may arrive just after the commit: the file that the index names by then must stay.
+        for leftover in set(drafts) - {named()}:
+            leftover.unlink(missing_ok=True)
+        raise
+
+
+def replace_index(draft: Path, index: Path, text: str, named: Callable[[], Path | None]) -> Path | None:
+    """Commit: replace the index by a new one, in one step that is done or not.
+
+    Args:
+        draft: Where to write the new index first, in the same folder.
+        index: The index.
+        text: Its new contents.
+        named: Finds the file that the index names.
+
+    Returns:
+        The file that the old index named, which can be deleted now.
+    """
+    write_synced(draft, iter([text.encode("ascii")]))
+    sync_folder(index.parent)  # the tensors must be on disk before an index that names them
+    before = named()
+    os.replace(draft, index)  # noqa: PTH105
+    return before
+
+
 def safetensors_bytes(tensors: dict[str, Tensor]) -> Iterator[Any]:
-    """A safetensors file, tensor by tensor: only one at a time is on the host if they live on a GPU."""
+    """The bytes of a safetensors file, tensor by tensor, so that only one at a time is copied from a GPU.
+
+    The safetensors package would take a second copy of all tensors, refuse shared ones, and order metadata at random.
+    """
     header, end = {}, 0
-    # Wide dtypes first, so that every tensor is aligned.
+    # Wide dtypes first, so that every tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
@@ -227,15 +299,15 @@ def safetensors_bytes(tensors: dict[str, Tensor]) -> Iterator[Any]:
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode("ascii")
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format pads its header, so that the data begins aligned
     yield len(text).to_bytes(8, "little") + text
     for _, tensor in ordered:
         yield tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
 
 
 def sync_folder(folder: Path) -> None:
-    """Make sure that a folder's names survive a power cut."""
-    if os.name != "posix":
+    """Make sure that the names in a folder survive a power cut."""
+    if os.name != "posix":  # Windows cannot open a folder
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -245,26 +317,19 @@ def sync_folder(folder: Path) -> None:
 
 
 def sweep(folder: Path, ours: re.Pattern[str], *, keep: Path | None, locked: bool, done: set[Path | None]) -> None:
-    """Delete what earlier writes left behind.
+    """Delete the files that earlier writes left behind.
 
     Args:
-        folder: Where.
+        folder: The folder.
         ours: The names of files that may be deleted.
         keep: The file that the index names.
-        locked: Whether no other process can be writing. If one can, only `done` and old leftovers are deleted.
-        done: Files that an index has named and none will name again, unless it is the one in place.
+        locked: Whether this process holds the lock. Without it another process may be writing, so only `done` and old
+            leftovers are deleted.
+        done: Files that an index has named and no later one will name, unless it is the one in place.
     """
-    now = folder.stat().st_mtime  # of the last commit, by the clock of the file system, which may be another machine's
+    now = folder.stat().st_mtime  # time of the commit by the file system's clock, which may be another machine's
     for path in folder.iterdir():
         if ours.fullmatch(path.name) and path != keep:
             with suppress(OSError):
                 if locked or path in done or path.stat().st_mtime < now - LEFTOVER_AGE:
                     path.unlink()
-
-
-def not_written(folder: Path, tensors: Mapping[str, Tensor], error: OSError) -> str:
-    """What to tell a user whose folder could not be written."""
-    return (
-        f"{folder}: cannot be written ({error}). Choose a folder that can be, with room for "
-        f"{sum(tensor.nbytes for tensor in tensors.values()):,} bytes. What was there is as it was."
-    )

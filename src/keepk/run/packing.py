@@ -1,4 +1,8 @@
-"""Any dense tensor or array as a tensor that a safetensors file takes, and back without loss."""
+"""Converting dense tensors and arrays into tensors that a safetensors file can hold, and back without loss.
+
+The format knows neither strides nor complex dtypes nor views with the conjugate bit. A record beside each stored tensor
+says what was changed.
+"""
 
 from typing import Any
 
@@ -27,8 +31,8 @@ _PLAIN_ARRAY_KINDS = "biufcmMSU"
 
 
 def tie(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for tensors that are one and the same view of one storage."""
-    if tensor.numel() == 0:
+    """A key that is equal for tensors that are the same view of one storage."""
+    if tensor.numel() == 0:  # all empty storages may have the same address
         return (id(tensor),)
     storage = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
     return (*storage, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
@@ -52,7 +56,7 @@ def unpackable(tensor: Tensor) -> str | None:
 
 
 def pack(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """A contiguous tensor of a storable dtype, and what `unpack` needs to undo the change."""
+    """A contiguous tensor of a dtype that the format has, and the record that `unpack` needs to undo the change."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     stored, record = _contiguous(plain)
     if stored.is_complex():
@@ -66,10 +70,10 @@ def pack(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _contiguous(plain: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    # A size-1 dimension may have any stride in a contiguous tensor: channels_last hides there too.
+    # A contiguous tensor may have any stride in a dim of size 1, so channels_last can be hidden in its strides.
     by_stride = sorted(range(plain.dim()), key=plain.stride().__getitem__, reverse=True)
     turned = plain if plain.is_contiguous() else plain.permute(by_stride)
-    if not turned.is_contiguous():
+    if not turned.is_contiguous():  # gaps or overlaps (a slice, an expanded view): only the values are kept
         return plain.contiguous(), {}
     if plain.stride() == torch.empty(plain.shape, device="meta").stride():
         return turned, {}
@@ -104,14 +108,14 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def array_bytes(array: np.ndarray[Any, Any]) -> bytes | None:
-    """The array's values in C order, or None if they are no plain values."""
+    """The array's values in C order; None for dtypes such as object, which have no plain values."""
     if array.dtype.kind not in _PLAIN_ARRAY_KINDS or array.dtype.itemsize == 0:
         return None
     return array.tobytes()
 
 
 def array_from(data: bytes, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
-    """The array of `array_bytes`, writable and in C order."""
+    """The array that `array_bytes` was given, writable and in C order."""
     kind = np.dtype(dtype)
     if kind.kind not in _PLAIN_ARRAY_KINDS:
         raise CheckpointError(f"arrays of dtype {kind} are never stored")

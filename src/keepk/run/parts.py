@@ -1,6 +1,7 @@
-"""What a checkpoint takes from each object and gives back: capture, check, restore.
+"""The parts of a checkpoint: for each kind of object, how its state is captured, checked and restored.
 
-`check` refuses what would not fit and changes nothing; `restore` then takes no second look.
+`check` refuses a state that does not fit and changes nothing. It is called for all parts before the first `restore`,
+which then does not check again.
 """
 
 import copy
@@ -23,17 +24,17 @@ class Part(Protocol):
     """One object whose state is in a checkpoint."""
 
     def capture(self) -> Any:
-        """The state as plain values and the live tensors."""
+        """The current state: plain values, and the live tensors without copies."""
 
     def check(self, saved: Any) -> None:
-        """Refuse a state of another object."""
+        """Raise `CheckpointError` if the saved state does not fit the object."""
 
     def restore(self, saved: Any) -> None:
         """Give the object the saved state."""
 
 
 class StatefulPart:
-    """Anything with `state_dict` and `load_state_dict`: a pruner, a scaler, an EMA of the user's own."""
+    """Any object with `state_dict` and `load_state_dict`, such as a scaler or a user's EMA."""
 
     def __init__(self, name: str, stateful: Any) -> None:
         self._name, self._stateful = name, stateful
@@ -44,7 +45,7 @@ class StatefulPart:
 
     def check(self, saved: Any) -> None:
         """See `Part`."""
-        # A disabled GradScaler has no state, and passes over another's.
+        # A disabled GradScaler has an empty state and silently ignores any other.
         if self._name == "scaler" and bool(saved) != bool(self._stateful.state_dict()):
             here, there = ("disabled", "enabled") if saved else ("enabled", "disabled")
             raise CheckpointError(f"scaler: is {here} here and {there} in the checkpoint. Build the same one.")
@@ -66,12 +67,13 @@ class PrunerPart:
         return self._pruner.state_dict()
 
     def check(self, saved: Any) -> None:
-        """Nothing: `take_shape` came first of all, and refused by itself."""
+        """Nothing: `take_shape` was called before, and has refused a state that does not fit."""
 
     def take_shape(self, saved: Any) -> Undo:
-        """Cut the model to the size that it had, so that the other states fit.
+        """Cut the model to its saved shapes, so that the other states fit.
 
-        What is returned takes that back, and the masks before it if they were restored.
+        Returns:
+            A function that undoes this, after undoing the masks if they were restored.
         """
         undo: Undo = self._pruner.take_shape(saved)
 
@@ -87,7 +89,7 @@ class PrunerPart:
 
 
 class ModulePart:
-    """A module under the names that it has without DDP and torch.compile wrappers."""
+    """A module, under the names that it has without DDP and torch.compile wrappers."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, unwrap(module)
@@ -110,7 +112,7 @@ class ModulePart:
                 )
         versions = [it.get("version") for it in saved["metadata"].values()]
         if not all(isinstance(version, int | None) for version in versions):
-            raise CheckpointError(f"{self._name}: its metadata is not the one of a module. Use another checkpoint.")
+            raise CheckpointError(f"{self._name}: its metadata is not that of a module. Use another checkpoint.")
         for key, tensor in own.items():
             if isinstance(tensor, Tensor) and not key.endswith("_extra_state"):
                 _refuse_other_tensor(f"{self._name}: {key!r}", tensor, theirs[key])
@@ -125,7 +127,7 @@ class ModulePart:
 
 
 class OptimizerPart:
-    """An optimizer, with its state in the dtype that it had and not in the parameter's."""
+    """An optimizer, whose state keeps its saved dtype; torch would cast it to the parameter's."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self._name, self._optimizer = name, optimizer
@@ -171,7 +173,7 @@ class OptimizerPart:
 
 
 class GeneratorPart:
-    """A `torch.Generator`, as a sampler has."""
+    """A `torch.Generator`, such as a sampler's."""
 
     def __init__(self, name: str, generator: torch.Generator) -> None:
         self._name, self._generator = name, generator
@@ -185,7 +187,7 @@ class GeneratorPart:
         own = self.capture()
         if saved["device"] != own["device"] or saved["state"].shape != own["state"].shape:
             raise CheckpointError(
-                f"{self._name}: is of device {own['device']} here and of {saved['device']} in the checkpoint. "
+                f"{self._name}: is on device {own['device']} here and on {saved['device']} in the checkpoint. "
                 f"Make it on the same device."
             )
 
@@ -195,9 +197,9 @@ class GeneratorPart:
 
 
 def host_copy(tree: Any) -> Any:
-    """A copy that no in-place change reaches, on the host: a GPU has no room for a second state."""
+    """A copy of a state on the host, because a GPU may not have room for a second one."""
     if isinstance(tree, Tensor):
-        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses it
+        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses what cannot be stored
     if type(tree) in (list, tuple):
         return type(tree)(host_copy(item) for item in tree)
     if type(tree) in (dict, OrderedDict):
@@ -210,6 +212,7 @@ def _metadata(state: Any) -> dict[str, Any]:
 
 
 def _plain_name(module: nn.Module | None, key: str) -> str:
+    """A name in a state_dict without the steps that lead into a wrapper, also inside the model."""
     kept = []
     for step in key.split("."):
         if module is None or unwrap(module) is module:
@@ -224,30 +227,37 @@ def _refuse_other_tensor(where: str, own: Tensor, saved: Any) -> None:
     if own.shape != saved.shape or own.dtype != saved.dtype:
         raise CheckpointError(
             f"{where} is {tuple(own.shape)}, {own.dtype} here and {tuple(saved.shape)}, {saved.dtype} in the "
-            f"checkpoint. Build the same model; of a run that takes channels out, load its pruner= along, which cuts "
-            f"the model first."
+            f"checkpoint. Build the same model; if the run removes channels, pass its pruner= too, which cuts the "
+            f"model first."
         )
 
 
 def refuse_other_class(name: str, saved: str, own: str) -> None:
-    """Refuse the state of an SGD for an Adam."""
+    """Refuse the state of an object of another class, such as SGD's for an Adam."""
     if saved != own:
         raise CheckpointError(f"{name}: is a {own} here and a {saved} in the checkpoint. Build the same one.")
 
 
 def _beside(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A group whose tensors (a learning rate that a CUDA graph reads) are where the own group has them."""
+    """A saved param group whose tensors are on the devices that the optimizer's group has them on.
+
+    For example, the learning rate is a tensor on the GPU if a CUDA graph reads it.
+    """
     both = {key: own[key].device for key in own if isinstance(own[key], Tensor)}
     return {k: v.to(both[k]) if k in both and isinstance(v, Tensor) else v for k, v in saved.items()}
 
 
 def _uncast(saved: Any, loaded: Any) -> Any:
-    """What was saved, on the device to which torch moved it; torch casts it to the parameter's dtype as well."""
+    """The saved state in its own dtype, on the devices to which torch moved it.
+
+    `Optimizer.load_state_dict` also casts state to the parameter's dtype: float32 moments of a bfloat16 parameter would
+    lose precision, and the run would not continue bit-equal.
+    """
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         return saved.to(loaded.device)
     if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
         return type(saved)((key, _uncast(value, loaded[key])) for key, value in saved.items() if key in loaded)  # type: ignore[call-arg]
     if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple):
         return type(saved)(_uncast(mine, other) for mine, other in zip(saved, loaded, strict=True))
-    # torch takes a str apart as an iterable.
+    # torch treats a str as an iterable and takes it apart.
     return saved if isinstance(saved, str) else loaded

@@ -10,29 +10,35 @@ from keepk.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Any]:
-    """Python's, numpy's global, torch's CPU and, once CUDA is in use, every CUDA device's state."""
+    """The states of Python's generator, numpy's global one, torch's for the CPU and, if in use, every CUDA device's."""
+    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if _cuda_in_use() else [],
+        # Reading a CUDA state would initialize CUDA, which takes seconds and memory and breaks a later fork.
+        "cuda": torch.cuda.get_rng_state_all() if in_use else [],
     }
 
 
 def check_rng_state(saved: dict[str, Any]) -> None:
-    """Refuse what `set_rng_state` could not set."""
+    """Refuse states that `set_rng_state` could not set."""
     own = rng_state()
     kinds = (saved["numpy"]["bit_generator"], own["numpy"]["bit_generator"])
     if kinds[0] != kinds[1]:
         raise CheckpointError(f"rng: numpy's global generator was {kinds[0]}, here it is {kinds[1]}")
     sizes = (saved["torch"].numel(), own["torch"].numel())
     if sizes[0] != sizes[1] or saved["python"][0] != own["python"][0]:
-        raise CheckpointError("rng: the generators are of another version of Python or torch; use the same ones")
-    try:  # in generators that nobody draws from
+        raise CheckpointError(
+            "rng: the states were saved by another version of Python or torch. Use the versions that saved them."
+        )
+    try:  # on fresh generators, so that the global ones do not change
         random.Random().setstate(saved["python"])
         np.random.RandomState().set_state(saved["numpy"])
+        # By hand, because a CUDA state cannot be tried on a machine without that device.
         for state in [saved["torch"], *saved["cuda"]]:
-            _refuse_no_state(state)
+            if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
+                raise TypeError("a state of torch is not a tensor of bytes")
         torch.Generator().set_state(saved["torch"])
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
@@ -41,18 +47,9 @@ def check_rng_state(saved: dict[str, Any]) -> None:
 
 
 def set_rng_state(saved: dict[str, Any]) -> None:
-    """Go on drawing where `rng_state` stood. CUDA devices that are not here are passed over."""
+    """Restore the states that `rng_state` returned. States of CUDA devices that this machine lacks are ignored."""
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])
     torch.set_rng_state(saved["torch"])
     for device, state in zip(range(torch.cuda.device_count()), saved["cuda"], strict=False):
         torch.cuda.set_rng_state(state, device)
-
-
-def _refuse_no_state(state: object) -> None:
-    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-        raise TypeError("a state of torch is not a tensor of bytes")
-
-
-def _cuda_in_use() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

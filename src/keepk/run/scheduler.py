@@ -1,4 +1,8 @@
-"""Learning-rate schedulers in a checkpoint: their state without the functions in it."""
+"""Learning-rate schedulers in a checkpoint: their state, without the functions in it.
+
+A LambdaLR keeps its functions in its state_dict. A file cannot hold a function without pickle, so a checkpoint has
+their names alone, and restoring takes the functions from the scheduler that the user has built again.
+"""
 
 from typing import Any
 
@@ -7,7 +11,7 @@ from keepk.run.parts import refuse_other_class
 
 
 class SchedulerPart:
-    """A learning-rate scheduler. Functions in its state are not stored: the rebuilt one must have the same."""
+    """A learning-rate scheduler. Functions in its state are not stored: the rebuilt scheduler must have the same."""
 
     def __init__(self, name: str, scheduler: Any) -> None:
         self._name, self._scheduler = name, scheduler
@@ -36,12 +40,11 @@ class SchedulerPart:
         self._scheduler.load_state_dict(_with_functions(saved["state"], (), functions))
 
 
-def _is_function(value: Any) -> bool:
-    return callable(value) and hasattr(value, "__qualname__") and not isinstance(value, type)
-
-
 def _without_functions(tree: Any, path: tuple[Any, ...], found: dict[tuple[Any, ...], Any]) -> Any:
-    if _is_function(tree):
+    """The tree with None in place of each function; the functions are added to `found`, by path."""
+    # A class is callable too, but it is refused later by the codec. A callable object without a name is kept as it is:
+    # LambdaLR saves such an object's __dict__ instead of the object.
+    if callable(tree) and hasattr(tree, "__qualname__") and not isinstance(tree, type):
         found[path] = tree
         return None
     if type(tree) is dict:
@@ -52,6 +55,7 @@ def _without_functions(tree: Any, path: tuple[Any, ...], found: dict[tuple[Any, 
 
 
 def _with_functions(tree: Any, path: tuple[Any, ...], functions: dict[tuple[Any, ...], Any]) -> Any:
+    """The tree with the functions back in their places."""
     if path in functions:
         return functions[path]
     if type(tree) is dict:

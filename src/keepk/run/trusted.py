@@ -1,4 +1,4 @@
-"""Reading back what was written: a document and the file that it names, trusted only if every bit is as it was."""
+"""Reading back files that keepk wrote: an index (JSON) and the tensor file that it names, verified by their hashes."""
 
 import json
 import stat
@@ -12,6 +12,7 @@ import safetensors.torch
 from torch import Tensor
 
 from keepk.errors import KeepkError
+from keepk.version import __version__
 
 Document = dict[str, Any]
 Contents = TypeVar("Contents")
@@ -19,17 +20,17 @@ Contents = TypeVar("Contents")
 
 @dataclass(frozen=True)
 class Trusted:
-    """How one kind of document is read.
+    """A kind of folder: the name and format of its index, and how errors speak of it.
 
     Attributes:
-        name: The document's file.
-        noun: What it describes.
-        format: What its entry "format" says.
-        version: What its entry "version" says.
-        digest: The sha256 of a document, without its entry "sha256".
-        error: What is raised.
-        source: What the user should give, as a sentence.
-        remedy: What the user should do about a damaged one, as a sentence.
+        name: The index's file name.
+        noun: The kind of thing that the index describes, for errors.
+        format: The value of its entry "format".
+        version: The value of its entry "version".
+        digest: Computes the sha256 of a document, without its entry "sha256".
+        error: The class of the errors that are raised.
+        source: The sentence that tells users what to pass instead.
+        remedy: The sentence that tells users what to do about a damaged file.
     """
 
     name: str
@@ -41,11 +42,25 @@ class Trusted:
     source: str
     remedy: str
 
-    def whole(self, folder: Path, read: Callable[[Document], Contents]) -> tuple[Document, Contents]:
-        """The document of a folder, and what is read by it.
+    def head(self) -> Document:
+        """The entries that every index of this kind begins with."""
+        return {"format": self.format, "version": self.version, "keepk": __version__}
 
-        Another process may put a new document and new files into the folder in the meantime. An error counts only if
-        the document was the same one twice.
+    def unverified(self, folder: Path, key: str) -> Any:
+        """One entry of the index as it is on disk, without any check; None if it cannot be read.
+
+        Writers use this to see which tensor file the index names at the moment; it may be damaged or in flux.
+        """
+        try:
+            return json.loads((folder / self.name).read_bytes())[key]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return None
+
+    def whole(self, folder: Path, read: Callable[[Document], Contents]) -> tuple[Document, Contents]:
+        """The index of a folder, and the contents that `read` makes of it, from one and the same write.
+
+        Another process may replace the index and its files meanwhile, so that the file named by the index that was
+        read no longer exists. An error is raised only if it occurs twice with the same index.
         """
         failed = None
         while True:
@@ -59,7 +74,11 @@ class Trusted:
                 failed = version
 
     def document(self, folder: Path) -> Document:
-        """The document of a folder, if it is of this kind and was not changed."""
+        """The index of a folder.
+
+        Raises:
+            KeepkError: It is missing, not JSON, of another format or version, or was changed after it was written.
+        """
         path = folder / self.name
         try:
             document = json.loads(_regular_bytes(path), parse_constant=_refuse_constant)
@@ -67,7 +86,9 @@ class Trusted:
             wanted = f"there is no {self.noun} to read ({error}). {self.source}{_meant(folder, self.name)}"
             raise self.error(f"{path}: {wanted}") from error
         except (ValueError, RecursionError) as error:
-            raise self.error(f"{path}: is no JSON, so it was cut short or edited ({error}). {self.remedy}") from error
+            raise self.error(
+                f"{path}: is not valid JSON: the file is truncated or was edited ({error}). {self.remedy}"
+            ) from error
         if not isinstance(document, dict) or document.get("format") != self.format:
             raise self.error(f"{path}: is not a {self.format!r}. {self.source}")
         if document.get("version") != self.version:
@@ -77,14 +98,14 @@ class Trusted:
             )
         try:
             digest = self.digest(document)
-        except (ValueError, RecursionError) as error:  # 1e999 is JSON, but no number of Python's
-            raise self.error(f"{path}: holds what {self.name} never has ({error}). {self.remedy}") from error
+        except (ValueError, RecursionError) as error:  # 1e999 is valid JSON, but Python reads it as inf
+            raise self.error(f"{path}: holds a value that {self.name} never has ({error}). {self.remedy}") from error
         if document.get("sha256") != digest:
             raise self.error(f"{path}: was edited or damaged after it was written: its sha256 differs. {self.remedy}")
         return document
 
     def tensors(self, path: Path, named: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors in a file whose size and sha256 the document names."""
+        """The tensors in a file, whose size and sha256 are those that the index names."""
         size, digest = named["size"], named["sha256"]
         if type(size) is not int or size < 0 or not isinstance(digest, str):
             raise self.error(
@@ -101,10 +122,11 @@ class Trusted:
             raise self.error(f"{path}: its sha256 is not the one in {self.name}: it is damaged. {self.remedy}")
         try:
             return safetensors.torch.load(data)
-        except Exception as error:  # a forged file leads safetensors and torch to whatever error there is
-            raise self.error(f"{path}: is no safetensors file ({error}). {self.remedy}") from error
+        except Exception as error:  # a forged file can make safetensors and torch raise any error
+            raise self.error(f"{path}: is not a safetensors file ({error}). {self.remedy}") from error
 
     def _version(self, folder: Path) -> tuple[int, ...] | None:
+        # Every write replaces the index by a new file, so the inode changes even within the clock's resolution.
         try:
             found = (folder / self.name).stat()
         except OSError:
@@ -113,11 +135,11 @@ class Trusted:
 
 
 class _OtherSizeError(Exception):
-    """A file is longer or shorter than it should be."""
+    """A file is longer or shorter than its index says."""
 
 
 def _regular_bytes(path: Path, size: int | None = None) -> bytes:
-    """The bytes of a file; nothing is read from a pipe, which may never end, or from a file of another size."""
+    """The bytes of a regular file of the given size; a pipe, which may never end, is not opened."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"{path.name} is not a regular file")
@@ -127,6 +149,7 @@ def _regular_bytes(path: Path, size: int | None = None) -> bytes:
 
 
 def _refuse_constant(name: str) -> NoReturn:
+    # Python reads NaN and Infinity although JSON has neither; keepk never writes them.
     raise ValueError(f"it holds {name}")
 
 
@@ -137,13 +160,13 @@ READ_BY = {
 
 
 def _meant(given: Path, name: str) -> str:
-    """What to do with a folder of the other kind, or with a file of a folder; nothing where that is not known."""
+    """A hint for a user who gave a folder of the other kind, or a file inside a folder; empty if neither is so."""
     try:
         folder = given.parent if given.is_file() else given
     except OSError:  # a path that the system refuses
         return ""
     if given.is_file() and (folder / name).is_file():
-        return f" {given.name} is a file of one: give {folder}."
+        return f" {given.name} is a file inside one: give {folder}."
     for other, (what, function) in READ_BY.items():
         if other != name and (folder / other).is_file():
             return f" {folder} has {what}: read it with {function}."
