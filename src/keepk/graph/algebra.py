@@ -15,7 +15,7 @@ import numpy as np
 
 from keepk.graph.atoms import Atoms
 from keepk.graph.facts import Bound, Facts, Line, Reason
-from keepk.graph.maps import Map, compress, core, fibres, levels, support
+from keepk.graph.maps import Map, compress, fibres, row_matrices, squeeze, support
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,13 @@ class Algebra:
 
     def even(self, index_map: Map, why: str) -> None:
         """What is left of a map over two or more dims must fill a box in row-major order."""
-        for matrix in levels(index_map):
+        for matrix in row_matrices(index_map):
             self.facts.even.append(Bound(matrix, self._reason(why)))
 
     def grid(self, index_map: Map, why: str) -> None:
         """What is left of a map over two or more dims must be whole rows and whole columns."""
         if len(support(index_map)) > 1:
-            self.facts.grids.append(Bound(core(index_map), self._reason(why)))
+            self.facts.grids.append(Bound(squeeze(index_map), self._reason(why)))
 
     def align(self, index_map: Map, dims: Sequence[int], why: str) -> None:
         """What is summed over outer `dims` must stay aligned: whole rows or whole columns go."""
