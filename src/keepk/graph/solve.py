@@ -182,7 +182,7 @@ def _shared_parents(facts: Facts, united: UnionFind) -> list[Bound]:
         if not united.settle():
             break
     stay = np.concatenate(fixed)
-    return [Bound(stay, Reason("is shared by channels that may go one by one"))] if len(stay) else []
+    return [Bound(stay, Reason("is shared by channels that may be removed one by one"))] if len(stay) else []
 
 
 def _by_number_of_cells(parents: Classes, cells: Classes) -> tuple[tuple[Map, Map], Map]:
@@ -215,7 +215,7 @@ def _pin_with_blocks(solution: Solution) -> None:
                 changed = True
                 for member in (m for block in free for m in block):
                     solution.pinned[member] = replace(
-                        binding.reason, why=f"{binding.reason.why}, and another part of it stays"
+                        binding.reason, why=f"{binding.reason.why}, and another part of it cannot be removed"
                     )
 
 

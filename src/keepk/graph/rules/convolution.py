@@ -29,11 +29,11 @@ def convolved(call: Call) -> None:
         operands = [Operand(maps, shape, zeros), call.shaped_operand(bias, lambda m: m[None, :], shape)]
         maps = call.merge(operands, "has a bias")
         zeros = [all(operand.zero_along(m) for operand in operands) for m in maps]
-    call.weight_of(weight, read=0 if transposed else 1, produced=1 if transposed else 0)
+    call.note_weight(weight, read=0 if transposed else 1, produced=1 if transposed else 0)
     if sizes[2] > 1 or groups == 1:
-        call.read_by(call.module or "model", call.maps(pictures), (1,))
+        call.note_reader(call.module or "model", call.maps(pictures), (1,))
     zeros += [bias is None and label_of(pictures).zero_along(m) for m in passing]
-    call.leave([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zeros)
+    call.label_output([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zeros)
 
 
 def _channels(call: Call, pictures: Tensor) -> tuple[list[Tracked], list[Map]]:
@@ -63,7 +63,7 @@ def _kernel(call: Call, weight: Tensor, groups: int) -> list[Tracked]:
             continue
         flat = call.union_over(index_map, inner).reshape(index_map.shape[:2])
         if groups > 1 and support(flat) == (1,):
-            call.needs_groups(flat, groups, weight.shape[0])
+            call.note_groups(flat, groups, weight.shape[0])
             call.pin(flat, "the in-channels of a grouped convolution are shared")
             continue
         kept.append(Tracked(flat, zero))
@@ -79,7 +79,7 @@ def _grouped(
     right = [_by_group(m, sizes, transposed=transposed) for m, _ in kernel]
     if groups > 1 and ins > 1:
         for index_map in (*left, *(m for m in right if m.shape[0] > 1 and m.shape[2] > 1)):
-            call.even(index_map, "goes into a grouped convolution")
+            call.require_equal_rows(index_map, "goes into a grouped convolution")
     operands = (
         Operand(left, (groups, 1, ins), [zero for _, zero in channels]),
         Operand(right, (groups, outs, ins), [zero for _, zero in kernel]),
@@ -94,7 +94,7 @@ def _grouped(
     for index_map, zero in tracked:
         spread = np.broadcast_to(index_map, (groups, outs, 1))
         if groups > 1 and outs > 1 and len(support(index_map)) > 1:
-            call.even(spread[:, :, 0], "comes out of a grouped convolution")
+            call.require_equal_rows(spread[:, :, 0], "comes out of a grouped convolution")
         rows.append(Tracked(spread.reshape(1, groups * outs), zero))
     return [row for row in rows if row.map.size > 1]
 

@@ -20,7 +20,7 @@ def constant(call: Call) -> None:
         if size > 1 and output.numel() < LARGEST
     ]
     null = call.name.removeprefix("aten::") in ZERO
-    set_label(output, Label(tuple(maps), neutral=True, zeros=(null,) * len(maps), null=null))
+    set_label(output, Label(tuple(maps), neutral=True, zeros=(null,) * len(maps), all_zero=null))
 
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
@@ -29,4 +29,4 @@ def like(call: Call) -> None:
     maps = call.maps(call.inputs[0])
     constant_fill = not call.name.startswith("aten::rand")
     null = call.name.removeprefix("aten::") in ZERO
-    set_label(call.outputs[0], Label(maps, neutral=constant_fill, zeros=(null,) * len(maps), null=null))
+    set_label(call.outputs[0], Label(maps, neutral=constant_fill, zeros=(null,) * len(maps), all_zero=null))

@@ -47,7 +47,7 @@ def _by_channel(call: Call, fold: Callable[[Map, int], Map], block: int, dim: in
             moved.append(along(ids, channel, output.ndim))
         else:
             call.pin(index_map, "is folded into pictures")
-    call.leave(moved)
+    call.label_output(moved)
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
@@ -58,12 +58,12 @@ def shuffled(call: Call) -> None:
     for index_map in call.maps(source):
         if support(index_map) == (1,):
             matrix = index_map.reshape(call["groups"], -1)
-            call.even(matrix, "is shuffled")
-            call.grid(matrix, "is shuffled")
+            call.require_equal_rows(matrix, "is shuffled")
+            call.require_grid(matrix, "is shuffled")
             moved.append(along(matrix.T.ravel(), 1, source.ndim))
         else:
             call.pin(index_map, "is shuffled")
-    call.leave(moved)
+    call.label_output(moved)
 
 
 @rule("glu")
@@ -79,7 +79,7 @@ def gated(call: Call) -> None:
             moved.append(compress(value))
         else:
             moved.append(index_map)
-    call.leave(moved)
+    call.label_output(moved)
 
 
 @rule("constant_pad_nd")
@@ -93,7 +93,7 @@ def padded(call: Call) -> None:
     for index_map in call.maps(source):
         own = [pair if size > 1 else (0, 0) for pair, size in zip(widths, index_map.shape, strict=True)]
         moved.append(_padded(index_map, own))
-    call.leave(moved, zero=source if call.get("value", 0) == 0 else False)
+    call.label_output(moved, zero=source if call.get("value", 0) == 0 else False)
 
 
 def _padded(index_map: Map, widths: list[tuple[int, int]]) -> Map:
@@ -115,4 +115,4 @@ def transformed(call: Call) -> None:
             call.pin(index_map, "is Fourier-transformed along the axis")
         else:
             kept.append(index_map)
-    call.leave(kept)
+    call.label_output(kept)

@@ -21,7 +21,7 @@ def picked(call: Call) -> None:
     source = call.inputs[0]
     kept = [m for m in call.maps(source) if m.shape[call["dim"]] == 1]
     _pin_rest(call, call.maps(source), kept)
-    call.leave(kept, zero=source)
+    call.label_output(kept, zero=source)
 
 
 @rule("gather", "take_along_dim")
@@ -29,7 +29,7 @@ def gathered(call: Call) -> None:
     """Elements along one dim; across it the index, which has the tensor's rank, says how far one goes."""
     source, index = call.inputs
     maps = _across(call, call["dim"], (source, index), "is gathered", in_part="is gathered in part")
-    call.leave(maps, zero=call.zero_in([source], maps))
+    call.label_output(maps, zero=call.zero_in([source], maps))
 
 
 @rule("index", "_unsafe_index")
@@ -48,7 +48,7 @@ def indexed(call: Call) -> None:
     fresh = 1 if mask else width
     order = [*others[:first], *[None] * fresh, *others[first:]]
     if len(order) == output.ndim:
-        call.leave([m.reshape([1 if dim is None else m.shape[dim] for dim in order]) for m in kept], zero=source)
+        call.label_output([m.reshape([1 if dim is None else m.shape[dim] for dim in order]) for m in kept], zero=source)
     else:
         for index_map in kept:
             call.pin(index_map, "is indexed by tensors")
@@ -74,7 +74,7 @@ def put(call: Call) -> None:
     tail = target.ndim - len(dims)
     if dims != list(range(len(dims))) or values.ndim < tail:
         if values.numel() == 1 and not any(set(support(m)) & set(dims) for m in call.maps(target)):
-            call.leave(call.maps(target), zero=False)
+            call.label_output(call.maps(target), zero=False)
             return
         call.pin_inputs("is written by index")
         return
@@ -86,7 +86,7 @@ def rows_added(call: Call) -> None:
     """Rows are put along one dim; across it source and target must agree."""
     target, source = call["self"], call["source"]
     maps = _across(call, call["dim"], (target, source), "is added by index")
-    call.leave(maps, zero=call.zero_in([target, source], maps))
+    call.label_output(maps, zero=call.zero_in([target, source], maps))
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
@@ -97,7 +97,7 @@ def scattered(call: Call) -> None:
         call.pin_inputs("is scattered by index")
         return
     maps = _across(call, call["dim"], (target, source, index), "is scattered", in_part="is scattered in part")
-    call.leave(maps, zero=call.zero_in([target, source], maps))
+    call.label_output(maps, zero=call.zero_in([target, source], maps))
 
 
 def _across(call: Call, dim: int, tensors: Sequence[Tensor], why: str, in_part: str = "") -> list[Map]:
@@ -131,8 +131,8 @@ def embedded(call: Call) -> None:
     table, output = call["weight"], call.outputs[0]
     kept = [m for m in call.maps(table) if m.shape[0] == 1]
     _pin_rest(call, call.maps(table), kept, "rows of an embedding are picked by index")
-    call.leave([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=table)
-    call.produced_by(table, 1)
+    call.label_output([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=table)
+    call.note_producer(table, 1)
 
 
 @rule("topk", "sort", "kthvalue", "argsort", "cummax", "cummin", "msort", "mode", "median", "nanmedian")
@@ -145,9 +145,9 @@ def ordered(call: Call) -> None:
     _pin_rest(call, call.maps(source), kept, "is ordered by value along the axis")
     for output in call.outputs:
         if output.ndim == source.ndim:
-            call.leave(kept, to=output, zero=False)
+            call.label_output(kept, to=output, zero=False)
         else:
-            call.leave([m.squeeze(dim) for m in kept], to=output, zero=False)
+            call.label_output([m.squeeze(dim) for m in kept], to=output, zero=False)
 
 
 def _merge_tails(call: Call, pair: tuple[Tensor, Tensor], tail: int, why: str, back: Any) -> None:
@@ -163,12 +163,12 @@ def _merge_tails(call: Call, pair: tuple[Tensor, Tensor], tail: int, why: str, b
                 tuple(tensor.shape[head:]),
                 [label.zero_along(m) for m in kept],
                 label.neutral or tensor.numel() == 1,
-                label.null,
+                label.all_zero,
             )
         )
     merged = call.merge(operands, why)
     zeros = [all(operand.zero_along(m) for operand in operands) for m in merged]
-    call.leave([back(m) for m in merged], zero=zeros)
+    call.label_output([back(m) for m in merged], zero=zeros)
 
 
 def _pin_rest(call: Call, maps: Sequence[Map], kept: list[Map], why: str = "is picked by index along the axis") -> None:

@@ -24,9 +24,9 @@ def permuted(call: Call) -> None:
     for index_map in call.maps(call.inputs[0]):
         places = [order.index(dim) for dim in support(index_map)]
         if places != sorted(places):
-            call.grid(index_map, "is transposed")
+            call.require_grid(index_map, "is transposed")
         moved.append(index_map.transpose(order))
-    call.leave(moved)
+    call.label_output(moved)
 
 
 def _order(call: Call) -> list[int]:
@@ -44,7 +44,7 @@ def reshaped(call: Call) -> None:
         return
     runs = _runs(tuple(source.shape), tuple(output.shape))
     maps = _without_folded_copies(call, call.maps(source), runs)
-    call.leave([_refolded(call, m, tuple(source.shape), tuple(output.shape), runs) for m in maps])
+    call.label_output([_refolded(call, m, tuple(source.shape), tuple(output.shape), runs) for m in maps])
 
 
 def _without_folded_copies(call: Call, maps: Sequence[Map], runs: list[tuple[list[int], list[int]]]) -> Sequence[Map]:
@@ -70,7 +70,7 @@ def _refolded(
             unfolded |= sum(new[dim] > 1 for dim in new_dims) > 1
     folded = compress(np.broadcast_to(index_map, spread).reshape(target))
     if unfolded and len(support(folded)) > 1:
-        call.even(folded, "is unfolded into equal parts")
+        call.require_equal_rows(folded, "is unfolded into equal parts")
     return folded
 
 
@@ -101,7 +101,7 @@ def _runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[
 def unsqueezed(call: Call) -> None:
     """One more dim."""
     dim = call["dim"] % call.outputs[0].ndim
-    call.leave([np.expand_dims(m, dim) for m in call.maps(call.inputs[0])])
+    call.label_output([np.expand_dims(m, dim) for m in call.maps(call.inputs[0])])
 
 
 @rule("squeeze")
@@ -110,13 +110,13 @@ def squeezed(call: Call) -> None:
     source = call.inputs[0]
     gone = {dim for dim in call.dims("dim", source.ndim) if source.shape[dim] == 1}
     kept = [dim for dim in range(source.ndim) if dim not in gone]
-    call.leave([m.reshape([m.shape[dim] for dim in kept]) for m in call.maps(source)])
+    call.label_output([m.reshape([m.shape[dim] for dim in kept]) for m in call.maps(source)])
 
 
 @rule("expand", "expand_as")
 def expanded(call: Call) -> None:
     """Repeats along new dims, where a map has size 1."""
-    call.leave([*(aligned(m, call.outputs[0].ndim) for m in call.maps(call.inputs[0])), *_copies(call)])
+    call.label_output([*(aligned(m, call.outputs[0].ndim) for m in call.maps(call.inputs[0])), *_copies(call)])
 
 
 def _copies(call: Call) -> list[Map]:
@@ -140,9 +140,9 @@ def flipped(call: Call) -> None:
     for index_map in call.maps(source):
         over = tuple(dim for dim in dims if index_map.shape[dim] > 1)
         if over and len(support(index_map)) > 1:
-            call.grid(index_map, "is flipped")
+            call.require_grid(index_map, "is flipped")
         moved.append(np.flip(index_map, over))
-    call.leave(moved)
+    call.label_output(moved)
 
 
 @rule("repeat", "tile")
@@ -156,7 +156,7 @@ def repeated(call: Call) -> None:
         copies = np.tile(index_map, times)
         _demand_grid(call, index_map, [dim for dim, count in enumerate(times) if count > 1])
         moved.append(copies)
-    call.leave([*moved, *_copies(call)])
+    call.label_output([*moved, *_copies(call)])
 
 
 @rule("repeat_interleave")
@@ -171,13 +171,13 @@ def interleaved(call: Call) -> None:
         many = call["repeats"] if index_map.shape[dim] > 1 else 1
         _demand_grid(call, index_map, [dim] if many > 1 else [])
         moved.append(np.repeat(index_map, many, axis=dim))
-    call.leave(moved)
+    call.label_output(moved)
 
 
 def _demand_grid(call: Call, index_map: Map, repeated: list[int]) -> None:
     """A map over several dims that is repeated along some of them keeps its order only if whole rows or columns go."""
     if repeated and len(support(index_map)) > 1:
-        call.grid(index_map, "is repeated")
+        call.require_grid(index_map, "is repeated")
 
 
 @rule("roll")
@@ -191,7 +191,7 @@ def rolled(call: Call) -> None:
             call.pin(index_map, "roll along the axis does not commute with removal")
         else:
             kept.append(index_map)
-    call.leave(kept)
+    call.label_output(kept)
 
 
 @rule("cat", "concat", "concatenate")
@@ -210,7 +210,7 @@ def concatenated(call: Call) -> None:
         zeros.append(
             all(label_of(part).zero_along(m) for part, maps in zip(parts, along_dim, strict=True) for m in maps)
         )
-    call.leave(merged, zero=zeros)
+    call.label_output(merged, zero=zeros)
 
 
 @rule("stack")
@@ -231,19 +231,19 @@ def stacked(call: Call) -> None:
             continue
         joint = compress(np.concatenate([piece for piece in pieces if piece is not None], axis=dim))
         if len(support(joint)) > 1:
-            call.even(np.moveaxis(joint, dim, 0), "is stacked")
+            call.require_equal_rows(np.moveaxis(joint, dim, 0), "is stacked")
             if support(joint)[0] != dim:
-                call.grid(joint, "is stacked")
+                call.require_grid(joint, "is stacked")
         stacked_maps.append(joint)
     # A map over the parts has the atoms of all of them; one that all share has the same ones in each.
     zeros = [all(_zero_where_tracked(part, joint) for part in parts) for joint in stacked_maps]
-    call.leave(stacked_maps, zero=zeros)
+    call.label_output(stacked_maps, zero=zeros)
 
 
 def _zero_where_tracked(part: Tensor, joint: Map) -> bool:
     """Whether those of a tensor's maps that have atoms of a joint map are zero along them."""
     label = label_of(part)
-    return label.null or all(
+    return label.all_zero or all(
         zero for m, zero in zip(label.maps, label.zeros, strict=True) if np.isin(m[m > 0], joint).any()
     )
 
@@ -267,7 +267,7 @@ def _joined(call: Call, parts: list[Tensor], along_dim: list[list[Map]], dim: in
         pieces.append(np.broadcast_to(maps[0], shape) if maps else np.zeros(shape, np.int32))
     joint = compress(np.concatenate(pieces, axis=dim))
     if len(support(joint)) > 1:
-        call.even(joint, "is concatenated")
+        call.require_equal_rows(joint, "is concatenated")
     return joint
 
 
@@ -287,4 +287,4 @@ def windows(call: Call) -> None:
             call.pin(index_map, "windows slide along the axis")
         else:
             kept.append(index_map[..., None])
-    call.leave(kept)
+    call.label_output(kept)

@@ -19,21 +19,21 @@ def batch_normalised(call: Call) -> None:
     carriers = [tensor for tensor in call.inputs[1:] if tensor.ndim == 1 and tensor.shape[0] == pictures.shape[1]]
     maps = [_over_channels(call, m) for m in call.maps(pictures)]
     for tensor in carriers:
-        call.carried_by(tensor)
+        call.note_carrier(tensor)
     # With scale and shift at 0 a removed channel is 0, whatever the statistics are.
     scaled = len([tensor for tensor in carriers if all(label_of(tensor).zeros) and call.maps(tensor)]) >= 2
-    if call.reads(maps, carriers):
+    if call.can_select(maps, carriers):
         left = _read(call, maps, carriers, output.ndim)
-        call.leave(left, zero=[scaled and 1 in support(m) for m in left])
+        call.label_output(left, zero=[scaled and 1 in support(m) for m in left])
         return
     shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(pictures.shape))
     operands = [Operand(maps, tuple(pictures.shape), [False] * len(maps), label_of(pictures).neutral)]
     operands += [call.shaped_operand(t, lambda m: along(m, 1, output.ndim), shape) for t in carriers]
     for index_map in maps:
         if 1 not in support(index_map):
-            call.lossy(index_map, support(index_map), "is normalised over")
+            call.mark_lossy(index_map, support(index_map), "is normalised over")
     merged = call.merge(operands, "is normalised")
-    call.leave(merged, zero=[scaled and support(m) == (1,) for m in merged])
+    call.label_output(merged, zero=[scaled and support(m) == (1,) for m in merged])
 
 
 def _over_channels(call: Call, index_map: Map) -> Map:
@@ -47,7 +47,7 @@ def _read(call: Call, maps: list[Map], carriers: list[Tensor], rank: int) -> lis
     for tensor in carriers[1:]:
         call.facts.add_equal(own, call.maps(tensor)[0])
     source = next(m for m in maps if 1 in support(m))
-    call.read(source.ravel(), own.ravel())
+    call.note_read(source.ravel(), own.ravel())
     return [along(own, 1, rank), *(m for m in maps if 1 not in support(m))]
 
 
@@ -57,15 +57,15 @@ def layer_normalised(call: Call) -> None:
     source, rank = call.inputs[0], call.outputs[0].ndim
     over = range(rank - len(call["normalized_shape"]), rank)
     for index_map in call.maps(source):
-        call.lossy(index_map, over, "is normalised over")
+        call.mark_lossy(index_map, over, "is normalised over")
     carriers = call.inputs[1:]
     for tensor in carriers:
-        call.carried_by(tensor)
+        call.note_carrier(tensor)
     merged = call.merge([call.operand(tensor, rank) for tensor in call.inputs], "is normalised")
-    call.leave(merged, zero=call.zero_in(carriers, merged) if carriers else False)
+    call.label_output(merged, zero=call.zero_in(carriers, merged) if carriers else False)
     for output in call.outputs[1:]:
         kept = [m for m in call.maps(source) if not set(support(m)) & set(over)]
-        call.leave([m for m in kept if m.ndim == output.ndim], to=output, zero=False)
+        call.label_output([m for m in kept if m.ndim == output.ndim], to=output, zero=False)
 
 
 @rule("native_group_norm")
@@ -78,25 +78,25 @@ def group_normalised(call: Call) -> None:
     for index_map in maps:
         if support(index_map) == (1,):
             matrix = index_map.reshape(groups, channels // groups)
-            call.lossy(matrix, (1,), "is normalised over")
+            call.mark_lossy(matrix, (1,), "is normalised over")
             if groups > 1 and channels > groups:
                 rows.append(call.atoms.new(groups).reshape(groups, 1))
                 call.facts.add_line(rows[-1], matrix, Line.COLLAPSE)
-                call.even(matrix, "is normalised by groups")
+                call.require_equal_rows(matrix, "is normalised by groups")
             else:
                 rows.append(index_map)
         else:
-            call.lossy(index_map, support(index_map), "is normalised over")
+            call.mark_lossy(index_map, support(index_map), "is normalised over")
     if groups > 1 and rows:
-        call.count(groups, rows)
+        call.note_count(groups, rows)
     carriers = [tensor for tensor in (call.get("weight"), call.get("bias")) if tensor is not None]
     for tensor in carriers:
-        call.carried_by(tensor)
+        call.note_carrier(tensor)
     shape = tuple(channels if dim == 1 else 1 for dim in range(rank))
     scaling = [call.shaped_operand(tensor, lambda m: along(m, 1, rank), shape) for tensor in carriers]
     source = Operand(maps, tuple(pictures.shape), [False] * len(maps), label_of(pictures).neutral)
     merged = call.merge([source, *scaling], "is normalised")
-    call.leave(merged, zero=[bool(scaling) and all(it.zero_along(m) for it in scaling) for m in merged])
+    call.label_output(merged, zero=[bool(scaling) and all(it.zero_along(m) for it in scaling) for m in merged])
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "_softmax_backward_data")
@@ -105,8 +105,8 @@ def over_a_dim(call: Call) -> None:
     source = call.inputs[0]
     dim = call["dim"] % source.ndim if source.ndim else 0
     for index_map in call.maps(source):
-        call.lossy(index_map, (dim,), "is normalised over")
-    call.leave(call.maps(source), zero=False)
+        call.mark_lossy(index_map, (dim,), "is normalised over")
+    call.label_output(call.maps(source), zero=False)
 
 
 @rule("_weight_norm_interface")
@@ -117,7 +117,7 @@ def weight_normalised(call: Call) -> None:
     rank = direction.ndim
     merged = call.merge([call.operand(direction, rank), call.operand(size, rank)], "is normalised")
     for index_map in merged:
-        call.lossy(index_map, [d for d in range(rank) if d != dim], "is normalised over")
-    call.leave(merged, zero=True)
+        call.mark_lossy(index_map, [d for d in range(rank) if d != dim], "is normalised over")
+    call.label_output(merged, zero=True)
     for output in call.outputs[1:]:
-        call.leave(call.maps(size) if output.ndim == rank else (), to=output, zero=False)
+        call.label_output(call.maps(size) if output.ndim == rank else (), to=output, zero=False)

@@ -27,7 +27,7 @@ def overwritten(call: Call) -> None:
         call.pointwise()
         return
     maps = call.maps(call.inputs[0])
-    set_label(call.outputs[0], Label(maps, neutral=True, zeros=(value == 0,) * len(maps), null=value == 0))
+    set_label(call.outputs[0], Label(maps, neutral=True, zeros=(value == 0,) * len(maps), all_zero=value == 0))
 
 
 @rule("copy")
@@ -40,14 +40,14 @@ def copy_into(call: Call) -> None:
     if target._base is None and not label_of(target).maps:
         label = replace(written, neutral=False)
         set_label(call.outputs[0], label)
-        set_label(target, replace(label, own=False))
+        set_label(target, replace(label, from_parameters=False))
         return
     if not label_of(target).maps:
         for index_map in written.maps:
             call.pin(index_map, "is written into a slice that has no channels")
     zeros = tuple(values.zero_along(m) for m in label_of(target).maps)
     set_label(target, Label(label_of(target).maps, zeros=zeros))
-    set_label(call.outputs[0], Label(label_of(target).maps, own=written.own, zeros=zeros))
+    set_label(call.outputs[0], Label(label_of(target).maps, from_parameters=written.from_parameters, zeros=zeros))
 
 
 @rule("detach", "alias", "_to_copy", "clone", "lift_fresh", "lift_fresh_copy", "contiguous", "_conj", "_neg_view",
@@ -55,7 +55,7 @@ def copy_into(call: Call) -> None:
 def passed_on(call: Call) -> None:
     """The same elements at the same places."""
     for output in call.outputs:
-        call.leave(call.maps(call.inputs[0]), to=output)
+        call.label_output(call.maps(call.inputs[0]), to=output)
 
 
 @rule("native_dropout", "dropout", "alpha_dropout", "feature_dropout")
@@ -64,7 +64,7 @@ def dropped_out(call: Call) -> None:
     source = call.inputs[0]
     for output in call.outputs:
         keeps_zero = output is call.outputs[0] and call.name != "aten::alpha_dropout"
-        call.leave(call.maps(source), to=output, zero=source if keeps_zero else False)
+        call.label_output(call.maps(source), to=output, zero=source if keeps_zero else False)
 
 
 @rule("tril", "triu")
@@ -77,7 +77,7 @@ def triangle(call: Call) -> None:
             call.pin(index_map, "a triangle is cut along the axis")
         elif not set(support(index_map)) & {rank - 1, rank - 2}:
             kept.append(index_map)
-    call.leave(kept)
+    call.label_output(kept)
 
 
 @rule("view_as_complex", "view_as_real")
@@ -90,7 +90,7 @@ def complex_pairs(call: Call) -> None:
         else:
             last = index_map.ndim - 1
             kept.append(call.union_over(index_map, [last] if index_map.shape[last] > 1 else []).squeeze(last))
-    call.leave(kept)
+    call.label_output(kept)
 
 
 @rule("_local_scalar_dense", "is_nonzero", "item", "_assert_async", "_assert_scalar", "_assert_tensor_metadata",
@@ -98,7 +98,7 @@ def complex_pairs(call: Call) -> None:
 def to_python(call: Call) -> None:
     """Values leave the graph; what Python does with them is checked when a cut copy is traced again."""
     for output in call.outputs:
-        call.leave((), to=output, zero=False)
+        call.label_output((), to=output, zero=False)
 
 
 @rule("bincount", "histc", "equal", "allclose")
@@ -106,10 +106,10 @@ def counted(call: Call) -> None:
     """All values are counted or compared, zeros as well, so that a channel is missed."""
     for tensor in call.inputs:
         for index_map in call.maps(tensor):
-            call.lossy(index_map, support(index_map), f"{call.name.removeprefix('aten::')} counts all values")
-            call.read_by("a count", [index_map], support(index_map))
+            call.mark_lossy(index_map, support(index_map), f"{call.name.removeprefix('aten::')} counts all values")
+            call.note_reader("a count", [index_map], support(index_map))
     for output in call.outputs:
-        call.leave((), to=output, zero=False)
+        call.label_output((), to=output, zero=False)
 
 
 @rule("nonzero", "unique_dim", "_unique", "_unique2", "unique_consecutive")
@@ -117,4 +117,4 @@ def found(call: Call) -> None:
     """Positions along the axis, or values whatever their positions."""
     call.pin_inputs("values are looked for along the axis")
     for output in call.outputs:
-        call.leave((), to=output, zero=False)
+        call.label_output((), to=output, zero=False)

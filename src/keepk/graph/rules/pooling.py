@@ -34,6 +34,6 @@ def pooled(call: Call) -> None:
         for index_map in call.maps(other):
             call.pin(index_map, "says where to sample")
     values, *indices = call.outputs
-    call.leave(kept, to=values, zero=source)
+    call.label_output(kept, to=values, zero=source)
     for output in indices:
-        call.leave(kept, to=output, zero=False)
+        call.label_output(kept, to=output, zero=False)

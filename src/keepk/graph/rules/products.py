@@ -27,11 +27,11 @@ def product(call: Call) -> None:
     shaped = [m.reshape(m.shape[:3])[_kept_dims(left, right)] for m, _ in tracked]
     zeros = [zero for _, zero in tracked]
     if "input" not in call.arguments and not call.name.startswith("aten::add") and call.name != "aten::baddbmm":
-        call.leave(shaped, zero=zeros)
+        call.label_output(shaped, zero=zeros)
         return
     operands = [Operand(shaped, tuple(output.shape), zeros), call.operand(call["self"], output.ndim)]
     merged = call.merge(operands, "is added")
-    call.leave(merged, zero=[all(operand.zero_along(m) for operand in operands) for m in merged])
+    call.label_output(merged, zero=[all(operand.zero_along(m) for operand in operands) for m in merged])
 
 
 @rule("addbmm")
@@ -74,15 +74,15 @@ def _kept_dims(left: Tensor, right: Tensor) -> tuple[int | slice, ...]:
 
 
 def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
-    if label_of(right).own:
-        call.weight_of(right, read=right.ndim - 2 if right.ndim > 1 else 0, produced=right.ndim - 1)
-        call.read_by(call.module or "model", call.maps(left), (left.ndim - 1,))
-    elif label_of(left).own:
-        call.weight_of(left, read=left.ndim - 1, produced=max(left.ndim - 2, 0))
-        call.read_by(call.module or "model", call.maps(right), (max(right.ndim - 2, 0),))
+    if label_of(right).from_parameters:
+        call.note_weight(right, read=right.ndim - 2 if right.ndim > 1 else 0, produced=right.ndim - 1)
+        call.note_reader(call.module or "model", call.maps(left), (left.ndim - 1,))
+    elif label_of(left).from_parameters:
+        call.note_weight(left, read=left.ndim - 1, produced=max(left.ndim - 2, 0))
+        call.note_reader(call.module or "model", call.maps(right), (max(right.ndim - 2, 0),))
     else:
-        call.read_by("a product", call.maps(left), (left.ndim - 1,))
-        call.read_by("a product", call.maps(right), (max(right.ndim - 2, 0),))
+        call.note_reader("a product", call.maps(left), (left.ndim - 1,))
+        call.note_reader("a product", call.maps(right), (max(right.ndim - 2, 0),))
 
 
 @rule("_trilinear")
@@ -103,11 +103,11 @@ def bilinear(call: Call) -> None:
     half = call.contract((one, inner), 2, "is multiplied")
     between = Operand([m for m, _ in half], (rows, outs, 1, rights), [zero for _, zero in half])
     tracked = call.contract((between, other), 3, "is multiplied")
-    call.weight_of(weight, read=1, produced=0)
-    call.weight_of(weight, read=2, produced=0)
+    call.note_weight(weight, read=1, produced=0)
+    call.note_weight(weight, read=2, produced=0)
     for tensor in (left, right):
-        call.read_by(call.module or "model", call.maps(tensor), (1,))
-    call.leave([m[:, :, 0, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
+        call.note_reader(call.module or "model", call.maps(tensor), (1,))
+    call.label_output([m[:, :, 0, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
 
 
 @rule("_grouped_mm")
@@ -132,6 +132,6 @@ def experts(call: Call) -> None:
         2,
         "is multiplied",
     )
-    call.weight_of(weights, read=1, produced=2)
-    call.read_by(call.module or "model", call.maps(tokens), (1,))
-    call.leave([m[:, :, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
+    call.note_weight(weights, read=1, produced=2)
+    call.note_reader(call.module or "model", call.maps(tokens), (1,))
+    call.label_output([m[:, :, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])

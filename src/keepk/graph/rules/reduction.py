@@ -22,15 +22,15 @@ def reduced(call: Call) -> None:
     label = label_of(source)
     left = list[Tracked]()
     for index_map, zero in zip(label.maps, label.zeros, strict=True):
-        call.align(index_map, dims, "is reduced")
+        call.require_aligned(index_map, dims, "is reduced")
         if not (zero and _zeros_do_not_count(call)):
-            call.lossy(index_map, dims, f"{call.name.removeprefix('aten::')} over the axis")
+            call.mark_lossy(index_map, dims, f"{call.name.removeprefix('aten::')} over the axis")
         left += [Tracked(rows, zero and _is_zero_of_zeros(call)) for rows in call.reduce([index_map], dims)]
-    call.read_by("a reduction", label.maps, dims)
+    call.note_reader("a reduction", label.maps, dims)
     for output in call.outputs:
         is_position = output.dtype == torch.int64 and output is not call.outputs[0]  # of a maximum
         zeros = [zero and not is_position for _, zero in left]
-        call.leave([_shaped(m, dims, output.ndim) for m, _ in left], to=output, zero=zeros)
+        call.label_output([_shaped(m, dims, output.ndim) for m, _ in left], to=output, zero=zeros)
 
 
 @rule("max", "min")

@@ -20,12 +20,12 @@ def sliced(call: Call) -> None:
             kept.append(index_map)
         elif call.get("step", 1) != 1:
             why = "a slice with a step does not commute with removal"
-            if call.stays_along(index_map, dim, why):
+            if call.pin_along(index_map, dim, why):
                 kept.append(compress(np.take(index_map, _taken(call, source.shape[dim]), axis=dim)))
         else:
             start = _start(call, source.shape[dim])
             kept.append(_run(call, index_map, dim, start, output.shape[dim]))
-    call.leave(kept)
+    call.label_output(kept)
 
 
 def _taken(call: Call, size: int) -> range:
@@ -43,7 +43,7 @@ def _run(call: Call, index_map: Map, dim: int, start: int, length: int) -> Map:
         # Halves and thirds: `x[:, : c // 2]` moves with the size if all parts keep the same number.
         _bind(call, np.split(index_map, index_map.shape[dim] // length, axis=dim), dim, "is sliced in equal parts")
     elif len(support(index_map)) > 1:
-        call.grid(index_map, "is sliced")
+        call.require_grid(index_map, "is sliced")
     return _followed(call, part)
 
 
@@ -51,7 +51,7 @@ def _followed(call: Call, part: Map) -> Map:
     """What is left of a map; of a single channel nothing is, so that it is watched by its number."""
     part = compress(part)
     if not support(part):
-        call.take(part)
+        call.take_by_number(part)
     return part
 
 
@@ -63,8 +63,8 @@ def selected(call: Call) -> None:
     rows = [_followed(call, np.take(m, [index], axis=dim)) if m.shape[dim] > 1 else m for m in call.maps(source)]
     for index_map in call.maps(source):
         if index_map.shape[dim] > 1 and support(index_map)[0] != dim:
-            call.grid(index_map, "a row is selected")
-    call.leave([row.squeeze(dim) for row in rows])
+            call.require_grid(index_map, "a row is selected")
+    call.label_output([row.squeeze(dim) for row in rows])
 
 
 @rule("unbind")
@@ -94,7 +94,7 @@ def _split(call: Call, sizes: Sequence[int], dim: int, *, squeeze: bool) -> None
             folded = _followed(call, piece) if support(index_map) else piece
             part.append(folded.squeeze(dim) if squeeze else folded)
     for output, maps in zip(call.outputs, parts, strict=True):
-        call.leave(maps, to=output)
+        call.label_output(maps, to=output)
 
 
 def _bind(call: Call, pieces: Sequence[Map], dim: int, why: str) -> None:
@@ -102,6 +102,6 @@ def _bind(call: Call, pieces: Sequence[Map], dim: int, why: str) -> None:
     index_map = pieces[0]
     inner = len(support(index_map)) > 1 and dim != support(index_map)[0]
     if inner:
-        call.grid(np.concatenate(pieces, axis=dim), why)
+        call.require_grid(np.concatenate(pieces, axis=dim), why)
     if len(pieces) > 1 and len({piece.shape for piece in pieces}) == 1 and index_map.size > 1:
-        call.even(np.stack([piece.ravel() for piece in pieces]), why)
+        call.require_equal_rows(np.stack([piece.ravel() for piece in pieces]), why)
