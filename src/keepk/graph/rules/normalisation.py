@@ -1,4 +1,8 @@
-"""Normalisations: exact where whole groups go, lossy where a part of a group does."""
+"""Normalisations: exact where whole groups are removed, lossy where part of a group is.
+
+BatchNorm normalises each channel by itself, so removing one changes no other. LayerNorm and softmax divide by a sum
+over channels, which changes when one is missing; the channels are then marked lossy, and the user decides.
+"""
 
 from torch import Tensor
 
@@ -14,13 +18,14 @@ from keepk.graph.table import rule
       "batch_norm", "_batch_norm_no_update", "_batch_norm_with_update", "_batch_norm_with_update_functional",
       "miopen_batch_norm")  # fmt: skip
 def batch_normalised(call: Call) -> None:
-    """Channel by channel. Reading channels that others read too, it may drop some of its readings."""
+    """Merge scale, shift and statistics with the channels, or record a read that can be dropped by itself."""
     pictures, output = call.inputs[0], call.outputs[0]
     carriers = [tensor for tensor in call.inputs[1:] if tensor.ndim == 1 and tensor.shape[0] == pictures.shape[1]]
     maps = [_over_channels(call, m) for m in call.maps(pictures)]
     for tensor in carriers:
         call.note_carrier(tensor)
-    # With scale and shift at 0 a removed channel is 0, whatever the statistics are.
+    # With scale and shift at 0 the output is 0, whatever the running statistics are. Without an affine part it is not:
+    # (0 - mean) / std.
     scaled = len([tensor for tensor in carriers if all(label_of(tensor).zeros) and call.maps(tensor)]) >= 2
     if call.can_select(maps, carriers):
         left = _read(call, maps, carriers, output.ndim)
@@ -37,12 +42,15 @@ def batch_normalised(call: Call) -> None:
 
 
 def _over_channels(call: Call, index_map: Map) -> Map:
+    """A map over the channels with all its other dims united, since the statistics are taken over them."""
     dims = support(index_map)
     return call.union_over(index_map, [dim for dim in dims if dim != 1]) if 1 in dims else index_map
 
 
 def _read(call: Call, maps: list[Map], carriers: list[Tensor], rank: int) -> list[Map]:
-    """The output has the normalisation's own atoms, linked with those that it reads."""
+    """The maps of a BatchNorm's output, which has the atoms of its parameters; the read links them to its input."""
+    # Separate atoms on both sides, so that a channel which several BatchNorms read can be dropped by one of them.
+    # `solve` unites the two where the BatchNorm is the only reader.
     own = call.maps(carriers[0])[0]
     for tensor in carriers[1:]:
         call.facts.add_equal(own, call.maps(tensor)[0])
@@ -53,7 +61,7 @@ def _read(call: Call, maps: list[Map], carriers: list[Tensor], rank: int) -> lis
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
 def layer_normalised(call: Call) -> None:
-    """Over the last dims: a part of them changes the rest."""
+    """Mark the normalised dims lossy, and merge them with scale and shift."""
     source, rank = call.inputs[0], call.outputs[0].ndim
     over = range(rank - len(call["normalized_shape"]), rank)
     for index_map in call.maps(source):
@@ -63,14 +71,14 @@ def layer_normalised(call: Call) -> None:
         call.note_carrier(tensor)
     merged = call.merge([call.operand(tensor, rank) for tensor in call.inputs], "is normalised")
     call.label_output(merged, zero=call.zero_in(carriers, merged) if carriers else False)
-    for output in call.outputs[1:]:
+    for output in call.outputs[1:]:  # mean and reciprocal standard deviation, which backward needs
         kept = [m for m in call.maps(source) if not set(support(m)) & set(over)]
         call.label_output([m for m in kept if m.ndim == output.ndim], to=output, zero=False)
 
 
 @rule("native_group_norm")
 def group_normalised(call: Call) -> None:
-    """By groups of channels, which go as a whole."""
+    """Collapse each group of channels into one unit, and record that the number of groups has to follow."""
     pictures, rank, groups = call.inputs[0], call.outputs[0].ndim, call["group"]
     channels = pictures.shape[1]
     maps = [_over_channels(call, m) for m in call.maps(pictures)]
@@ -80,6 +88,8 @@ def group_normalised(call: Call) -> None:
             matrix = index_map.reshape(groups, channels // groups)
             call.mark_lossy(matrix, (1,), "is normalised over")
             if groups > 1 and channels > groups:
+                # Whole groups keep the result exact. Removing single channels would be lossy and would also have to
+                # leave equally many in every group.
                 rows.append(call.atoms.new(groups).reshape(groups, 1))
                 call.facts.add_line(rows[-1], matrix, Line.COLLAPSE)
                 call.require_equal_rows(matrix, "is normalised by groups")
@@ -101,7 +111,7 @@ def group_normalised(call: Call) -> None:
 
 @rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "_softmax_backward_data")
 def over_a_dim(call: Call) -> None:
-    """Along a dim: a part of it changes the rest."""
+    """Mark a dim lossy along which every entry depends on others."""
     source = call.inputs[0]
     dim = call["dim"] % source.ndim if source.ndim else 0
     for index_map in call.maps(source):
@@ -111,7 +121,7 @@ def over_a_dim(call: Call) -> None:
 
 @rule("_weight_norm_interface")
 def weight_normalised(call: Call) -> None:
-    """V times g over the norm of v: cutting v along the normed dims would rescale the rest."""
+    """Merge direction v and length g of ``g v / |v|``; cutting v along the normed dims would rescale the rest."""
     direction, size = call.inputs[0], call.inputs[1]
     dim = call.get("dim", 0) % direction.ndim
     rank = direction.ndim

@@ -1,4 +1,8 @@
-"""Matrix products: merges over a joint index space, then a sum over the contracted dim."""
+"""Matrix products: a merge in the joint index space, then a sum over the contracted dim.
+
+``(batch, n, k) @ (batch, k, m)`` is a product over (batch, n, m, k), summed over k. All products here are brought to
+that layout, with dims of size 1 where a factor does not have them.
+"""
 
 from torch import Tensor
 
@@ -11,8 +15,8 @@ from keepk.graph.table import rule
 
 @rule("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "mv", "addmv", "dot", "vdot")
 def product(call: Call) -> None:
-    """(batch, n, k) times (batch, k, m)."""
-    left, right = _factors(call)
+    """Contract k of (batch, n, k) times (batch, k, m), and merge with an addend if there is one."""
+    left, right = call.inputs[-2:]  # of addmm(self, mat1, mat2) the last two are the factors
     sizes = _sizes(left, right)
     tracked = call.contract(
         (
@@ -36,17 +40,12 @@ def product(call: Call) -> None:
 
 @rule("addbmm")
 def batch_of_products(call: Call) -> None:
-    """Its products are added up over the batch, which `product` keeps."""
+    """Pin everything: addbmm sums over the batch too, and the layout of `product` keeps the batch."""
     call.pin_inputs("sums over a batch")
 
 
-def _factors(call: Call) -> tuple[Tensor, Tensor]:
-    tensors = call.inputs[-2:]
-    return tensors[0], tensors[1]
-
-
 def _sizes(left: Tensor, right: Tensor) -> tuple[int, int, int, int, int]:
-    """Batch of the left, n, k, batch of the right, m."""
+    """The sizes of the left batch, n, k, the right batch, and m."""
     batch_left = left.shape[0] if left.ndim == 3 else 1
     batch_right = right.shape[0] if right.ndim == 3 else 1
     rows = left.shape[-2] if left.ndim > 1 else 1
@@ -55,18 +54,18 @@ def _sizes(left: Tensor, right: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def _as_left(index_map: Map, rank: int) -> Map:
-    """(batch, n, 1, k)."""
+    """A map of the left factor as (batch, n, 1, k)."""
     return aligned(index_map, 3)[:, :, None, :] if rank else index_map.reshape(1, 1, 1, 1)
 
 
 def _as_right(index_map: Map, rank: int) -> Map:
-    """(batch, 1, m, k)."""
+    """A map of the right factor as (batch, 1, m, k)."""
     column = index_map[:, None] if rank == 1 else index_map
     return aligned(column, 3).transpose(0, 2, 1)[:, None, :, :]
 
 
 def _kept_dims(left: Tensor, right: Tensor) -> tuple[int | slice, ...]:
-    """Which of (batch, n, m) the result has."""
+    """An index that removes those of (batch, n, m) that the result does not have."""
     batch = slice(None) if max(left.ndim, right.ndim) == 3 else 0
     rows = slice(None) if left.ndim > 1 else 0
     columns = slice(None) if right.ndim > 1 else 0
@@ -74,6 +73,7 @@ def _kept_dims(left: Tensor, right: Tensor) -> tuple[int | slice, ...]:
 
 
 def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
+    """Record which factor is a weight, and who reads the channels of the other one."""
     if label_of(right).from_parameters:
         call.note_weight(right, read=right.ndim - 2 if right.ndim > 1 else 0, produced=right.ndim - 1)
         call.note_reader(call.module or "model", call.maps(left), (left.ndim - 1,))
@@ -87,11 +87,9 @@ def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
 
 @rule("_trilinear")
 def bilinear(call: Call) -> None:
-    """Sum over i and j of left (n, i) times weight (o, i, j) times right (n, j), in the joint index space (n, o, i, j).
-
-    A product with one input, then one with the other. Nothing but `torch.nn.functional.bilinear` calls it.
-    """
+    """Contract i and j of left (n, i) times weight (o, i, j) times right (n, j), in the joint space (n, o, i, j)."""
     left, weight, right = call["i1"], call["i2"], call["i3"]
+    # The operation is general, but only torch.nn.functional.bilinear calls it, always with this layout.
     layout = [list(call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
     if layout != [[1, 3], [0], [1, 2], [2, 3]]:
         call.pin_inputs("a trilinear product of this layout has no rule")
@@ -112,7 +110,7 @@ def bilinear(call: Call) -> None:
 
 @rule("_grouped_mm")
 def experts(call: Call) -> None:
-    """Rows of tokens times one matrix for each expert: the experts stay."""
+    """Contract tokens with one matrix for each expert; the experts are pinned, since tokens pick them by index."""
     tokens, weights = call.inputs[0], call.inputs[1]
     if tokens.ndim != 2 or weights.ndim != 3:
         call.pin_inputs("grouped products of this shape have no rule")
