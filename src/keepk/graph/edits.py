@@ -1,4 +1,8 @@
-"""Edits: what is cut from which tensor, and what has to change beside it. Plain values; nothing is done here."""
+"""Edits: what a removal cuts from which tensor, and which attributes change with it.
+
+Edits are plain values. Computing them changes nothing, so they can be checked, replayed on a copy, saved and printed
+before `keepk.shrink` applies them.
+"""
 
 import copy
 from dataclasses import dataclass, replace
@@ -8,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
-SHOWN = 3
+SHOWN = 3  # unchanged attributes that `str` lists
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a tensor.
+    """The indices of a tensor that remain.
 
     Attributes:
         tensor: Its name.
-        kept: By axis, the indices that stay. Where the in-channels of a grouped convolution's weight differ from group
-            to group, the entry of axis 1 is a matrix: for each row that stays, the columns that stay.
-        before: Its shape now.
-        after: Its shape then.
+        kept: By axis, the indices that remain. If the input channels of a grouped convolution's weight differ from
+            group to group, the entry of axis 1 is a matrix: for each row that remains, the columns that remain.
+        before: Its shape before the cut.
+        after: Its shape after the cut.
     """
 
     tensor: str
@@ -28,12 +32,25 @@ class Cut:
     before: tuple[int, ...]
     after: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        """Shapes instead of indices.
+
+        >>> Cut("fc.weight", {0: np.array([0, 2])}, (3, 8), (2, 8))
+        <Cut: fc.weight (3, 8) -> (2, 8)>
+        """
+        return f"<Cut: {self.tensor} {self.before} -> {self.after}>"
+
 
 @dataclass(frozen=True)
 class Setting:
-    """A module's attribute that gets a new value; `item` is which entry of a tuple or list.
+    """A module's attribute that gets a new value.
 
-    ``"config.num_heads"`` is a value in an object that the module holds.
+    Attributes:
+        module: The module's path.
+        attribute: Its attribute. ``"config.num_heads"`` is a value inside an object that the attribute refers to.
+        item: Which entry, if the attribute is a tuple or list.
+        old: Its value before the cut.
+        new: Its value after the cut.
     """
 
     module: str
@@ -45,16 +62,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """An attribute that keeps its value although a size that it was equal to changes.
+    """An attribute that keeps its value although a size equal to it changes.
 
-    Forward works without it, so nothing tells whether it is that size or is equal to it by chance.
+    Forward does not use it, so there is no way to tell whether it is that size or equal by chance.
 
     Attributes:
         module: The module's path.
         attribute: Its attribute.
         item: Which entry, if the attribute is a tuple or list.
         value: Its value.
-        size: The size that is left.
+        size: The size after the cut.
     """
 
     module: str
@@ -64,7 +81,7 @@ class Unchanged:
     size: int
 
     def __str__(self) -> str:
-        """In a few words.
+        """One line for a report.
 
         >>> print(Unchanged("layers.0.attn", "num_heads", None, 8, 4))
         layers.0.attn.num_heads = 8 (4 are left)
@@ -76,23 +93,26 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Selection:
-    """A BatchNorm that from now on reads these of its input's channels."""
+    """A BatchNorm that reads only some channels of its input after the cut."""
 
     module: str
     channels: Indices
 
+    def __repr__(self) -> str:
+        return f"<Selection: {self.module} reads {len(self.channels)} channels>"
+
 
 @dataclass(frozen=True)
 class Edits:
-    """All that one shrink does to a model.
+    """Everything that one shrink does to a model.
 
     Attributes:
-        units: The units that go, those included that had to go with them.
-        cuts: Tensors.
-        settings: Attributes.
-        selections: BatchNorms that read a selection.
-        headwise: Attentions that lose heads.
-        unchanged: Attributes that forward does not need and that keep an old size, perhaps; see `Unchanged`.
+        units: The units that are removed, including those that have to be removed with them.
+        cuts: The tensors that are cut.
+        settings: The attributes that change.
+        selections: The BatchNorms that read a selection afterwards.
+        headwise: The paths of attention modules that lose heads.
+        unchanged: Attributes that may still have an old size; see `Unchanged`.
     """
 
     units: Indices
@@ -105,8 +125,11 @@ class Edits:
     def __len__(self) -> int:
         return len(self.units)
 
+    def __repr__(self) -> str:
+        return f"<Edits: {len(self.units)} units, {len(self.cuts)} cuts, {len(self.settings)} settings>"
+
     def __str__(self) -> str:
-        """How much goes, in a line; a second one has attributes that may keep an old size."""
+        """How much is removed, on one line; a second line lists attributes that may still have an old size."""
         before = sum(int(np.prod(cut.before)) for cut in self.cuts)
         after = sum(int(np.prod(cut.after)) for cut in self.cuts)
         gone = f"{before - after:,} of their {before:,} numbers gone"
@@ -118,7 +141,7 @@ class Edits:
 
 
 def read_attribute(module: Any, setting: Setting) -> Any:
-    """The value that a setting is about."""
+    """The current value of the attribute that a setting changes."""
     outer, _, inner = setting.attribute.partition(".")
     value = getattr(module, outer)
     if inner:
@@ -127,18 +150,16 @@ def read_attribute(module: Any, setting: Setting) -> Any:
 
 
 def write_attribute(module: Any, setting: Setting, value: Any) -> None:
-    """Give an attribute, or one entry of it, a value.
-
-    An object that holds it ("config.num_heads") is not changed: other layers, or another model that was built from it,
-    may have the same one. The module gets a separate copy.
-    """
+    """Set an attribute, or one entry of it."""
     outer, _, inner = setting.attribute.partition(".")
-    if setting.item is not None:
+    if setting.item is not None:  # a tuple cannot be changed in place, so a new one of the same type replaces it
         whole = read_attribute(module, replace(setting, item=None))
         entries = list(whole)
         entries[setting.item] = value
         value = type(whole)(entries)
     if inner:
+        # The config itself is not changed: other layers, or another model that was built from it, may share it. The
+        # module gets a copy.
         holder = copy.copy(getattr(module, outer))
         entries_of(holder)[inner] = value
         value = holder
@@ -146,5 +167,5 @@ def write_attribute(module: Any, setting: Setting, value: Any) -> None:
 
 
 def entries_of(holder: Any) -> dict[str, Any]:
-    """The named values that an object such as a config, or a dict, holds."""
+    """The named values of a config object or dict, as a dict that can be written to."""
     return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
