@@ -17,7 +17,7 @@
         └── DataError          data files that are missing, truncated or have the wrong checksum
 
     UserWarning
-    └── KeepkWarning           every warning of keepk: a count that is no longer true, a ranking that decides little
+    └── KeepkWarning           every warning of keepk: a count that became wrong, a ranking that decides little
 
 Every message says what is wrong, where, what was given, and what to do about it. Every error is a ``ValueError``, so
 code that only guards a constructor call needs no import from keepk. A warning is issued once per cause. To silence
@@ -80,7 +80,7 @@ class DataError(KeepkError):
 class KeepkWarning(UserWarning):
     """The class of every warning that keepk issues, so that one filter silences them or turns them into errors.
 
-    It is issued when a count is no longer true (pruned weights came back), when a ranking decides little (most scores
+    It is issued when a count became wrong (pruned weights came back), when a ranking decides little (most scores
     are equal, or a layer is about to lose nearly all of its units), when selected layers have channels that cannot be
     removed and are not counted, when `Pruner.step` seems to be called once per batch, and when a model is saved before
     its first event.

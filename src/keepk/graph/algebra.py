@@ -108,7 +108,7 @@ class Algebra:
 
         Args:
             operands: The tensors, broadcast against each other.
-            why: What the operation does, for the reasons of its facts: "is added".
+            why: A few words about the operation for the reasons of its facts: "is added".
             nested: The kind of line between a map and a finer one.
             contracted: The dim that is summed over afterwards. A map over this dim is a weight that every row shares.
 

@@ -64,7 +64,7 @@ class Setting:
 class Unchanged:
     """An attribute that keeps its value although a size equal to it changes.
 
-    Forward does not use it, so there is no way to tell whether it is that size or equal by chance.
+    Forward does not use it, so the trace cannot tell whether it is that size or equal by chance.
 
     Attributes:
         module: The module's path.

@@ -55,7 +55,7 @@ class Line(Enum):
 
 
 class Role(Enum):
-    """What an axis of a tensor does with its channels."""
+    """The role of a tensor's axis for its channels: it produces, carries (scales, shifts) or reads them."""
 
     PRODUCER = "producer"
     CARRIER = "carrier"
@@ -90,7 +90,7 @@ class Read:
 
     Attributes:
         sources: The atoms of the channels that it reads.
-        readers: The atoms of its own parameters, one for each source.
+        readers: The atoms of the BatchNorm's parameters, one for each source.
         module: The path of the BatchNorm.
     """
 

@@ -92,7 +92,7 @@ def no_model(given: object, place: str = "model") -> str:
 
 
 def refuse_scripted(verb: str, model: nn.Module) -> None:
-    """Refuse a model that is, or contains, TorchScript: the trace follows Python, and there is none to follow."""
+    """Refuse a model that is, or contains, TorchScript, because the trace can only follow Python."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"module {path!r}" if path else "the model"
@@ -126,7 +126,7 @@ def refuse_quantised(model: nn.Module, error: type[KeepkError], names: Container
 
 
 def quantised_module(model: nn.Module) -> str:
-    """The first module that is quantised or prepared for quantisation, described for an error; empty if there is none.
+    """The first module that is quantised or prepared for quantisation, described for an error; otherwise empty.
 
     >>> quantised_module(nn.Sequential(nn.Linear(2, 2)))
     ''

@@ -78,6 +78,7 @@ def rule(*operations: Any) -> Callable[[Rule], Rule]:
 
 def rule_for(call: Call) -> Rule | None:
     """The rule of an operation, if it has one; operations that torch tags as pointwise share one rule."""
+    # The table comes first: torch also tags max, min and equal as pointwise, which may reduce or compare all values.
     found = RULES.get(call.name)
     if found is None and is_pointwise(call.operation):
         return Call.pointwise

@@ -51,7 +51,7 @@ def adapters_of(model: nn.Module) -> dict[str, str]:
 
 
 def _adapter(names: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
-    """The path of the adapter that a parameter with these path components belongs to; empty if there is none."""
+    """The path of the adapter that a parameter with these path components belongs to; empty for other parameters."""
     for place, name in enumerate(names):
         layer = modules.get(".".join(names[:place]))
         if name.startswith("lora_") or name in getattr(layer, "adapter_layer_names", ()):

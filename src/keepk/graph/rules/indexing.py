@@ -76,6 +76,7 @@ def put(call: Call) -> None:
     dims, _, _ = _indexed_dims(call["indices"])
     tail = target.ndim - len(dims)
     if dims != list(range(len(dims))) or values.ndim < tail:
+        # mask[:, cls] = 0 writes one number along untracked dims and binds no channels.
         if values.numel() == 1 and not any(set(support(m)) & set(dims) for m in call.maps(target)):
             call.label_output(call.maps(target), zero=False)
             return
@@ -110,7 +111,7 @@ def _across(call: Call, dim: int, tensors: Sequence[Tensor], why: str, in_part: 
         call: The operation.
         dim: The indexed dim.
         tensors: The tensors that are matched by element across it.
-        why: What the operation does, for the reasons of its facts.
+        why: A few words about the operation for the reasons of its facts.
         in_part: The reason for pinning maps over dims along which the last tensor, the index, is shorter than another
             one. By default that cannot happen.
     """
@@ -138,6 +139,7 @@ def filled(call: Call) -> None:
 def embedded(call: Call) -> None:
     """Look up rows of a table: the vocabulary is pinned, the width is an axis of channels."""
     table, output = call["weight"], call.outputs[0]
+    # The ids come from the data, so no row of the vocabulary can be renumbered.
     kept = [m for m in call.maps(table) if m.shape[0] == 1]
     _pin_rest(call, call.maps(table), kept, "rows of an embedding are picked by index")
     call.label_output([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=table)

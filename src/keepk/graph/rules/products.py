@@ -74,6 +74,8 @@ def _kept_dims(left: Tensor, right: Tensor) -> tuple[int | slice, ...]:
 
 def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
     """Record which factor is a weight, and who reads the channels of the other one."""
+    # F.linear(x, w) is x @ w.T, so the weight is usually on the right. Of two activations (queries and keys) neither
+    # produces channels; both are read by the product.
     if label_of(right).from_parameters:
         call.note_weight(right, read=right.ndim - 2 if right.ndim > 1 else 0, produced=right.ndim - 1)
         call.note_reader(call.module or "model", call.maps(left), (left.ndim - 1,))
@@ -98,6 +100,7 @@ def bilinear(call: Call) -> None:
     inner = call.shaped_operand(weight, lambda m: m[None], (1, outs, lefts, rights))
     one = call.shaped_operand(left, lambda m: m[:, None, :, None], (rows, 1, lefts, 1))
     other = call.shaped_operand(right, lambda m: m[:, None, None, :], (rows, 1, 1, rights))
+    # Two contractions one after the other, each with the rules of a matrix product.
     half = call.contract((one, inner), 2, "is multiplied")
     between = Operand([m for m, _ in half], (rows, outs, 1, rights), [zero for _, zero in half])
     tracked = call.contract((between, other), 3, "is multiplied")
