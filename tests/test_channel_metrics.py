@@ -19,6 +19,7 @@ from keepk.errors import RankError
 from keepk.graph.facts import Role
 from keepk.rank.channel_metrics import channel_scores, default_metric
 from keepk.rank.layers import Parameters, Slices, layers_of
+from keepk.rank.metrics import Traits, describes, traits_of
 from networks import NETWORKS
 from random_networks import random_networks
 from shrinking import backward
@@ -600,3 +601,27 @@ def test_random_scores_belong_to_the_unit_at_every_event_and_in_every_mode():
     assert scores.tolist() == [drawn[unit] for unit in range(11)]
     other = np.concatenate([metrics.random(seed=4)(it).numpy() for it in layers(narrow(), graph, "output")])
     assert not np.isin(other, scores).any()
+
+
+def test_attributes_of_a_metric_are_checked_where_they_are_given():
+    for wrong in ({"ranks": ("weight",)}, {"ranks": "weights"}, {"ranks": ()}):
+        with pytest.raises(
+            RankError, match=r"^describes\(ranks=.*\): unknown. Give a tuple of 'weights', 'channels'.$"
+        ):
+            describes(**wrong)
+    with pytest.raises(
+        RankError, match=r"^describes\(needs='weights'\): unknown. Give a tuple of 'weights', 'gradients'"
+    ):
+        describes(ranks=("weights",), needs="weights")
+    with pytest.raises(RankError, match=r"^describes\(over='model'\): unknown. Give one of 'space', 'layer'.$"):
+        describes(ranks=("channels",), over="model")
+
+
+def test_unrelated_attributes_of_a_metric_are_not_taken_for_traits():
+    class Mine:
+        ranks, needs, over = 3, ["gradients"], "all"
+
+        def __call__(self, layer):
+            return layer.producer[0].tensor.flatten(1).sum(1)
+
+    assert traits_of(Mine()) == Traits()

@@ -12,6 +12,7 @@ from torch import nn
 
 import keepk
 from keepk.errors import KeepkError, OptimizerError, PlanError, RankError, ShrinkError, SpaceError, TraceError
+from keepk.rank.metrics import describes
 from keepk.run.channel_members import find_channels
 from networks import NETWORKS
 from test_save_load import looks, unchanged
@@ -77,6 +78,10 @@ def test_a_space_that_makes_no_sense(arguments, words):
         (
             [keepk.channels("0", keep=2, metric=keepk.metrics.magnitude)],
             "^space '0': metric magnitude ranks weights, not channels. Use keepk.metrics.l2 or product.$",
+        ),
+        (
+            [keepk.channels("0", keep=2, metric=describes(ranks=("weights",))(lambda weight: weight))],
+            "^space '0': metric <lambda> ranks weights, not channels. Use keepk.metrics.l2 or product.$",
         ),
         ([keepk.channels("1", keep=1)], r"'1' matches modules, but none with channels at its output. .*: '0', '2'"),
         ([keepk.channels("*", keep=12)], r"keep=12, but \['\*'\] matches only 11 channels. Choose keep <= 11"),
@@ -305,7 +310,7 @@ def resize_weight(shape):
     [
         (
             replace_layer,
-            "parameter '2.weight': the model's is another object than when the Pruner was made. Change the",
+            "parameter '2.weight': the model has a different object than when the Pruner was made. Change the",
         ),
         (
             take_layer_out,
@@ -451,5 +456,18 @@ def test_the_name_that_the_graph_gives_a_layer_selects_it():
 )
 def test_what_makes_metrics_is_no_metric(metric, call):
     for space in (keepk.channels("0", keep=2, metric=metric), keepk.weights("0.weight", keep=2, metric=metric)):
-        words = f"^space '{space.name}': metric=.* makes metrics, and is none: .* Call it: {re.escape(call)}.$"
+        words = f"^space '{space.name}': metric=.* is a factory, not a metric: .* Call it: {re.escape(call)}.$"
         refused(SpaceError, words, small(), space, example=inputs())
+
+
+def test_a_metric_of_a_user_says_what_it_ranks_and_needs():
+    @describes(ranks=("channels",), needs=("weights",))
+    def by_module(layer):
+        if layer.name == "2":
+            raise KeyError("no table for this layer")
+        return layer.producer[0].tensor.flatten(1).sum(1)
+
+    words = "^space '0.weight': metric by_module ranks channels, not weights. Use keepk.metrics.magnitude, or leave"
+    refused(SpaceError, words, small(), keepk.weights("0.weight", keep=3, metric=by_module))
+    words = "^metric by_module: failed on layer '2' .KeyError: 'no table for this layer'.. Correct the metric"
+    refused(RankError, words, small(), keepk.channels("*", keep=6, metric=by_module), example=inputs())

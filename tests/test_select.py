@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keepk.errors import RankError
 from keepk.rank.pieces import Sizes, round_down, round_up
-from keepk.rank.select import DTYPES, Cut, Ranked, cut_points, dead_mask
+from keepk.rank.select import DTYPES, CutPoint, Ranked, cut_points, dead_mask
 
 LEVELS = [level / 8 for level in range(-8, 8)]
 KINDS = ("normal", "levels", "zeros", "equal", "infinite", "ordered", "tiny")
@@ -195,7 +195,7 @@ def test_parameters_are_ranked_without_their_gradients():
     weight = torch.nn.Parameter(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
     tensor = Ranked("fc.weight", weight, absolute=True)
     (cut,) = cut_points([tensor], 2)
-    assert cut == Cut(value=2.0, ties=1, kept=2)
+    assert cut == CutPoint(value=2.0, ties=1, kept=2)
     assert dead_mask(tensor, cut).tolist() == [[True, False], [True, False]]
 
 

@@ -377,12 +377,30 @@ def test_a_rule_may_pin():
     assert "halves are for ever" in reasons(graph, "first.weight", 0)[0]
 
 
+@pytest.mark.parametrize("old", ["leave", "even", "grid", "lossy"])
+def test_the_old_names_of_a_calls_methods_work_and_warn(old):
+    found = []
+
+    @keepk.rule("keepk_test_trace::halve")
+    def with_old_name(call):
+        with pytest.warns(DeprecationWarning, match=rf"^Call\.{old} is now Call\.") as warned:
+            method = getattr(call, old)
+        new = str(warned[0].message).rpartition(".")[2]
+        assert method == getattr(call, new)
+        assert not hasattr(call, "no_such_method")
+        found.append(new)
+        call.pointwise()
+
+    keepk.trace(WithOperation("halve"), numbers())
+    assert len(set(found)) == 1
+
+
 def test_two_rules_for_an_operation_are_refused():
     keepk.rule("keepk_test_trace::halve")(lambda _: None)
     before = dict(table.RULES)
-    with pytest.raises(TraceError, match="rule for keepk_test_trace::halve: there is one already, '<lambda>'"):
+    with pytest.raises(TraceError, match="rule for keepk_test_trace::halve: already registered, by '<lambda>'"):
         keepk.rule(torch.ops.keepk_test_trace.halve)(lambda _: None)
-    with pytest.raises(TraceError, match="rule for aten::permute: there is one already"):
+    with pytest.raises(TraceError, match="rule for aten::permute: already registered"):
         keepk.rule(torch.ops.aten.permute)(lambda _: None)
     assert before == table.RULES
 

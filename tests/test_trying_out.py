@@ -11,7 +11,7 @@ from keepk.cut import dead_ops, shrink
 from keepk.errors import ShrinkError, SpaceError, TraceError
 from keepk.graph import bindings, probe, program_numbers, replay, shell, solve
 from keepk.graph.facts import Bound, Facts, Reason
-from keepk.graph.union import Union
+from keepk.graph.union import UnionFind
 from masked import masked, relative_error
 from networks import NETWORKS
 from strategies import seeds
@@ -275,12 +275,12 @@ def test_a_straight_grid_stays_straight_whatever_is_united(seed):
     """So that one round of uniting columns is enough."""
     random = np.random.default_rng(seed)
     grid = Bound(random.integers(0, 12, size=tuple(random.integers(2, 4, size=random.integers(2, 4)))), Reason(""))
-    united = Union(12)
+    united = UnionFind(12)
     for _ in range(10):
-        before = set(bindings._crooked(grid, united.classes).tolist())
+        before = set(bindings._irregular(grid, united.classes).tolist())
         united.add(*random.integers(1, 12, size=(2, 1)))
         united.settle()
-        after = set(bindings._crooked(grid, united.classes).tolist())
+        after = set(bindings._irregular(grid, united.classes).tolist())
         assert {united.classes[atom] for atom in after} <= {united.classes[atom] for atom in before}
 
 
@@ -288,10 +288,10 @@ def test_a_straight_grid_stays_straight_whatever_is_united(seed):
 def test_what_is_not_straightened_is_told(seed):
     random = np.random.default_rng(seed)
     grids = [Bound(random.integers(0, 30, size=random.integers(2, 5, size=2)), Reason("is transposed")) for _ in "1234"]
-    united = Union(30)
-    left = bindings.straighten(grids, united)
+    united = UnionFind(30)
+    left = bindings.enforce_grids(grids, united)
     told = {united.classes[atom] for bound in left for atom in bound.array}
-    crooked = {united.classes[atom] for grid in grids for atom in bindings._crooked(grid, united.classes)}
+    crooked = {united.classes[atom] for grid in grids for atom in bindings._irregular(grid, united.classes)}
     assert crooked == told
 
 
@@ -310,7 +310,7 @@ def test_every_level_of_a_grid_is_looked_at():
     grid[0, 0] = grid[0, 1] = (1, 2)
     grid[1, 1] = (1, 2)
     grid[0, 0, 1] = 0
-    [left] = bindings.straighten([Bound(grid, Reason("is transposed"))], Union(3))
+    [left] = bindings.enforce_grids([Bound(grid, Reason("is transposed"))], UnionFind(3))
     assert set(left.array.tolist()) == {1, 2}
 
 

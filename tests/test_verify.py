@@ -43,7 +43,7 @@ class Backwards(nn.Module):
 def wrong_rule(monkeypatch):
     """It says that channels stay where they are."""
     monkeypatch.setattr(table, "RULES", dict(table.RULES))
-    keepk.rule("keepk_tests::backwards")(lambda call: call.leave(call.maps(call.inputs[0])))
+    keepk.rule("keepk_tests::backwards")(lambda call: call.label_output(call.maps(call.inputs[0])))
 
 
 @pytest.mark.usefixtures("wrong_rule")

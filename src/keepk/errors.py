@@ -1,44 +1,48 @@
-"""What keepk raises.
+"""The exceptions and the warning that keepk raises on purpose.
 
 ::
 
     ValueError
     └── KeepkError
-        ├── SpaceError        a space names nothing, too little, or what another space has
-        ├── PlanError         a schedule that cannot keep exactly K in its epochs
-        ├── RankError         weights or scores that cannot be ranked (NaN, infinite, wrong shape)
-        ├── OptimizerError    an optimizer whose state cannot follow the masks
-        ├── StateError        a state of another model, plan or version
-        ├── CheckpointError   a checkpoint that cannot be written, read or trusted
-        ├── TraceError        a model, an example or a rule that cannot be traced
-        ├── ShrinkError       channels that cannot be removed, or somebody who holds what would be cut
-        ├── FileError         a saved model that cannot be written, read or trusted
-        ├── DisagreementError processes that would keep different weights
-        └── DataError         data files that are missing, cut short or not what was published
+        ├── SpaceError         a space that matches nothing, asks for too much, or overlaps another space
+        ├── PlanError          a schedule that cannot keep exactly K units within its epochs
+        ├── RankError          weights or scores that cannot be ranked (NaN, infinite, wrong shape)
+        ├── OptimizerError     an optimizer whose state cannot follow the masks
+        ├── StateError         a state_dict from a different model, plan or format version
+        ├── CheckpointError    a checkpoint that cannot be written, read or verified
+        ├── TraceError         a model, an example or a rule that cannot be traced
+        ├── ShrinkError        channels that cannot be removed, or tensors that another object still refers to
+        ├── FileError          a saved model that cannot be written, read or verified
+        ├── DisagreementError  processes that would keep different weights
+        └── DataError          data files that are missing, truncated or have the wrong checksum
 
     UserWarning
-    └── KeepkWarning          every warning of keepk: a count that became untrue, a ranking that decides little
+    └── KeepkWarning           every warning of keepk: a count that became wrong, a ranking that decides little
 
-Every message says what, where, got what, and what to do. All of them are ``ValueError``, so that code which
-guards a constructor call needs no import from here. Warnings are given once per cause; to ignore them, or to make
-them errors, filter the class: ``warnings.filterwarnings("error", category=keepk.KeepkWarning)``.
+Every message says what is wrong, where, what was given, and what to do about it. Every error is a ``ValueError``, so
+code that only guards a constructor call needs no import from keepk. A warning is issued once per cause. To silence
+warnings or turn them into errors, filter by class:
+``warnings.filterwarnings("error", category=keepk.KeepkWarning)``.
+
+>>> issubclass(SpaceError, KeepkError) and issubclass(KeepkError, ValueError)
+True
 """
 
 
 class KeepkError(ValueError):
-    """The root of all errors that keepk raises on purpose."""
+    """The base class of all errors that keepk raises on purpose."""
 
 
 class SpaceError(KeepkError):
-    """A space names nothing, asks for more than there is, or takes what another space has."""
+    """A space that matches nothing, asks for more units than there are, or overlaps another space."""
 
 
 class PlanError(KeepkError):
-    """A schedule that cannot keep exactly K in its epochs."""
+    """A schedule that cannot keep exactly K units within its epochs."""
 
 
 class RankError(KeepkError):
-    """Weights or scores that cannot be ranked."""
+    """Weights or scores that cannot be ranked: NaN, infinite, or of the wrong shape."""
 
 
 class OptimizerError(KeepkError):
@@ -46,11 +50,11 @@ class OptimizerError(KeepkError):
 
 
 class StateError(KeepkError):
-    """A state of another model, plan or version."""
+    """A state_dict from a different model, plan or format version."""
 
 
 class CheckpointError(KeepkError):
-    """A checkpoint that cannot be written, read or trusted."""
+    """A checkpoint that cannot be written, read or verified."""
 
 
 class TraceError(KeepkError):
@@ -58,26 +62,26 @@ class TraceError(KeepkError):
 
 
 class ShrinkError(KeepkError):
-    """Channels that cannot be removed, or somebody who holds what would be cut."""
+    """Channels that cannot be removed, or tensors that another object still refers to."""
 
 
 class FileError(KeepkError):
-    """A saved model that cannot be written, read or trusted."""
+    """A saved model that cannot be written, read or verified."""
 
 
 class DisagreementError(KeepkError):
-    """Processes that would keep different weights."""
+    """Processes of a distributed run that would keep different weights."""
 
 
 class DataError(KeepkError):
-    """Data files that are missing, cut short or not what was published."""
+    """Data files that are missing, truncated or have the wrong checksum."""
 
 
 class KeepkWarning(UserWarning):
-    """Every warning that keepk gives, so that one filter is enough to silence it or to turn it into an error.
+    """The class of every warning that keepk issues, so that one filter silences them or turns them into errors.
 
-    It is given when a count became untrue (pruned weights that came back), when a ranking decides little (most
-    scores equal, a layer about to lose nearly all of its units), when selected layers have channels that cannot be
+    It is issued when a count became wrong (pruned weights came back), when a ranking decides little (most scores
+    are equal, or a layer is about to lose nearly all of its units), when selected layers have channels that cannot be
     removed and are not counted, when `Pruner.step` seems to be called once per batch, and when a model is saved before
     its first event.
     """

@@ -1,4 +1,8 @@
-"""Sizes that torch's own layers keep as attributes, and the axes that they follow."""
+"""Sizes that torch's layers keep as attributes (``out_features``, ``groups``), and the axes they follow.
+
+torch uses only some of them in forward (``groups``, ``num_groups``), but ``repr`` and the user's code read the others,
+so a cut updates them all.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,9 +20,9 @@ class Sized:
         item: Which entry, if the attribute is a tuple or list.
         tensor: The tensor whose axis it follows.
         dim: The axis.
-        times_groups: It counts the axis once for each group.
-        parts: The axis holds so many parts (the gates of an LSTM) and the attribute the size of one.
-        blocks: It is the number of equal blocks of the axis that are left, of so many at first.
+        times_groups: The attribute is the axis size times the number of groups.
+        parts: The number of equal parts of the axis (the gates of an LSTM); the attribute is the size of one part.
+        blocks: If above 0, the attribute is the number of remaining blocks of the axis, out of `blocks` at first.
     """
 
     module: str
@@ -35,29 +39,37 @@ GATES = {"LSTM": 4, "GRU": 3}
 
 
 def sized_attributes(model: nn.Module, first_names: dict[int, str]) -> Iterator[Sized]:
-    """All of a model's; `first_names` has the name of each tensor by its id."""
+    """The size attributes of all layers of a model.
+
+    Args:
+        model: The model.
+        first_names: By id of a parameter or buffer, its name; of a tied one, the first name.
+    """
     for path, module in model.named_modules():
         for kind, describe in TABLE.items():
             if isinstance(module, kind):
                 yield from describe(path, module, first_names)
                 break
         else:
-            if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # of transformers
+            # By name, because transformers is not a dependency: its Conv1D is a linear layer with a transposed weight.
+            if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
                 yield from _plain(path, first_names[id(module.weight)], nx=0, nf=1)
 
 
 def _plain(path: str, tensor: str, **dims: int) -> Iterator[Sized]:
+    """Attributes that are simply the size of a dim, as ``attribute=dim``."""
     for attribute, dim in dims.items():
         yield Sized(path, attribute, tensor, dim)
 
 
 def _weight_name(module: nn.Module, names: dict[int, str]) -> str | None:
-    """The tensor that has the weight's shape: the weight itself, or what it is computed from."""
+    """The tensor that has the weight's shape: the weight itself, or the parameter it is computed from."""
     parametrized = getattr(module, "parametrizations", {})
     if "weight" in parametrized:
-        shape = _weight_shape(module)  # not the weight's own: to compute it may change buffers (spectral norm)
+        # Not module.weight.shape: computing the weight may change buffers (the power iteration of spectral norm).
+        shape = _weight_shape(module)
         return next((names[id(p)] for p in parametrized["weight"].parameters() if p.shape == shape), None)
-    # The older weight norm and spectral norm keep it under other names.
+    # The older weight norm and spectral norm store it under different names.
     kept = (module._parameters.get(name) for name in ("weight", "weight_v", "weight_orig"))
     weight = next((parameter for parameter in kept if parameter is not None), None)
     return None if weight is None else names.get(id(weight))
@@ -88,6 +100,7 @@ def _convolution(path: str, module: nn.modules.conv._ConvNd, names: dict[int, st
 
 
 def _batch_norm(path: str, module: nn.modules.batchnorm._NormBase, names: dict[int, str]) -> Iterator[Sized]:
+    # With affine=False there are only the running statistics, with track_running_stats=False only the weight.
     for tensor in (module.weight, module.running_mean):
         if tensor is not None:
             yield from _plain(path, names[id(tensor)], num_features=0)

@@ -1,8 +1,16 @@
-"""What must go by whole rows or columns, and what in equal numbers.
+"""Conditions on removals: whole rows or columns of a grid, and equal counts of the rows of a matrix.
 
-Where neither whole rows nor whole columns of a grid would go, its columns are united. A matrix of which every row must
-keep the same number is left as a binding on the choice, wherever each class has its cells in one row; only where that
-cannot be said are its columns united as well.
+Where a grid would lose neither whole rows nor whole columns, its columns are united. A matrix whose rows must keep
+equal counts becomes a `Binding`, a condition that every choice of units must meet, if each class lies in one row. Only
+where that is not the case are its columns united too.
+
+>>> united = UnionFind(7)
+>>> halves = Bound(np.arange(1, 7, dtype=np.int32).reshape(2, 3), Reason("is split in equal parts"))
+>>> bindings, _ = bind_equal_counts([halves], united)
+>>> bindings  # 1, 2, 3 are the first half and 4, 5, 6 the second; each half must lose equally many
+[<Binding: 2 blocks of 3 classes, is split in equal parts>]
+>>> united.classes.tolist()  # no atom was united with another
+[0, 1, 2, 3, 4, 5, 6]
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,58 +20,69 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepk.graph.facts import Bound, Reason
-from keepk.graph.maps import Map, levels
-from keepk.graph.union import Classes, Union
+from keepk.graph.maps import Map, row_matrices
+from keepk.graph.union import Classes, UnionFind
 
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """Blocks of classes of which equal numbers must go."""
+    """Blocks of classes that must lose equal numbers."""
 
     blocks: tuple[Classes, ...]
     reason: Reason
 
+    def __repr__(self) -> str:
+        sizes = " or ".join(map(str, sorted({len(block) for block in self.blocks})))
+        return f"<Binding: {len(self.blocks)} blocks of {sizes} classes, {self.reason}>"
 
-def straighten(grids: Iterable[Bound], united: Union) -> list[Bound]:
-    """Unite columns where a grid would lose neither whole rows nor whole columns; what that does not mend stays.
 
-    Once is enough: whatever is united later, a class with whole rows keeps whole rows, and one with equally many cells
-    in every row keeps those.
+def enforce_grids(grids: Iterable[Bound], united: UnionFind) -> list[Bound]:
+    """Unite columns wherever a grid would lose neither whole rows nor whole columns.
+
+    Returns:
+        The atoms of grids that are still irregular afterwards, which have to be pinned.
     """
+    # One round is enough, and it need not be repeated when more atoms are united later: a class of whole rows joined
+    # with another one still consists of whole rows, and one with equally many cells in every row keeps that, too.
     united.settle()
-    bad = [bound for bound in grids if len(_crooked(bound, united.classes))]
+    bad = [bound for bound in grids if len(_irregular(bound, united.classes))]
     for bound in bad:
+        # Uniting columns leaves one class per column. A tall matrix is transposed first, so that more classes remain.
         rows_are_finer = bound.array.ndim == 2 and bound.array.shape[0] > bound.array.shape[1]
         _unite_columns(bound.array.T if rows_are_finer else bound.array, united)
     united.settle()
-    return _crooked_parts(bad, united.classes)
+    return _irregular_parts(bad, united.classes)
 
 
-def bind(even: Sequence[Bound], united: Union) -> tuple[list[Binding], list[Bound]]:
-    """What must go in equal numbers; what cannot be said so simply is united column by column, or stays."""
-    while True:  # each round but the last unites something, so that there is a last one
-        bindings, crooked = _bindings(even, united.classes)
-        for bound in crooked:
+def bind_equal_counts(even: Sequence[Bound], united: UnionFind) -> tuple[list[Binding], list[Bound]]:
+    """Turn matrices whose rows must keep equal counts into bindings, uniting columns where that is not possible.
+
+    Returns:
+        The bindings, and the atoms of matrices that are still irregular, which have to be pinned.
+    """
+    while True:  # every round but the last unites something, so this ends
+        bindings, unbindable = _bindings(even, united.classes)
+        for bound in unbindable:
             _unite_columns(bound.array, united)
         if not united.settle():
-            return bindings, _crooked_parts(crooked, united.classes)
+            return bindings, _irregular_parts(unbindable, united.classes)
 
 
-def _unite_columns(array: Map, united: Union) -> None:
+def _unite_columns(array: Map, united: UnionFind) -> None:
     matrix = array.reshape(-1, array.shape[-1])
     first = np.broadcast_to(matrix[:1], matrix.shape)
     tracked = (first > 0) & (matrix > 0)
     united.add(first[tracked], matrix[tracked])
 
 
-def _crooked_parts(bounds: Iterable[Bound], classes: Classes) -> list[Bound]:
-    return [Bound(_crooked(bound, classes), bound.reason) for bound in bounds]
+def _irregular_parts(bounds: Iterable[Bound], classes: Classes) -> list[Bound]:
+    return [Bound(_irregular(bound, classes), bound.reason) for bound in bounds]
 
 
-def _crooked(bound: Bound, classes: Classes) -> Map:
+def _irregular(bound: Bound, classes: Classes) -> Map:
     """The atoms of a grid whose classes are, at any level, neither whole rows nor whole columns."""
     found = [np.zeros(0, np.int32)]
-    for matrix in levels(bound.array):
+    for matrix in row_matrices(bound.array):
         bad = _uneven_classes(classes[matrix])
         if len(bad):
             found.append(matrix[np.isin(classes[matrix], bad) & (matrix > 0)])
@@ -71,7 +90,8 @@ def _crooked(bound: Bound, classes: Classes) -> Map:
 
 
 def _uneven_classes(matrix: Classes) -> Classes:
-    """The classes that have neither the same number in every row nor only whole rows."""
+    """The classes that neither have the same number of entries in every row nor consist of whole rows."""
+    # The two common cases (classes are columns, classes are rows) without the sort that counting needs.
     if (matrix == matrix[:1]).all() or (matrix == matrix[:, :1]).all():
         return np.zeros(0, np.int32)
     found, counts = count_by_row(matrix)
@@ -82,7 +102,12 @@ def _uneven_classes(matrix: Classes) -> Classes:
 
 
 def count_by_row(matrix: Classes) -> tuple[Classes, NDArray[np.int64]]:
-    """The classes of a matrix, and how often each is in each row."""
+    """The classes of a matrix, and how often each one occurs in each row.
+
+    >>> classes, counts = count_by_row(np.array([[1, 1, 2], [2, 2, 2]], np.int32))
+    >>> classes.tolist(), counts.tolist()
+    ([1, 2], [[2, 0], [1, 3]])
+    """
     found, which = np.unique(matrix, return_inverse=True)
     rows = matrix.shape[0]
     places = which.reshape(matrix.shape) * rows + np.arange(rows)[:, None]
@@ -90,26 +115,29 @@ def count_by_row(matrix: Classes) -> tuple[Classes, NDArray[np.int64]]:
 
 
 def _bindings(even: Iterable[Bound], classes: Classes) -> tuple[list[Binding], list[Bound]]:
-    """The bindings, finest first, and the matrices that cannot be one."""
-    bindings, crooked = list[Binding](), list[Bound]()
+    """The bindings, and the matrices that cannot become one."""
+    bindings, unbindable = list[Binding](), list[Bound]()
     block_of = dict[int, tuple[int, int]]()
+    # Finest first: (6, 4) before (2, 12) of the same channels. Equal counts in the six rows imply equal counts in the
+    # two halves, so the coarser matrix is then recognised as known. In the other order they would conflict.
     for bound in sorted(even, key=lambda bound: -bound.array.shape[0]):
         matrix = classes[bound.array]
         if not len(_uneven_classes(matrix)):
             continue
         blocks = _blocks(matrix)
-        state = "new" if blocks is None else _against(blocks, block_of, bindings)
+        state = "new" if blocks is None else _compared(blocks, block_of, bindings)
         if blocks is None or state == "conflict":
-            crooked.append(bound)
+            unbindable.append(bound)
         elif state == "new":
             for number, block in enumerate(blocks):
                 block_of.update(dict.fromkeys(block.tolist(), (len(bindings), number)))
             bindings.append(Binding(blocks, bound.reason))
-    return bindings, crooked
+    return bindings, unbindable
 
 
 def _blocks(matrix: Classes) -> tuple[Classes, ...] | None:
-    """The rows as blocks, if every class has all of its cells in one row, and all classes equally many."""
+    """The rows as blocks, if every class has all of its cells in one row and all classes have equally many cells."""
+    # Then "equal numbers of cells" means "equal numbers of classes", which is all that a binding can say.
     found, counts = count_by_row(matrix)
     tracked = found > 0
     found, counts = found[tracked], counts[tracked]
@@ -120,22 +148,24 @@ def _blocks(matrix: Classes) -> tuple[Classes, ...] | None:
 
 
 def _in_order(row: Classes) -> Classes:
-    """The classes of a row, each once, in the order of their places."""
+    """The distinct classes of a row, in the order of their first positions."""
+    # np.unique sorts by id. A trial that removes the first of each block must remove the same positions in all blocks.
     found, first = np.unique(row, return_index=True)
     ordered: Classes = found[np.argsort(first)]
     return ordered[ordered > 0]
 
 
-def _against(blocks: Sequence[Classes], block_of: dict[int, tuple[int, int]], bindings: Sequence[Binding]) -> str:
-    """Whether blocks are new, said already by finer ones, or in conflict with others."""
+def _compared(blocks: Sequence[Classes], block_of: dict[int, tuple[int, int]], bindings: Sequence[Binding]) -> str:
+    """Whether blocks are "new", "known" (implied by a finer binding), or in "conflict" with other bindings."""
     known = [[block_of.get(int(member)) for member in block] for block in blocks]
     flat = [place for places in known for place in places]
     if all(place is None for place in flat):
         return "new"
     owners = {place[0] for place in flat if place is not None}
+    # A class may be in one binding only: the selection splits counts over bindings independently of each other.
     if len(owners) > 1 or any(place is None for place in flat):
         return "conflict"
-    # Each of these is made of whole blocks of the known binding, and of equally many.
+    # Implied: each block consists of whole blocks of the known binding, and of equally many.
     inside = [{place[1] for place in places if place is not None} for places in known]
     finer = bindings[owners.pop()].blocks
     whole = all(

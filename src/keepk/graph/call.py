@@ -1,8 +1,24 @@
-"""One operation of the forward pass: what it was given, what it returned, and the verbs that a rule is made of."""
+"""One operation of the forward pass: its arguments and results, and the methods that a rule is written with.
 
+A rule does two things. It labels the outputs (`Call.label_output`), so that the trace knows which channel is where in
+them, and it records what the operation requires of its channels:
+
+=============================  =================================================  =======================
+method                         requirement                                        needed by
+=============================  =================================================  =======================
+`Call.merge`                   channels at the same position go together          add, mul, bias
+`Call.contract`                summed channels of both factors go together        linear, convolution
+`Call.require_equal_rows`      all parts keep equally many channels               reshape, chunk
+`Call.require_grid`            whole rows or whole columns go                     transpose of a split axis
+`Call.mark_lossy`              removing some changes the others                   softmax, mean, LayerNorm
+`Call.pin`                     cannot be removed                                  roll, sort, gather
+=============================  =================================================  =======================
+"""
+
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +33,7 @@ from keepk.graph.zeros import stays_zero
 
 
 class Recorder(Protocol):
-    """The trace that a call is a part of."""
+    """The trace that a call belongs to."""
 
     atoms: Atoms
     facts: Facts
@@ -26,7 +42,7 @@ class Recorder(Protocol):
 
     @property
     def module(self) -> str:
-        """The path of the module whose forward is under way."""
+        """The path of the module whose forward is running."""
 
     def place(self) -> str:
         """File and line in the user's program."""
@@ -35,15 +51,19 @@ class Recorder(Protocol):
         """Whether a path names a BatchNorm of the model."""
 
 
+# Until 0.2: the names that rules were written with in 0.1.
+_DEPRECATED = {"leave": "label_output", "even": "require_equal_rows", "grid": "require_grid", "lossy": "mark_lossy"}
+
+
 class Call(Algebra):
-    """What a rule sees.
+    """One operation of the forward pass, as its rule sees it.
 
     Attributes:
-        name: The operation without overload and in-place mark, such as ``aten::add``.
+        name: The operation without its overload and the underscore of in-place variants, such as ``aten::add``.
         inputs: The tensors among its arguments, in order.
         outputs: The tensors that it returned.
-        taken: The atoms of single channels that it takes by their numbers.
-        counts: Numbers among its arguments that are sizes, each with the maps of what it counts.
+        taken: The atoms of single channels that it takes by number, as in ``x[:, 0]``.
+        counts: The numbers among its arguments that are sizes, each with maps of the channels it counts.
     """
 
     def __init__(
@@ -58,11 +78,19 @@ class Call(Algebra):
         self.counts: list[tuple[int, tuple[Map, ...]]] = []
 
     def __getitem__(self, argument: str) -> Any:
-        """An argument by the name that the operation's schema gives it."""
+        """An argument by its name in the operation's schema."""
         return self.arguments[argument]
 
+    if not TYPE_CHECKING:  # mypy would accept any attribute of a class that has __getattr__
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _DEPRECATED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            warnings.warn(f"Call.{name} is now Call.{_DEPRECATED[name]}", DeprecationWarning, stacklevel=2)
+            return getattr(self, _DEPRECATED[name])
+
     def get(self, argument: str, default: Any = None) -> Any:
-        """An argument, or `default` if the operation has none of that name or it is None."""
+        """An argument by name, or `default` if the operation does not have it or it is None."""
         found = self.arguments.get(argument)
         return default if found is None else found
 
@@ -76,7 +104,7 @@ class Call(Algebra):
         return {**rest, **given, **by_name}
 
     def dims(self, argument: str, rank: int) -> list[int]:
-        """A dim or list of dims, as non-negative numbers; none given means all."""
+        """An argument that is a dim or a list of dims, as non-negative numbers; None or an empty list means all."""
         given = self.arguments.get(argument)
         if given is None or given == []:
             return list(range(rank))
@@ -89,30 +117,30 @@ class Call(Algebra):
 
     @property
     def module(self) -> str:
-        """The path of the module whose forward is under way."""
+        """The path of the module whose forward is running."""
         return self._trace.module
 
     def reason(self, why: str) -> Reason:
-        """Why, with this operation and its place in the user's program."""
+        """A reason that names this operation and its place in the user's program."""
         return Reason(why, self.name, self.module, self.place)
 
     def maps(self, tensor: Tensor) -> tuple[Map, ...]:
-        """The tensor's maps."""
+        """The index maps of a tensor; see `keepk.graph.maps`."""
         return label_of(tensor).maps
 
     def operand(self, tensor: Tensor, rank: int) -> Operand:
-        """The tensor as broadcasting sees it among others of the given rank; what was expanded is as it was before."""
+        """The tensor as an operand of a merge whose result has `rank` dims; expanded dims count as size 1."""
         shape = (1,) * (rank - tensor.ndim) + shape_before_expansion(tensor)
         return self.shaped_operand(tensor, lambda m: aligned(m, rank), shape)
 
     def shaped_operand(self, tensor: Tensor, transform: Callable[[Map], Map], shape: tuple[int, ...]) -> Operand:
-        """The tensor with every map transformed, as an operand of that shape."""
+        """The tensor as an operand of the given shape, with `transform` applied to each of its maps."""
         label = label_of(tensor)
         neutral = label.neutral or tensor.numel() == 1
-        return Operand([transform(m) for m in label.maps], shape, label.zeros, neutral, label.null)
+        return Operand([transform(m) for m in label.maps], shape, label.zeros, neutral, label.all_zero)
 
     def input_shapes(self) -> list[tuple[int, ...]]:
-        """What it was given; element by element, what was expanded is as it was before."""
+        """The shapes of the inputs; for pointwise operations, expanded dims count as size 1."""
         if is_pointwise(self.operation):
             return [shape_before_expansion(tensor) for tensor in self.inputs]
         return [tuple(tensor.shape) for tensor in self.inputs]
@@ -123,17 +151,17 @@ class Call(Algebra):
         operands = [self.operand(tensor, rank) for tensor in tensors]
         return [all(operand.zero_along(m) for operand in operands) for m in maps]
 
-    def leave(
+    def label_output(
         self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | Tensor | Sequence[bool] | None = None
     ) -> None:
-        """Label an output.
+        """Label an output with its index maps. It is neutral if all inputs are.
 
         Args:
-            maps: The maps of the output. The output is neutral if all inputs are.
-            to: The output; the first one if none is given.
-            zero: Whether the elements of a removed channel are 0 in the output, once they are 0 in the weights: for
-                all maps, for each one, or as in an input whose atoms the maps have. By default an element is 0 where
-                it is 0 in every input, which is right for sums, products and data movement.
+            maps: The maps of the output.
+            to: The output; by default the first one.
+            zero: Whether the elements of a removed channel are 0 in the output once they are 0 in the weights. Either a
+                bool for all maps, or one for each, or an input with the same atoms to take the answer from. By default
+                an element is 0 where it is 0 in every input, which is right for sums, products and data movement.
         """
         labels = [label_of(tensor) for tensor in self.inputs]
         given = list(maps)
@@ -147,77 +175,90 @@ class Call(Algebra):
         label = Label(
             maps=tuple(given[place] for place in kept),
             neutral=bool(labels) and all(label.neutral for label in labels),
-            own=bool(labels) and all(label.own for label in labels),
+            from_parameters=bool(labels) and all(label.from_parameters for label in labels),
             zeros=tuple(flags[place] for place in kept),
         )
         set_label(self.outputs[0] if to is None else to, label)
 
     def pin_inputs(self, why: str) -> None:
-        """Every channel of every input stays."""
+        """Pin every channel of every input."""
         for tensor in self.inputs:
             for index_map in self.maps(tensor):
                 self.pin(index_map, why)
 
-    def take(self, channel: Map) -> None:
-        """A channel is taken by its number: it stays, and cut copies must take the very same."""
+    def take_by_number(self, channel: Map) -> None:
+        """Pin a channel that is taken by its number; replays on cut copies must take the same one."""
+        # The result has no dim left for a map, so nothing else would notice that x[:, 0] reads another channel once
+        # channel 0 is gone.
         self.taken += channel.ravel().tolist()
         self.pin(channel, "one channel is taken by its number")
 
-    def count(self, number: int, rows: Sequence[Map]) -> None:
-        """An argument says how many of these there are, each with an atom in every map: it must follow them."""
+    def note_count(self, number: int, rows: Sequence[Map]) -> None:
+        """Record that an argument is a number of channels or groups, which has to follow a cut.
+
+        Args:
+            number: The argument's value.
+            rows: Maps with one entry for each thing that is counted.
+        """
         self.counts.append((number, tuple(row.ravel() for row in rows)))
 
     def pointwise(self) -> None:
-        """Element by element, with broadcasting."""
+        """Apply the rule of elementwise operations with broadcasting: merge all inputs, label all outputs."""
         if not self.outputs:
             return
         rank = self.outputs[0].ndim
         everything = [self.operand(tensor, rank) for tensor in self.inputs]
         inputs = [place for place, tensor in enumerate(self.inputs) if tensor.ndim <= rank]
-        if all(label_of(self.inputs[place]).own for place in inputs):
-            # Of a weight and its mask or scale, the weight's atoms go on.
+        if all(label_of(self.inputs[place]).from_parameters for place in inputs):
+            # weight * mask: merged maps take the ids of the first operand. It must be the weight, or the mask would be
+            # ranked as what produces the channels.
             inputs.sort(key=lambda place: _is_weight(self.inputs[place]), reverse=True)
         operands = [everything[place] for place in inputs]
         maps = list(operands[0].maps) if len(operands) == 1 else self.merge(operands, "meets")
         zeros = [self.maps_to_zero([operand.zero_along(m) for operand in everything]) for m in maps]
         for output in self.outputs:
-            self.leave(maps, to=output, zero=zeros)
+            self.label_output(maps, to=output, zero=zeros)
 
     def maps_to_zero(self, zero: Sequence[bool]) -> bool:
-        """Whether the operation gives 0 where the inputs flagged in `zero` are 0, found by running it on numbers."""
+        """Whether the operation returns 0 where the inputs flagged in `zero` are 0, found by running it on numbers."""
         return stays_zero(self.operation, self._arguments, zero)
 
-    def read_by(self, reader: str, maps: Iterable[Map], dims: Iterable[int]) -> None:
-        """Write down that somebody reads the channels along `dims`."""
+    def note_reader(self, reader: str, maps: Iterable[Map], dims: Iterable[int]) -> None:
+        """Record that `reader` reads the channels along `dims`."""
         wanted = set(dims)
         for index_map in maps:
             if wanted & set(support(index_map)):
                 self.facts.uses.append((index_map.ravel(), reader))
 
-    def weight_of(self, weight: Tensor, *, read: int, produced: int) -> None:
-        """Write down which dim of a weight reads channels and which produces them."""
+    def note_weight(self, weight: Tensor, *, read: int, produced: int) -> None:
+        """Record which dim of a weight reads channels and which one produces them."""
         self._role(weight, read, Role.READER)
         self._role(weight, produced, Role.PRODUCER)
 
-    def produced_by(self, weight: Tensor, dim: int) -> None:
-        """Write down which dim of a weight produces channels."""
+    def note_producer(self, weight: Tensor, dim: int) -> None:
+        """Record which dim of a weight produces channels."""
         self._role(weight, dim, Role.PRODUCER)
 
-    def carried_by(self, tensor: Tensor) -> None:
-        """Write down that a tensor scales or shifts channels on their way."""
+    def note_carrier(self, tensor: Tensor) -> None:
+        """Record that a tensor scales or shifts channels: a bias, the parameters of a BatchNorm."""
         self._role(tensor, tensor.ndim - 1, Role.CARRIER)
 
-    def needs_groups(self, index_map: Map, groups: int, rows: int) -> None:
-        """The second axis of a weight with so many rows is one axis for each group: the trace is begun again with that.
+    def note_groups(self, index_map: Map, groups: int, rows: int) -> None:
+        """Record that the second axis of a weight is a separate axis for each group; the trace starts over with that.
 
-        A weight that is made anew for each picture has other rows than the parameter that it is made of.
+        Args:
+            index_map: The map over the weight's second axis.
+            groups: The convolution's groups.
+            rows: The number of the weight's rows.
         """
         axis = self.atoms.axis(int(index_map.max()))
+        # A weight computed per image (CondConv, dynamic filters) has a different number of rows than its parameter.
+        # Its groups are images, not groups of the parameter.
         if axis.tensor and rows == max(m.shape[0] for m in self._trace.tensors[axis.tensor]):
             self._trace.groups[axis.tensor] = groups
 
-    def reads(self, maps: Sequence[Map], carriers: Sequence[Tensor]) -> bool:
-        """Whether this is a BatchNorm of the model that can be taught to read a selection of these channels."""
+    def can_select(self, maps: Sequence[Map], carriers: Sequence[Tensor]) -> bool:
+        """Whether this is a BatchNorm module of the model, which can be made to read a selection of these channels."""
         channels = [m for m in maps if 1 in support(m)]
         own = [m for tensor in carriers for m in self.maps(tensor)]
         return (
@@ -228,8 +269,8 @@ class Call(Algebra):
             and self.atoms.axis(int(own[0].max())).tensor.rpartition(".")[0] == self.module
         )
 
-    def read(self, sources: Map, readers: Map) -> None:
-        """Write down that the module under way reads channels with atoms of its own."""
+    def note_read(self, sources: Map, readers: Map) -> None:
+        """Record that the running module reads the channels `sources` with its parameters' atoms `readers`."""
         mine = [read for read in self.facts.reads if read.module == self.module]
         if not any(np.array_equal(read.sources, sources) for read in mine):
             self.facts.reads.append(Read(sources, readers, self.module))
@@ -245,7 +286,7 @@ class Call(Algebra):
 
 
 def _distinct(maps: Sequence[Map]) -> list[int]:
-    """The places of the maps that say something, each once."""
+    """The positions of the maps that depend on any dim, without duplicates."""
     found = dict[int, int]()
     for place, index_map in enumerate(maps):
         if support(index_map):
@@ -254,12 +295,15 @@ def _distinct(maps: Sequence[Map]) -> list[int]:
 
 
 def _is_weight(tensor: Tensor) -> tuple[bool, int]:
-    """How much a tensor is the weight among those that a weight is made of: a parameter, the largest."""
+    """A sort key that is largest for the weight among the tensors that a weight is computed from."""
+    # `zeros` is set for parameters and not for buffers: a mask in a buffer stays 1 when its channel is removed.
     return any(label_of(tensor).zeros), tensor.numel()
 
 
 def shape_before_expansion(tensor: Tensor) -> tuple[int, ...]:
-    """A tensor's shape with 1 where no map goes along a dim and all along it there is one and the same memory."""
+    """A tensor's shape with 1 for every expanded dim (stride 0) that no map tracks."""
+    # An expanded mask repeats one value along the channels. Counted at its full size it would be an axis without
+    # channels and pin those that it is multiplied with.
     if tensor.layout is not torch.strided or 0 not in tensor.stride():
         return tuple(tensor.shape)
     tracked = {dim for index_map in label_of(tensor).maps for dim in support(index_map)}
@@ -268,11 +312,11 @@ def shape_before_expansion(tensor: Tensor) -> tuple[int, ...]:
 
 
 def base_name(operation: Any) -> str:
-    """The name under which an operation has its rule: ``aten::add`` for ``aten::add_.Tensor``."""
+    """The name under which an operation's rule is registered: ``aten::add`` for ``aten::add_.Tensor``."""
     name: str = operation._schema.name
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
 def is_pointwise(operation: Any) -> bool:
-    """Whether torch itself says that the operation works element by element."""
+    """Whether torch tags the operation as elementwise."""
     return torch.Tag.pointwise in getattr(operation, "tags", ())

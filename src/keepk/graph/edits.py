@@ -1,6 +1,8 @@
-"""Edits: what is cut from which tensor, and what has to change with it, as plain values.
+"""Edits: what a removal cuts from which tensor, and which attributes change with it.
 
-The functions below carry out a single cut or setting. They are shared by trial copies, `keepk.shrink` and `keepk.load`.
+Edits are plain values. Computing them changes nothing, so they can be checked, replayed on a copy, saved and printed
+before `keepk.shrink` applies them. The functions below carry out a single cut or setting; trial copies, `keepk.shrink`
+and `keepk.load` share them.
 """
 
 import copy
@@ -13,20 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Indices = NDArray[np.int64]
-SHOWN = 3
+SHOWN = 3  # unchanged attributes that `str` lists
 PIECE = 1 << 17  # elements; a block of this size stays in a core's cache
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a tensor.
+    """The indices of a tensor that remain.
 
     Attributes:
         tensor: Its name.
-        kept: By axis, the indices that stay. Where the in-channels of a grouped convolution's weight differ from group
-            to group, the entry of axis 1 is a matrix: for each row that stays, the columns that stay.
-        before: Its shape now.
-        after: Its shape then.
+        kept: By axis, the indices that remain. If the input channels of a grouped convolution's weight differ from
+            group to group, the entry of axis 1 is a matrix: for each row that remains, the columns that remain.
+        before: Its shape before the cut.
+        after: Its shape after the cut.
     """
 
     tensor: str
@@ -34,12 +36,25 @@ class Cut:
     before: tuple[int, ...]
     after: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        """Shapes instead of indices.
+
+        >>> Cut("fc.weight", {0: np.array([0, 2])}, (3, 8), (2, 8))
+        <Cut: fc.weight (3, 8) -> (2, 8)>
+        """
+        return f"<Cut: {self.tensor} {self.before} -> {self.after}>"
+
 
 @dataclass(frozen=True)
 class Setting:
-    """A module's attribute that gets a new value; `item` is which entry of a tuple or list.
+    """A module's attribute that gets a new value.
 
-    ``"config.num_heads"`` is a value in an object that the module holds.
+    Attributes:
+        module: The module's path.
+        attribute: Its attribute. ``"config.num_heads"`` is a value inside an object that the attribute refers to.
+        item: Which entry, if the attribute is a tuple or list.
+        old: Its value before the cut.
+        new: Its value after the cut.
     """
 
     module: str
@@ -51,16 +66,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """An attribute that keeps its value although a size that it was equal to changes.
+    """An attribute that keeps its value although a size equal to it changes.
 
-    Forward works without it, so nothing tells whether it is that size or is equal to it by chance.
+    Forward does not use it, so the trace cannot tell whether it is that size or equal by chance.
 
     Attributes:
         module: The module's path.
         attribute: Its attribute.
         item: Which entry, if the attribute is a tuple or list.
         value: Its value.
-        size: The size that is left.
+        size: The size after the cut.
     """
 
     module: str
@@ -70,7 +85,7 @@ class Unchanged:
     size: int
 
     def __str__(self) -> str:
-        """In a few words.
+        """One line for a report.
 
         >>> print(Unchanged("layers.0.attn", "num_heads", None, 8, 4))
         layers.0.attn.num_heads = 8 (4 are left)
@@ -82,23 +97,26 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Selection:
-    """A BatchNorm that from now on reads these of its input's channels."""
+    """A BatchNorm that reads only some channels of its input after the cut."""
 
     module: str
     channels: Indices
 
+    def __repr__(self) -> str:
+        return f"<Selection: {self.module} reads {len(self.channels)} channels>"
+
 
 @dataclass(frozen=True)
 class Edits:
-    """All that one shrink does to a model.
+    """Everything that one shrink does to a model.
 
     Attributes:
-        units: The units that go, those included that had to go with them.
-        cuts: Tensors.
-        settings: Attributes.
-        selections: BatchNorms that read a selection.
-        headwise: Attentions that lose heads.
-        unchanged: Attributes that forward does not need and that keep an old size, perhaps; see `Unchanged`.
+        units: The units that are removed, including those that have to be removed with them.
+        cuts: The tensors that are cut.
+        settings: The attributes that change.
+        selections: The BatchNorms that read a selection afterwards.
+        headwise: The paths of attention modules that lose heads.
+        unchanged: Attributes that may still have an old size; see `Unchanged`.
     """
 
     units: Indices
@@ -111,8 +129,11 @@ class Edits:
     def __len__(self) -> int:
         return len(self.units)
 
+    def __repr__(self) -> str:
+        return f"<Edits: {len(self.units)} units, {len(self.cuts)} cuts, {len(self.settings)} settings>"
+
     def __str__(self) -> str:
-        """How much goes, in a line; a second one has attributes that may keep an old size."""
+        """How much is removed, on one line; a second line lists attributes that may still have an old size."""
         before = sum(int(np.prod(cut.before)) for cut in self.cuts)
         after = sum(int(np.prod(cut.after)) for cut in self.cuts)
         gone = f"{before - after:,} of their {before:,} numbers gone"
@@ -124,7 +145,7 @@ class Edits:
 
 
 def read_attribute(module: Any, setting: Setting) -> Any:
-    """The value that a setting is about."""
+    """The current value of the attribute that a setting changes."""
     outer, _, inner = setting.attribute.partition(".")
     value = getattr(module, outer)
     if inner:
@@ -133,18 +154,16 @@ def read_attribute(module: Any, setting: Setting) -> Any:
 
 
 def write_attribute(module: Any, setting: Setting, value: Any) -> None:
-    """Give an attribute, or one entry of it, a value.
-
-    An object that holds it ("config.num_heads") is not changed: other layers, or another model that was built from it,
-    may have the same one. The module gets a separate copy.
-    """
+    """Set an attribute, or one entry of it."""
     outer, _, inner = setting.attribute.partition(".")
-    if setting.item is not None:
+    if setting.item is not None:  # a tuple cannot be changed in place, so a new one of the same type replaces it
         whole = read_attribute(module, replace(setting, item=None))
         entries = list(whole)
         entries[setting.item] = value
         value = type(whole)(entries)
     if inner:
+        # The config itself is not changed: other layers, or another model that was built from it, may share it. The
+        # module gets a copy.
         holder = copy.copy(getattr(module, outer))
         entries_of(holder)[inner] = value
         value = holder
@@ -152,7 +171,7 @@ def write_attribute(module: Any, setting: Setting, value: Any) -> None:
 
 
 def entries_of(holder: Any) -> dict[str, Any]:
-    """The named values that an object such as a config, or a dict, holds."""
+    """The named values of a config object or dict, as a dict that can be written to."""
     return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
 
 

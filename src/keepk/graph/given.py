@@ -1,4 +1,4 @@
-"""What was given in the place of a model or an example, in the words of a refusal."""
+"""Checks of the model and the example that a user passes, and the words of the errors."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from keepk.errors import KeepkError, TraceError
 from keepk.graph.shell import Example
 
-# Modules that torch or torchao put in the place of float ones, or beside them. Stubs and fused float modules compute as
-# they did, so they are none.
+# Modules that replace float modules in quantisation, or are inserted beside them. Stubs and fused float modules are not
+# listed, since they still compute in floats.
 QUANTISED = (
     "torch.ao.nn.quantized",
     "torch.ao.nn.qat",
@@ -33,9 +33,9 @@ class TraceInputs:
 
     Attributes:
         examples: One or more inputs of forward.
-        training: Inputs in train mode; empty if they are the same.
-        train_mode: Whether a forward that fails in train mode is refused or left unknown.
-        value_branches: Whether a path that no example takes is refused or left unknown.
+        training: Inputs for train mode; empty if they are the same.
+        train_mode: "check" refuses a forward that fails in train mode, "accept" records it as unknown.
+        value_branches: "check" refuses a path that no example takes, "accept" records it as unknown.
         reports: Record unknown paths in `Graph.unknown` instead of refusing them.
     """
 
@@ -53,13 +53,18 @@ class TraceInputs:
         train_mode: TrainMode = "check",
         value_branches: ValueBranches = "check",
     ) -> "TraceInputs":
-        """From the arguments of `keepk.trace`, checked."""
+        """Check the arguments of `keepk.trace` and collect them.
+
+        Raises:
+            TraceError: If no example is given, or an argument has the wrong type or value.
+        """
         for name, value, known in (
             ("train_mode", train_mode, ("check", "accept")),
             ("value_branches", value_branches, ("check", "accept")),
         ):
             if value not in known:
                 raise TraceError(f"{name}={value!r}: unknown. Give {known[0]!r} or {known[1]!r}.")
+        # A tensor is a sequence of rows and a dict a container of names: neither is a list of examples.
         if examples is not None and (isinstance(examples, Tensor | Mapping) or not isinstance(examples, Sequence)):
             raise TraceError(
                 f"examples: got {type(examples).__name__}. Give a list, each entry a tensor, a tuple of positional "
@@ -76,7 +81,7 @@ class TraceInputs:
 
 
 def no_model(given: object, place: str = "model") -> str:
-    """What was given instead of a model, and what to give.
+    """The part of an error that says what was passed instead of a model, and what to pass.
 
     >>> no_model("net"), no_model(nn.ReLU)
     ('got str as the model. Give a torch.nn.Module.', 'got the class ReLU. Give ReLU(), a model.')
@@ -87,7 +92,7 @@ def no_model(given: object, place: str = "model") -> str:
 
 
 def refuse_scripted(verb: str, model: nn.Module) -> None:
-    """Refuse a model that is TorchScript, or has a part that is: its forward is no Python that could be watched."""
+    """Refuse a model that is, or contains, TorchScript, because the trace can only follow Python."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"module {path!r}" if path else "the model"
@@ -98,14 +103,20 @@ def refuse_scripted(verb: str, model: nn.Module) -> None:
 
 
 def quantised_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is of a subclass that stores its numbers in another form, such as those of torchao."""
+    """Whether a parameter is a tensor subclass that stores its values in another form, such as those of torchao."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     sharded = hasattr(tensor, "device_mesh")  # a DTensor
     return not plain and not sharded and hasattr(type(tensor), "__tensor_flatten__")
 
 
 def refuse_quantised(model: nn.Module, error: type[KeepkError], names: Container[str] | None = None) -> None:
-    """Refuse parameters that are quantised already; all of a model's, or those of these names."""
+    """Refuse quantised parameters.
+
+    Args:
+        model: The model.
+        error: The class of the error.
+        names: The parameters to check; by default all of them.
+    """
     for name, parameter in model.named_parameters():
         if quantised_tensor(parameter) and (names is None or name in names):
             raise error(
@@ -115,7 +126,7 @@ def refuse_quantised(model: nn.Module, error: type[KeepkError], names: Container
 
 
 def quantised_module(model: nn.Module) -> str:
-    """The first module that is quantised or prepared for it, described for an error; empty if no module is.
+    """The first module that is quantised or prepared for quantisation, described for an error; otherwise empty.
 
     >>> quantised_module(nn.Sequential(nn.Linear(2, 2)))
     ''
@@ -129,7 +140,7 @@ def quantised_module(model: nn.Module) -> str:
 
 
 def is_shape(example: Example) -> bool:
-    """Whether an example is the shape of a tensor rather than a tensor.
+    """Whether an example is the shape of a tensor rather than a tensor: a tuple of ints.
 
     >>> is_shape(Example.of((2, 3, 8, 8)))
     True
@@ -138,13 +149,14 @@ def is_shape(example: Example) -> bool:
 
 
 def likely_slip(model: nn.Module, example: Example) -> str:
-    """What to add where forward failed on a tuple that was hardly meant as several arguments; otherwise nothing."""
+    """A hint for the error when forward failed on a tuple that was probably meant as one argument; empty otherwise."""
     if is_shape(example) or (len(example.arguments) > 1 and _takes_one(model)):
         return " A tuple is several arguments: give the tensor itself, not its shape and not the labels."
     return ""
 
 
 def _takes_one(model: nn.Module) -> bool:
+    """Whether forward can be called with a single argument."""
     try:
         signature(model.forward).bind(None)
     except (TypeError, ValueError):

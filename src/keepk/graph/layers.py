@@ -1,4 +1,4 @@
-"""The two layers that stand in for torch's own after a cut; both are subclasses, so that ``isinstance`` holds."""
+"""The two layers that replace torch's after some cuts; both are subclasses, so ``isinstance`` checks still hold."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,16 +13,17 @@ from torch import Tensor, nn
 class HeadwiseAttention(nn.MultiheadAttention):
     """A `MultiheadAttention` that has lost heads.
 
-    torch takes all sizes from the query's width; here they come from the weights, so that heads can go while the width
-    stays. Parameters, arguments and results are those of torch.
+    torch derives all sizes from the width of the query. This class takes them from the weights, so heads can be removed
+    while the width stays. Parameters, arguments and results are those of torch.
     """
 
-    # torch's fused path would take the sizes from the query again, and looks here before.
+    # torch's fused path would derive the sizes from the query again. It is taken only if this attribute is True.
     _qkv_same_embed_dim = property(lambda _: False, lambda _self, _value: None)
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        """Whether a module is a plain attention that can lose heads."""
+        """Whether a module is an attention that can lose heads."""
+        # forward() below does not implement bias_k and add_zero_attn, which append a key and a value to every sequence.
         return isinstance(module, nn.MultiheadAttention) and module.bias_k is None and not module.add_zero_attn
 
     def forward(  # noqa: D102 - torch's own, argument by argument
@@ -37,7 +38,7 @@ class HeadwiseAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # the words of torch
         if query.is_nested:
             return self._nested(query, need_weights=need_weights, average_attn_weights=average_attn_weights)
         single = query.dim() == 2
@@ -54,7 +55,8 @@ class HeadwiseAttention(nn.MultiheadAttention):
         return (output.transpose(0, 1) if swap else output), weights
 
     def _nested(self, sequences: Tensor, **options: bool) -> tuple[Tensor, Tensor | None]:
-        """A `TransformerEncoder` in eval mode packs sequences of several lengths, for itself only."""
+        """Attention over a nested tensor, which a `TransformerEncoder` in eval mode makes of padded sequences."""
+        # forward() works on plain tensors, so the sequences are padded, masked and nested again.
         lengths = [len(sequence) for sequence in sequences.unbind()]
         padded = sequences.to_padded_tensor(0.0)
         ends = torch.tensor(lengths, device=padded.device)
@@ -73,13 +75,14 @@ class HeadwiseAttention(nn.MultiheadAttention):
         ]
 
     def _weights(self) -> Sequence[Tensor]:
-        """Of queries, keys and values, which have weights of their own if keys or values come from another width."""
+        """The weights of queries, keys and values, which torch stores separately if their inputs differ in width."""
         of_all: Tensor | None = self.in_proj_weight
         if of_all is None:
             return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         return of_all.chunk(3)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
+        """Both masks as one that is added to the scores."""
         masks = [] if padding is None else [_additive(padding, like).view(len(like), 1, 1, -1)]
         if attn_mask is not None:
             mask = _additive(attn_mask, like)
@@ -89,8 +92,9 @@ class HeadwiseAttention(nn.MultiheadAttention):
     def _attend(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """The mixed values, and the attention weights if they are needed."""
         rate = self.dropout if self.training else 0.0
-        if not need_weights:
+        if not need_weights:  # the fused kernel is faster and does not return weights
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=rate), None
         scores = queries / math.sqrt(queries.shape[-1]) @ keys.transpose(-2, -1)
         weights = (scores if mask is None else scores + mask).softmax(dim=-1)
@@ -99,16 +103,19 @@ class HeadwiseAttention(nn.MultiheadAttention):
 
 
 def _split_heads(tensor: Tensor, heads: int) -> Tensor:
+    """(batch, length, heads * width) as (batch, heads, length, width)."""
     return tensor.view(*tensor.shape[:-1], heads, -1).transpose(1, 2)
 
 
 def _batched(tensor: Tensor, *, single: bool, swap: bool) -> Tensor:
+    """A sequence as (batch, length, width), whether it came without a batch or with the length first."""
     if single:
         return tensor[None]
     return tensor.transpose(0, 1) if swap else tensor
 
 
 def _additive(mask: Tensor, like: Tensor) -> Tensor:
+    """A mask to add to scores: -inf where a boolean mask is True."""
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
@@ -118,20 +125,20 @@ SELECTED = "selected_channels"
 
 
 def selecting(kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a BatchNorm that reads a selection of its input's channels.
-
-    The selection is in the state_dict but is no buffer: an average of models would average its indices.
+    """The subclass of a BatchNorm class that reads a selection of its input's channels.
 
     >>> selecting(nn.BatchNorm2d)
     <class 'keepk.graph.layers.SelectingBatchNorm2d'>
     """
-    if hasattr(kind, "reads_selection"):
+    if hasattr(kind, "reads_selection"):  # it was cut before, and selects from its selection now
         return kind
     return _selecting_subclass(kind)  # type: ignore[arg-type]  # mypy takes the class for unhashable
 
 
 @cache
 def _selecting_subclass(kind: type[nn.Module]) -> type[nn.Module]:
+    # The selection is saved in the state_dict without being a buffer, because an EMA or an average of models would
+    # average the indices. That is why moving, saving and loading are written out here.
     class Selecting(kind):  # type: ignore[misc, valid-type]  # of any BatchNorm, known at run time only
         reads_selection = True
 
@@ -141,6 +148,8 @@ def _selecting_subclass(kind: type[nn.Module]) -> type[nn.Module]:
         def _apply(self, move: Callable[[Tensor], Tensor], *further: Any) -> nn.Module:
             super()._apply(move, *further)
             selected, moved = getattr(self, SELECTED), move(getattr(self, SELECTED))
+            # Only the device is taken from the move, never the dtype: these are indices. From meta (to_empty) there are
+            # no values to bring along.
             setattr(self, SELECTED, moved if selected.is_meta else selected.to(moved.device))
             return self
 
@@ -153,7 +162,7 @@ def _selecting_subclass(kind: type[nn.Module]) -> type[nn.Module]:
             _load_selection(self, state, prefix + SELECTED, *further[2:])
 
         def __reduce_ex__(self, _protocol: Any) -> Any:
-            """A class made at run time is pickled by the class that it extends."""
+            """Pickle by the class it extends, since a class made at run time cannot be found by name."""
             return _rebuilt, (kind,), self.__dict__
 
     Selecting.__name__ = Selecting.__qualname__ = f"Selecting{kind.__name__}"
@@ -163,7 +172,7 @@ def _selecting_subclass(kind: type[nn.Module]) -> type[nn.Module]:
 def _load_selection(
     module: nn.Module, state: dict[str, Any], key: str, missing: list[str], unexpected: list[str], errors: list[str]
 ) -> None:
-    """Take a selection from a state_dict, as torch takes a buffer from it."""
+    """Load a selection from a state_dict, with the same errors as a buffer."""
     own = getattr(module, SELECTED)
     if key in unexpected:
         unexpected.remove(key)

@@ -96,7 +96,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     def _apply_rule(self, call: Call) -> None:
         if call.name == "aten::index_select" and self.module in self._selected and call["dim"] == 1:
             maps = [_selected(m, self._selected[self.module]) for m in call.maps(call.inputs[0])]
-            call.leave(maps)
+            call.label_output(maps)
         else:
             super()._apply_rule(call)
 

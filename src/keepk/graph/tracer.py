@@ -215,7 +215,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
             self._names[id(tensor)] = name
-            set_label(tensor, Label(found, own=True, zeros=(parameter,) * len(found)))
+            set_label(tensor, Label(found, from_parameters=True, zeros=(parameter,) * len(found)))
             set_origin(tensor, name)
 
     def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
@@ -247,7 +247,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 raise NeedsValues(f"a value is read at {place}")
             with _disable_current_modes():
                 value = read(values)
-        own = bool(tensors) and all(is_labelled(tensor) and label_of(tensor).own for tensor in tensors)
+        own = bool(tensors) and all(is_labelled(tensor) and label_of(tensor).from_parameters for tensor in tensors)
         constant = ("torch" if is_read_by_torch() else self._constant_of(tensors)) if own else ""
         self.reads.append(ValueRead(value, place, boolean, own, constant, size=not tensors))
         add_read(self.facts, tensors, lambda why: Reason(why, module=self.module, place=place), boolean=boolean)
@@ -328,7 +328,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             kept = (
                 zero and not np.isin(m, found.nonzero).any() for m, zero in zip(label.maps, label.zeros, strict=True)
             )
-            set_label(tensor, replace(label, zeros=tuple(kept), neutral=False, null=False))
+            set_label(tensor, replace(label, zeros=tuple(kept), neutral=False, all_zero=False))
 
     def _apply_rule(self, call: Call) -> None:
         rule = rule_for(call)

@@ -1,4 +1,13 @@
-"""Uniting atoms into classes of what goes together."""
+"""Uniting atoms into classes that are removed together.
+
+>>> united = UnionFind(6)
+>>> united.add(np.array([1, 2], np.int32), np.array([3, 4], np.int32))
+>>> united.add(np.array([3], np.int32), np.array([5], np.int32))
+>>> united.settle()
+True
+>>> united.classes.tolist()  # 1, 3 and 5 are one class, 2 and 4 another; each is named by its smallest member
+[0, 1, 2, 1, 2, 1]
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,8 +17,12 @@ from keepk.graph.maps import Map
 Classes = NDArray[np.int32]
 
 
-class Union:
-    """Classes of atoms, each named by its smallest member."""
+class UnionFind:
+    """Classes of atoms, each named by its smallest member.
+
+    Pairs are collected by `add` and united by `settle`, all at once: one numpy pass over a million pairs instead of a
+    million steps in Python.
+    """
 
     def __init__(self, count: int) -> None:
         self.classes: Classes = np.arange(count, dtype=np.int32)
@@ -18,13 +31,13 @@ class Union:
         self._fresh = False
 
     def add(self, ones: Map, others: Map) -> None:
-        """Atoms at the same place go together; takes effect at the next `settle`."""
+        """Unite the atoms at the same positions; takes effect at the next `settle`."""
         self._ones.append(ones.ravel())
         self._others.append(others.ravel())
         self._fresh = True
 
     def settle(self) -> bool:
-        """Unite all that was added; whether anything changed."""
+        """Unite all pairs that were added; returns whether any class changed."""
         if not self._fresh:
             return False
         self._fresh = False
@@ -35,7 +48,7 @@ class Union:
 
 
 def _components(labels: Classes, ones: Map, others: Map) -> Classes:
-    """Label propagation: the smaller label wins until nothing changes."""
+    """Connected components by label propagation: the smaller label wins until nothing changes."""
     labels = labels.copy()
     while True:
         left, right = labels[ones], labels[others]
@@ -43,6 +56,8 @@ def _components(labels: Classes, ones: Map, others: Map) -> Classes:
         if not apart.any():
             return labels
         ones, others, left, right = ones[apart], others[apart], left[apart], right[apart]
+        # minimum.at and not plain assignment: of several pairs that lower the same label, the smallest must win.
         np.minimum.at(labels, np.maximum(left, right), np.minimum(left, right))
+        # Follow labels to their roots (pointer jumping), so that a chain of n pairs takes log n rounds instead of n.
         while not np.array_equal(jumped := labels[labels], labels):
             labels = jumped

@@ -1,7 +1,8 @@
-"""Weight norm, w = g v / |v|: which parameters are directions v, which lengths g they have, and the weight itself.
+"""Weight norm, w = g v / |v|: which parameters are directions v and lengths g, and the weight w they give.
 
-A direction must not become zero, for 0 / 0; a channel is silenced by its length alone. A direction's own norm says
-nothing about the weight, so whoever ranks looks at w.
+A direction must not be zeroed, because 0 / 0 is NaN: a channel is masked through its length alone. The norm of a
+direction says nothing about the weight (|v| cancels), so channels are ranked by w. Ranked by v, filters of length 0
+stayed because their directions were long.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 def lengths_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """By direction, its length.
+    """By direction v, its length g, for all weight-normed layers of a model.
 
     >>> layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
     >>> [(tuple(v.shape), tuple(g.shape)) for v, g in lengths_of(layer).items()]
@@ -24,7 +25,7 @@ def lengths_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 def weight_of(direction: Tensor, length: Tensor) -> Tensor:
-    """The weight g v / |v|, in float32 at least; zero where the direction is.
+    """The weight g v / |v|, in float32 or float64; zero where the direction is zero.
 
     >>> weight_of(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), torch.tensor([[10.0], [1.0]]))
     tensor([[6., 8.],
@@ -35,11 +36,11 @@ def weight_of(direction: Tensor, length: Tensor) -> Tensor:
 
 
 def weight_grad_of(direction: Tensor, length: Tensor) -> Tensor | None:
-    r"""The gradient of the weight, out of the gradients of both; None if one of them has none.
+    r"""The gradient of the weight from the gradients of direction and length; None if either has none.
 
     .. math:: dL/dw = (dL/dg)\; v / |v| + (|v| / g)\; dL/dv
 
-    Where g is zero only the first term can be known; w is zero there.
+    Where g is zero, dL/dv is zero whatever dL/dw is, so only the first term is known.
     """
     if direction.grad is None or length.grad is None:
         return None
@@ -49,7 +50,8 @@ def weight_grad_of(direction: Tensor, length: Tensor) -> Tensor | None:
 
 
 def _unit(direction: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """The direction v / |v|, and |v| over the dims that have one length."""
+    """The unit vector v / |v|, and |v|, over the dims that share one length."""
+    # In half precision a sum of squares overflows at 65,504 and loses small entries.
     wide = direction if direction.dtype == torch.float64 else direction.float()
     dims = [dim for dim in range(wide.ndim) if length.ndim == 0 or length.shape[dim] == 1]
     norm = torch.linalg.vector_norm(wide, dim=dims, keepdim=True)
@@ -57,20 +59,18 @@ def _unit(direction: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """The directions of a module with their lengths, in both of torch's implementations."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, WeightNorm):  # of torch.nn.utils.weight_norm, the older way
             yield getattr(module, f"{hook.name}_v"), getattr(module, f"{hook.name}_g")
     for found in module.children():
         if isinstance(found, nn.ModuleDict):  # that is where torch keeps parametrizations
-            yield from (_pair(it) for it in found.values() if isinstance(it, ParametrizationList) and _is_norm(it))
-
-
-def _is_norm(found: ParametrizationList) -> bool:
-    return isinstance(found[0], _WeightNorm)
+            lists = (it for it in found.values() if isinstance(it, ParametrizationList))
+            yield from (_pair(it) for it in lists if isinstance(it[0], _WeightNorm))
 
 
 def _pair(found: ParametrizationList) -> tuple[nn.Parameter, nn.Parameter]:
-    direction, length = found.original1, found.original0
+    direction, length = found.original1, found.original0  # torch stores g first
     assert isinstance(direction, nn.Parameter)
     assert isinstance(length, nn.Parameter)
     return direction, length

@@ -1,13 +1,14 @@
-"""The least sum of products of counts whose totals are given: how few weights channels may leave.
+"""The least number of weights that can remain when only the number of remaining channels is known.
 
-A weight of a convolution is left if its output channel and its input channel are, so the weights left in a tensor are
-a product of two counts, and those of a network a sum of such products. Which channels stay is not known beforehand,
-only how many in all. `least` bounds the sum from below over every way to keep that many.
+A weight of a convolution remains if its output channel and its input channel do. The weights that remain in a tensor
+are therefore a product of two counts, and those of a network a sum of such products. Before training it is not known
+which channels will be kept, only how many in all. `least` bounds the sum from below over all ways to keep that many, so
+that a plan which asks for more weights than may remain is refused before the first batch.
 
-The bound is exact while the search is small. It branches on the range of one count at a time and bounds each part by
-McCormick's planes: for x in [a, b] and y in [c, d], both a y + c x - a c and b y + d x - b d are at most x y, and so is
-every mixture of them. A mixture makes the sum linear, and a linear sum is least where the cheapest counts are filled
-first. The mixtures are improved by subgradient steps.
+The method is branch and bound, exact while the search is small. A part of the search is a range for every count. Its
+bound comes from McCormick's planes: for x in [a, b] and y in [c, d], both a y + c x - a c and b y + d x - b d are at
+most x y, and so is every mixture of the two. A mixture makes the sum linear, and a linear sum is least where the
+cheapest counts are filled first. Subgradient steps improve the mixtures.
 
 >>> counts = [Count(range(1, 17), "c"), Count(range(1, 17), "c")]  # two layers of 16 channels, at least 1 of each
 >>> middle = Product(1, (Factor(0, {0: 1.0}), Factor(0, {1: 1.0})))  # the weight between them
@@ -25,14 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-PARTS = 200  # of the search, after which the bound is good enough
-STEPS = 25  # of the mixtures in each part
-SLACK = 1e-6
+PARTS = 200  # after that many parts the search stops, with a bound that is valid but perhaps not exact
+STEPS = 25  # subgradient steps for each part
+SLACK = 1e-6  # for rounding errors of float64: sums are integers, so a bound of 11.9999999 means 12
 
 
 @dataclass(frozen=True)
 class Count:
-    """A number that is not known: the values that it may have, in rising order, and the total that it belongs to."""
+    """An unknown count: the values it may have, in rising order, and the name of the total that it is part of."""
 
     values: Sequence[int]
     total: str | None
@@ -40,7 +41,7 @@ class Count:
 
 @dataclass(frozen=True)
 class Factor:
-    """A constant plus multiples of counts, by their places; multiples are not negative, nor is the value ever."""
+    """A constant plus multiples of counts, by their positions. Multiples and values are never negative."""
 
     constant: float
     multiples: Mapping[int, float]
@@ -54,7 +55,7 @@ class Product:
     factors: tuple[Factor, ...]
 
     def value(self, counts: Sequence[float]) -> float:
-        """Its value for these counts."""
+        """The value of the product for given counts."""
         factors = (it.constant + sum(by * counts[place] for place, by in it.multiples.items()) for it in self.factors)
         return self.scale * prod(factors)
 
@@ -62,18 +63,26 @@ class Product:
 def least(
     products: Sequence[Product], counts: Sequence[Count], totals: Mapping[str, int], enough: int | None = None
 ) -> int:
-    """A lower bound of the sum of products over all counts with these totals.
+    """A lower bound of a sum of products over all counts with given totals.
 
     Args:
         products: The terms of the sum.
-        counts: The numbers that they are made of.
-        totals: By name of a total, what its counts add up to.
-        enough: The search ends as soon as the bound is known to be at least this, or some counts to be below it.
+        counts: The unknown counts.
+        totals: By name of a total, the sum of its counts.
+        enough: Stop as soon as the bound is known to be at least this, or some counts are known to give less.
+
+    Returns:
+        The bound, rounded up to an int.
+
+    Raises:
+        ValueError: If no counts have these totals.
     """
     search = _Search(products, counts, totals)
     first = search.part(*search.whole)
     if first is None:
         raise ValueError(f"no counts have the totals {dict(totals)}")
+    # Best first: the part with the lowest bound limits the answer, so it is split next. The number breaks ties, since
+    # parts themselves cannot be compared.
     best, heap, number = first.reached, [(first.bound, 0, first)], 0
     while heap:
         bound, _, part = heap[0]
@@ -93,7 +102,15 @@ def least(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A part of the search: its ranges, a lower bound, the point of that bound, and the sum reached at a real point."""
+    """A part of the search.
+
+    Attributes:
+        low: The smallest value of each count.
+        high: The largest value of each count.
+        bound: A lower bound of the sum in these ranges.
+        point: The counts at which the bound is attained.
+        reached: The smallest sum found for counts that are allowed.
+    """
 
     low: Floats
     high: Floats
@@ -103,6 +120,8 @@ class _Part:
 
 
 class _Search:
+    """The problem in matrices: every product as scale * (constant + x counts) * (constant + y counts)."""
+
     def __init__(self, products: Sequence[Product], counts: Sequence[Count], totals: Mapping[str, int]) -> None:
         self._counts = counts
         self._groups = [
@@ -119,11 +138,12 @@ class _Search:
         self._y = self._matrix([factors[1] if len(factors) > 1 else Factor(1, {}) for _, factors in varying])
 
     def part(self, low: Floats, high: Floats, best: float = float("inf")) -> _Part | None:
-        """A part with its bound; None if no counts of it have the totals, or if all of them are worse than `best`."""
+        """A part with its bound; None if no counts in it have the totals, or none can be better than `best`."""
         low, high = self._tightened(low, high)
         if (low > high).any() or any(not low[g].sum() <= total <= high[g].sum() for g, total in self._groups):
             return None
         planes = self._planes(low, high)
+        # Start from the best of three uniform mixtures. The steps below climb from there.
         ends = [np.full(len(self._scale), share) for share in (0.0, 1.0, 0.5)]
         mixture = max(ends, key=lambda it: self._bounded(planes, it, low, high)[0])
         found = _Part(low, high, -np.inf, low, np.inf)
@@ -136,12 +156,14 @@ class _Search:
             squared = float(difference @ difference)
             if found.bound > aim - 1 + SLACK or squared == 0:
                 break
+            # Polyak's step length towards the best sum known, shortened slowly so that it settles.
             length = (aim - bound) / squared if np.isfinite(aim) else abs(bound) / squared
             mixture = np.clip(mixture + length / (1 + step / 8) * difference, 0, 1)
         return None if found.bound > best - 1 + SLACK and found.reached > best - 1 + SLACK else found
 
     def halves(self, part: _Part) -> list[tuple[Floats, Floats]]:
-        """The part cut in two at the range that its bound misses most by; nothing if it is a single point."""
+        """The part split in two, or nothing if it is a single point."""
+        # Split the range that contributes most to the gap between the products and the planes below them.
         width = part.high - part.low
         xs, ys = (constant + matrix @ part.point for constant, matrix in (self._x, self._y))
         planes = self._planes(part.low, part.high)
@@ -156,7 +178,9 @@ class _Search:
         return [(part.low, upper), (lower, part.high)]
 
     def _two_factors(self, product: Product) -> tuple[float, list[Factor]]:
-        """The scale and at most two factors that vary; more of them count with the least that they can be."""
+        """A product as a scale and at most two factors that vary."""
+        # McCormick's planes are for two factors. Any further one is replaced by its least value, which keeps the bound
+        # valid. It is rare: the weight of a bilinear layer.
         scale, varying = product.scale, list[Factor]()
         for factor in product.factors:
             if factor.multiples and len(varying) < 2:
@@ -167,6 +191,7 @@ class _Search:
         return scale, varying
 
     def _matrix(self, factors: Sequence[Factor]) -> tuple[Floats, Floats]:
+        """Factors as constants and a matrix of multiples, one row for each factor."""
         matrix = np.zeros((len(factors), len(self._counts)))
         for row, factor in enumerate(factors):
             for place, by in factor.multiples.items():
@@ -174,16 +199,18 @@ class _Search:
         return np.array([factor.constant for factor in factors], float), matrix
 
     def _ranges(self, low: Sequence[float], high: Sequence[float]) -> tuple[Floats, Floats]:
-        """The ranges drawn in to values that the counts may have."""
+        """The ranges narrowed to values that the counts may have."""
         bounds = list[tuple[float, float]]()
         for count, least_, most in zip(self._counts, low, high, strict=True):
             begin, end = bisect_left(count.values, least_), bisect_right(count.values, most)
+            # An empty range is marked by low > high.
             bounds.append((count.values[begin], count.values[end - 1]) if begin < end else (1.0, 0.0))
         found = np.array(bounds, float).reshape(-1, 2)
         return found[:, 0], found[:, 1]
 
     def _tightened(self, low: Floats, high: Floats) -> tuple[Floats, Floats]:
-        for _ in range(3):
+        """The ranges narrowed by the totals: a count is at least its total minus the largest values of the others."""
+        for _ in range(3):  # narrowing one range narrows others; few rounds give nearly all of it
             before, low, high = (low, high), low.copy(), high.copy()
             for places, total in self._groups:
                 others_low, others_high = low[places].sum() - low[places], high[places].sum() - high[places]
@@ -197,7 +224,7 @@ class _Search:
         return low, high
 
     def _planes(self, low: Floats, high: Floats) -> tuple[tuple[Floats, Floats, Floats], ...]:
-        """Two planes below each product: multiples of x and of y, and a constant."""
+        """McCormick's two planes below each product, each as multiples of x and of y, and a constant."""
         (x_constant, x), (y_constant, y) = self._x, self._y
         x_low, y_low = x_constant + self._extremes(x, low, high), y_constant + self._extremes(y, low, high)
         x_high, y_high = x_constant - self._extremes(-x, low, high), y_constant - self._extremes(-y, low, high)
@@ -207,7 +234,10 @@ class _Search:
     def _bounded(
         self, planes: tuple[tuple[Floats, Floats, Floats], ...], mixture: Floats, low: Floats, high: Floats
     ) -> tuple[float, Floats, Floats]:
-        """The bound by a mixture of the planes, its point, and by how much the second plane is higher there."""
+        """The bound by a mixture of the planes, its point, and by how much the second plane is higher there.
+
+        The difference is the subgradient of the bound with respect to the mixture.
+        """
         (x_constant, x), (y_constant, y) = self._x, self._y
         of_x, of_y, constant = (
             (1 - mixture) * one + mixture * other for one, other in zip(planes[0], planes[1], strict=True)
@@ -220,13 +250,14 @@ class _Search:
         return bound, point, heights[1] - heights[0]
 
     def _cheapest(self, slopes: Floats, low: Floats, high: Floats) -> Floats:
-        """The counts with the least linear sum: the cheapest of each total are filled first."""
+        """The counts with the least linear sum: within each total, the cheapest are filled first."""
         point = low.copy()
         for places, total in self._groups:
             order = places[np.argsort(slopes[places], kind="stable")]
             room = (high - low)[order]
             before = np.cumsum(room) - room
             point[order] += np.clip(total - low[places].sum() - before, 0, room)
+        # A count that belongs to no total is free: at its largest if that lowers the sum, otherwise at its smallest.
         loose = self._loose[slopes[self._loose] < 0]
         point[loose] = high[loose]
         return point
@@ -246,10 +277,12 @@ class _Search:
         return extremes
 
     def _sum(self, point: Floats) -> float:
+        """The sum of products at a point."""
         (x_constant, x), (y_constant, y) = self._x, self._y
         return self._constant + float((self._scale * (x_constant + x @ point) * (y_constant + y @ point)).sum())
 
     def _allowed(self, point: Floats) -> bool:
+        """Whether every count has one of its values."""
         pairs = zip(self._counts, point.tolist(), strict=True)
         return all(
             (at := bisect_left(count.values, value)) < len(count.values) and count.values[at] == value

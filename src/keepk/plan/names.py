@@ -1,4 +1,4 @@
-"""Globs over dotted names, the names nearest to one that matched nothing, and values of users in error messages."""
+"""Globs over dotted names, suggestions for names that matched nothing, and short reprs for error messages."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def as_globs(globs: object) -> tuple[str, ...] | None:
-    """One glob or several, as a tuple; None if it is neither.
+    """One glob or several as a tuple; None if the argument is neither.
 
     >>> as_globs("fc*"), as_globs(["a", "b"]), as_globs(3)
     (('fc*',), ('a', 'b'), None)
@@ -22,22 +22,22 @@ def as_globs(globs: object) -> tuple[str, ...] | None:
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether any of the globs matches the whole name.
+    """Whether any of the globs matches the whole name; ``*`` also matches dots.
 
     >>> matches("features.3.weight", ["fc*", "features.*"])
     True
     """
-    return any(fnmatchcase(name, glob) for glob in globs)
+    return any(fnmatchcase(name, glob) for glob in globs)  # not fnmatch, which ignores case on Windows
 
 
 def nearest(name: str, known: Sequence[str], most: int = 3) -> str:
-    """The known names that look most like `name`, or the first few, for an error's last words."""
+    """The known names most similar to `name`, or the first few, for the end of an error message."""
     close = get_close_matches(name, known, n=most, cutoff=0.4) or list(known[:most])
     return ", ".join(repr(candidate) for candidate in close) or "none at all"
 
 
 class _Short(Repr):
-    """A repr of bounded length on one line, which does not go into modules and tensors."""
+    """A repr of bounded length, without the contents of modules and tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,9 @@ class _Short(Repr):
         self.maxlevel = 3
 
     def repr_instance(self, x: Any, level: int) -> str:
-        """A module by its class, a tensor or an array by its shape, anything else by the beginning of its repr."""
+        """A module by its class, a tensor or array by its shape, anything else by the beginning of its repr."""
         kind = type(x).__name__
+        # By attributes, because this package imports neither torch nor numpy for it.
         if hasattr(type(x), "named_modules"):
             return f"<{kind}>"
         if hasattr(type(x), "shape") and hasattr(type(x), "dtype"):
@@ -55,7 +56,7 @@ class _Short(Repr):
         return super().repr_instance(x, level)
 
     def repr1(self, x: Any, level: int) -> str:
-        # By default a class named like a builtin type is taken for one; a ModuleList has no literal.
+        # reprlib dispatches on the class name alone, and would take a user's class called `list` for a list.
         plain = type(x).__module__ in ("builtins", "collections", "array")
         return super().repr1(x, level) if plain else self.repr_instance(x, level)
 
@@ -64,7 +65,7 @@ _SHORT = _Short()
 
 
 def shown(value: object) -> str:
-    """A value that a user passed, for an error message: its repr on one line, at most about two lines of text long.
+    """The repr of a value that a user passed, for an error message: on one line, at most 200 characters.
 
     >>> shown("fc*"), shown([1, 2]), shown(range(3)), shown(list(range(100)))
     ("'fc*'", '[1, 2]', 'range(0, 3)', '[0, 1, 2, 3, 4, 5, ...]')
@@ -73,7 +74,7 @@ def shown(value: object) -> str:
 
 
 def shortened(text: str, most: int = 400) -> str:
-    """A text on one line, without its middle if it is long.
+    """A text on one line, with its middle left out if it is longer than `most` characters.
 
     >>> shortened("one  two", 20), shortened("abcdefghijklmnopqrstuvwxyz", 11)
     ('one two', 'abcd...wxyz')

@@ -1,4 +1,9 @@
-"""Counts are ints, shares are exact: the one place where a user's number is read."""
+"""Reading the numbers that users pass: counts are ints, shares are exact rationals.
+
+A share becomes a count in one place, `keep_count`. In floats, 6.5 % of 266,200 weights is 17,302.999..., which floors
+to 17,302. The decimal that the user wrote gives 17,303. Plans are made of such floors, and an error of one would make
+the last count miss K.
+"""
 
 from collections.abc import Callable
 from decimal import Decimal
@@ -11,7 +16,7 @@ from keepk.plan.names import shown
 
 
 def exact_share(value: object, what: str, error: Callable[[str], KeepkError]) -> Fraction:
-    """A share in [0, 1], read as the decimal that the user wrote.
+    """A share in [0, 1] as an exact rational of the decimal that the user wrote.
 
     >>> exact_share(0.935, "prune", KeepkError)
     Fraction(187, 200)
@@ -23,10 +28,16 @@ def exact_share(value: object, what: str, error: Callable[[str], KeepkError]) ->
 
 
 def exact_number(value: object, what: str, error: Callable[[str], KeepkError]) -> Fraction:
-    """A finite, non-negative number as an exact rational of its decimals."""
+    """A finite, non-negative number as an exact rational of its decimals.
+
+    Raises:
+        KeepkError: Of the class `error`, if it is not such a number.
+    """
     if isinstance(value, bool) or not isinstance(value, Real | Decimal):
         raise error(f"{what}={shown(value)}: got {type(value).__name__}. Give a number.")
     try:
+        # str(0.935) is the shortest decimal that gives this float, hence what was written. Fraction(0.935) would be
+        # the binary number 0.93500000000000005...
         number = Fraction(value) if isinstance(value, Rational) else Fraction(str(value))
     except ValueError:
         raise error(f"{what}={value}: not a finite number. Give a number such as 0.9.") from None
@@ -36,7 +47,13 @@ def exact_number(value: object, what: str, error: Callable[[str], KeepkError]) -
 
 
 def count(value: object, what: str, error: Callable[[str], KeepkError], *, least: int) -> int:
-    """An int of at least `least`; a bool or a float is refused, even where Python would let it pass."""
+    """An int of at least `least`; bools and floats are refused.
+
+    Raises:
+        KeepkError: Of the class `error`, if it is not such an int.
+    """
+    # True is an int in Python and 0.9 rounds down to 0, but keep=True and keep=0.9 are mistakes. Integers of numpy and
+    # torch are fine, hence Integral.
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise error(f"{what}={shown(value)}: got {type(value).__name__}. Give an int of at least {least}.")
     if value < least:

@@ -1,4 +1,12 @@
-"""Phases: spans of epochs in which some spaces are pruned and some parameters are frozen."""
+"""Phases: spans of epochs in which some spaces are pruned and some parameters are frozen.
+
+The paper prunes the fully connected layers first, then the convolutions while the former are frozen, then both:
+
+>>> phases = [Phase(2, prune="fc", freeze="conv*"), Phase(1, prune="conv", freeze="fc*"), Phase(1)]
+>>> goals = {"fc": Goal(total=100, keep=10, schedule=[50, 10]), "conv": Goal(total=20, keep=5, schedule=[5])}
+>>> timeline(goals, epochs=None, phases=phases)  # what is left after epochs 1, 2, 3 and 4
+{'fc': (50, 10, 10, 10), 'conv': (20, 20, 5, 5)}
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +20,16 @@ from keepk.plan.schedules import AnySchedule, plan
 
 @dataclass(frozen=True, init=False)
 class Phase:
-    """A span of epochs: which spaces are pruned in it, and which parameters get no update.
+    """A span of epochs: which spaces are pruned in it, and which parameters are not updated.
 
     Args:
-        epochs: How long it is.
-        prune: Globs over the names of spaces. A space's plan advances only in its own phases.
-        freeze: Globs over ``model.named_parameters()``. Frozen means no update at all, of weight decay or momentum
-            either; statistics of a BatchNorm still move.
+        epochs: Its length.
+        prune: Globs over the names of spaces. The plan of a space advances only in phases that prune it.
+        freeze: Globs over ``model.named_parameters()``. A frozen parameter gets no update at all, not even by weight
+            decay or momentum. The running statistics of a BatchNorm still change.
+
+    Raises:
+        PlanError: If `epochs` is not a positive int, or the globs are not strings.
 
     >>> fc_then_conv_then_both = [
     ...     Phase(3, prune="fc", freeze="conv*"),
@@ -43,12 +54,19 @@ class Phase:
         object.__setattr__(self, "freeze", frozen)
 
 
-Plan: TypeAlias = Mapping[str, tuple[int, ...]]  # by space, how many units are left after epochs 1, 2, ...
+Plan: TypeAlias = Mapping[str, tuple[int, ...]]  # by space, the number of units left after epochs 1, 2, ...
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The inputs of one space's plan: M, K, the schedule, and the count that it starts from, if not M."""
+    """The inputs of one space's plan.
+
+    Attributes:
+        total: M, the number of units.
+        keep: K, the number of units to keep.
+        schedule: How to get from one to the other.
+        start: The count that the schedule starts from, if it is not M: channels pruned before took some weights away.
+    """
 
     total: int
     keep: int
@@ -59,14 +77,19 @@ class Goal:
 def timeline(
     goals: Mapping[str, Goal], *, epochs: int | None, phases: Sequence[Phase] | None
 ) -> dict[str, tuple[int, ...]]:
-    """The plan of every space over the epochs of the whole run.
+    """The plan of every space over all epochs of the run.
 
-    Entry e - 1 is what is left after epoch e. Without phases all spaces advance together; with them a space waits at
-    M until its first phase and stands still between its phases.
+    Args:
+        goals: By space, the inputs of its plan.
+        epochs: The length of the run; None for the length of the schedules or phases.
+        phases: Without phases all spaces advance together. With phases a space waits at M until its first phase, and
+            does not change in phases that do not prune it.
 
-    >>> goals = {"fc": Goal(100, 10, [50, 10]), "conv": Goal(20, 5, [5])}
-    >>> timeline(goals, epochs=None, phases=[Phase(2, prune="fc"), Phase(1, prune="conv"), Phase(1)])
-    {'fc': (50, 10, 10, 10), 'conv': (20, 20, 5, 5)}
+    Returns:
+        By space, the number of units left after each epoch: entry e - 1 is for epoch e.
+
+    Raises:
+        PlanError: If a plan cannot reach K, or the phases do not fit the spaces or the epochs.
     """
     if phases is None:
         plans = {name: _plan_of(name, goal, epochs) for name, goal in goals.items()}
@@ -77,7 +100,9 @@ def timeline(
 
 
 def through_phases(name: str, goal: Goal, phases: Sequence[Phase]) -> tuple[int, ...]:
-    """The plan of one space, which advances in its own phases."""
+    """The plan of one space, which advances only in phases that prune it."""
+    # The schedule is asked for the epochs of those phases alone, and its counts are then spread over the run. It need
+    # not know about phases.
     own = [matches(name, phase.prune) for phase in phases]
     counts = _plan_of(name, goal, sum(phase.epochs for phase, mine in zip(phases, own, strict=True) if mine))
     spent, left, whole = 0, goal.total, list[int]()
@@ -90,6 +115,7 @@ def through_phases(name: str, goal: Goal, phases: Sequence[Phase]) -> tuple[int,
 
 
 def _plan_of(name: str, goal: Goal, epochs: int | None) -> tuple[int, ...]:
+    """The plan of a space, with the space's name in errors."""
     try:
         return plan(goal.schedule, goal.start or goal.total, goal.keep, epochs=epochs)
     except PlanError as refused:
@@ -97,7 +123,7 @@ def _plan_of(name: str, goal: Goal, epochs: int | None) -> tuple[int, ...]:
 
 
 def check_phases(goals: Mapping[str, Goal], epochs: int | None, phases: Sequence[Phase]) -> None:
-    """Refuse phases of another length, of spaces that do not exist, or none for one that does."""
+    """Refuse phases whose length is not `epochs`, that name unknown spaces, or that leave a space out."""
     length = sum(phase.epochs for phase in phases)
     if epochs is not None and epochs != length:
         raise PlanError(f"epochs={epochs}, but the phases have {length} epochs. Leave epochs out, or let them agree.")

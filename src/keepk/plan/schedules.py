@@ -1,8 +1,13 @@
 """Schedules: how many units are left after each epoch.
 
-A schedule is any callable that turns (M units, K to keep, epochs or None) into ints, one per epoch. `plan`
-asks it, checks the answer and returns the tuple that training follows: every entry is an int, none rises,
-the last one is K.
+A schedule is any callable from (M units, K to keep, epochs or None) to ints, one per epoch. `plan` calls it, checks the
+result and returns the tuple that training follows: every entry is an int, none is larger than the one before, and the
+last one is K.
+
+>>> def halves(total, keep, epochs):
+...     return [max(keep, total >> epoch) for epoch in range(1, (epochs or 10) + 1)]
+>>> plan(halves, total=1000, keep=100, epochs=5)
+(500, 250, 125, 100, 100)
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +21,20 @@ from keepk.errors import KeepkError, PlanError
 from keepk.plan.names import shortened, shown
 from keepk.plan.numbers import count, exact_number, exact_share
 
-LONGEST = 1_000_000  # epochs; a longer plan is a slip in nu
+LONGEST = 1_000_000  # epochs; a longer plan is a mistake in nu
 
 
 class Schedule(Protocol):
-    """(M, K, epochs) -> M_1 .. M_n; with `epochs=None` the schedule's own length, up to its first K."""
+    """A function (M, K, epochs) -> M_1 .. M_n."""
 
     def __call__(self, total: int, keep: int, epochs: int | None) -> Sequence[int]:
-        """The counts that are left after epochs 1, 2, ..."""
+        """The counts after each epoch.
+
+        Args:
+            total: M, the number of units.
+            keep: K, the number of units to keep.
+            epochs: The number of epochs; None for the schedule's natural length, up to its first K.
+        """
         ...
 
 
@@ -32,7 +43,7 @@ AnySchedule: TypeAlias = Schedule | Callable[[int, int, int | None], Sequence[in
 
 @dataclass(frozen=True)
 class Annealing:
-    r"""The paper's annealing plan: fast to a share p0, then nu more every few epochs, up to the goal.
+    r"""The paper's annealing schedule: quickly to a share p0, then nu more every few epochs, until K is reached.
 
     .. math::
         M_e = \begin{cases}
@@ -40,14 +51,17 @@ class Annealing:
             [1 - \min(p, p_0 + \lfloor (e - N_1) / N^c \rfloor \nu)] M & N_1 < e
         \end{cases}
 
-    rounded down, and never below K. Shares are shares *pruned*.
+    rounded down, and never below K. All shares are shares *pruned*.
 
     Args:
         p0: The share that is pruned by epoch n1.
-        n1: The length of the first, fast part. 1 goes to p0 directly; 0 leaves the first part out.
+        n1: The length of the first, fast part in epochs. 1 prunes p0 at once; 0 leaves the first part out.
         nu: The share that each event of the second part adds.
         mu: How steep the first part is.
-        every: The epochs between two events of the second part (the paper's N^c).
+        every: The number of epochs between two events of the second part (the paper's N^c).
+
+    Raises:
+        PlanError: If an argument is out of range; when called, if p0 prunes more than K allows or K is never reached.
 
     >>> Annealing(p0=0.8, n1=10, nu=0.02)(10_000, 1_000, None)
     (5600, 4133, 3400, 2960, 2666, 2457, 2300, 2177, 2080, 2000, 1800, 1600, 1400, 1200, 1000)
@@ -68,13 +82,16 @@ class Annealing:
         count(self.every, "Annealing: every", PlanError, least=1)
 
     def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
-        """The counts after each epoch, exact in the decimals of p0, nu and mu."""
+        """The counts after each epoch, exact in the decimals of p0, nu and mu; see `Schedule`."""
+        # Rationals and not floats: the plan is a floor of M times a share, and a float just below an integer floors to
+        # one too few. `keep=` and `prune=` would then give different plans for the same K.
         first = exact_share(self.p0, "Annealing: p0", PlanError)
         if (1 - first) * total < keep:
             raise PlanError(
                 f"Annealing: p0={self.p0} leaves {floor((1 - first) * total)} of {total}, fewer than the {keep} "
                 f"to keep. Choose p0 <= {float(1 - Fraction(keep, total)):.6g}, the share pruned at the end."
             )
+        # The length is computed, not counted: nu=1e-9 would otherwise loop for a billion epochs before it is refused.
         length = self._own_length(total, keep) if epochs is None else epochs
         if length > LONGEST:
             raise PlanError(
@@ -84,13 +101,14 @@ class Annealing:
         return tuple(max(keep, floor(self._share_left(e) * total)) for e in range(1, length + 1))
 
     def _share_left(self, epoch: int) -> Fraction:
+        """The share of units left after an epoch. The paper's two branches agree at n1."""
         first, step, steepness = (Fraction(str(value)) for value in (self.p0, self.nu, self.mu))
         if epoch <= self.n1:
             return (1 - first) + first * Fraction(self.n1 - epoch) / (steepness * epoch + self.n1)
         return 1 - first - (epoch - self.n1) // self.every * step
 
     def _own_length(self, total: int, keep: int) -> int:
-        """The first epoch at which floor(share * M) <= K, by the formula solved for e."""
+        """The first epoch with floor(share * M) <= K, found by solving the formula for e."""
         first, step = Fraction(str(self.p0)), Fraction(str(self.nu))
         if floor((1 - first) * total) <= keep:
             return self._first_part_length(total, keep)
@@ -104,7 +122,7 @@ class Annealing:
         return self.n1 + max(1, events) * self.every
 
     def _first_part_length(self, total: int, keep: int) -> int:
-        """The first part falls at every epoch, so the first epoch that is low enough is found by halving."""
+        """The first epoch of the first part with a count of at most K; by bisection, since that part never rises."""
         low, high = 1, max(1, self.n1)
         while low < high:
             middle = (low + high) // 2
@@ -117,7 +135,7 @@ class Annealing:
 
 @dataclass(frozen=True)
 class OneShot:
-    """Everything at the first event.
+    """Prune everything at the first event.
 
     >>> OneShot()(1000, 100, None), OneShot()(1000, 100, 3)
     ((100,), (100, 100, 100))
@@ -130,17 +148,20 @@ class OneShot:
 
 @dataclass(frozen=True)
 class Cubic:
-    r"""The gradual plan of Zhu and Gupta, known elsewhere as AGP: fast at first, ever slower towards the goal.
+    r"""The gradual schedule of Zhu and Gupta (AGP): fast at first, slower and slower towards K.
 
     .. math:: s_e = p + (p_0 - p) (1 - t)^3, \quad t = (e - begin) / n, \quad M_e = \lfloor (1 - s_e) M \rfloor
 
-    with t held between events (`every`) and after the end at 1.
+    where t changes only at events (`every`) and stays at 1 after the end.
 
     Args:
-        epochs: n, the epochs from `begin` to K. None takes all epochs that the run (or the phase) has.
+        epochs: n, the number of epochs from `begin` to K. None takes all epochs of the run or the phase.
         p0: The share pruned at `begin`.
-        begin: The epochs before the first event.
-        every: The epochs between two events.
+        begin: The number of epochs before pruning starts.
+        every: The number of epochs between two events.
+
+    Raises:
+        PlanError: If an argument is out of range; when called, if p0 prunes more than K allows, or no length is given.
 
     >>> Cubic(epochs=5)(1000, 100, None)
     (560, 294, 157, 107, 100)
@@ -160,7 +181,8 @@ class Cubic:
         count(self.every, "Cubic: every", PlanError, least=1)
 
     def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
-        """The counts after each epoch, exact in the decimals of p0."""
+        """The counts after each epoch, exact in the decimals of p0; see `Schedule`."""
+        # The final share is taken from K, not from prune=, so the last floor is exactly K.
         first, last = Fraction(str(self.p0)), 1 - Fraction(keep, total)
         if first > last:
             raise PlanError(
@@ -172,6 +194,7 @@ class Cubic:
         return tuple(total if e <= self.begin else max(keep, floor((1 - share) * total)) for e, share in begun)
 
     def _lengths(self, epochs: int | None) -> tuple[int, int]:
+        """The length of the plan, and of the span from `begin` to K."""
         if self.epochs is not None:
             return (self.begin + self.epochs if epochs is None else epochs), self.epochs
         if epochs is None:
@@ -181,7 +204,7 @@ class Cubic:
         return epochs, epochs - self.begin
 
     def _progress(self, epoch: int, span: int) -> Fraction:
-        """t: rounded down to whole events, but 1 at the end even where `every` does not divide the span."""
+        """The formula's t: rounded down to whole events, but 1 at the end even if `every` does not divide the span."""
         done = min(epoch - self.begin, span)
         return Fraction(done if done == span else done - done % self.every, span)
 
@@ -189,14 +212,26 @@ class Cubic:
 def plan(schedule: AnySchedule, total: int, keep: int, *, epochs: int | None = None) -> tuple[int, ...]:
     """The checked plan of a space: ints that never rise and end at K.
 
-    A plan that is shorter than `epochs` stays at K; one that does not get to K within them is refused, with the
-    epochs that it would need.
+    Args:
+        schedule: A schedule, a function like one, or the counts themselves.
+        total: M, the number of units.
+        keep: K, the number of units to keep.
+        epochs: The length of the plan. A shorter schedule stays at K for the rest.
+
+    Returns:
+        The number of units left after each epoch.
+
+    Raises:
+        PlanError: If the counts rise, fall below K, or do not reach K within the epochs; the message says how many
+            epochs it would take.
 
     >>> plan([500, 100], total=1000, keep=100, epochs=4)
     (500, 100, 100, 100)
     """
     counts = _ask(schedule, total, keep, epochs)
     _check(counts, total, keep)
+    # A list of ints may be longer than the run. It is cut, but only if K comes before the end: a run that would stop
+    # above K is refused before the first batch.
     if epochs is not None and len(counts) > epochs:
         counts, dropped = counts[:epochs], counts[epochs:]
         if not counts or counts[-1] != keep:
@@ -208,14 +243,14 @@ def plan(schedule: AnySchedule, total: int, keep: int, *, epochs: int | None = N
 
 
 def checked_schedule(given: Any, what: str) -> AnySchedule:
-    """A schedule, a callable or ints; ints in a list become a tuple.
+    """A schedule that a user passed, refused if it is not a callable or a sequence; a list becomes a tuple.
 
     >>> checked_schedule([50, 10], "schedule")
     (50, 10)
     """
-    # A module is callable, and would only fail when it is asked; torch is not needed to know one.
+    # A module is callable too and would fail only when it is called. It is recognised without importing torch.
     if callable(given) and not hasattr(given, "named_parameters"):
-        return given  # type: ignore[no-any-return]  # what it answers is checked when it is asked
+        return given  # type: ignore[no-any-return]  # its result is checked when it is called
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise PlanError(
             f"{what}={shown(given)}: got {type(given).__name__}. Give keepk.Cubic(epochs=...), a callable or "
@@ -225,6 +260,7 @@ def checked_schedule(given: Any, what: str) -> AnySchedule:
 
 
 def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
+    """The counts that a schedule gives, checked to be ints."""
     schedule = checked_schedule(schedule, "plan: schedule")
     answer = _called(schedule, total, keep, epochs) if callable(schedule) else schedule
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
@@ -234,26 +270,27 @@ def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tu
 
 
 def _called(schedule: Callable[..., Any], total: int, keep: int, epochs: int | None) -> Any:
+    """The result of calling a schedule; an exception in a user's function is reported with its arguments."""
     try:
         return schedule(total, keep, epochs)
     except KeepkError:
         raise
     except Exception as error:
         raise PlanError(
-            f"schedule {shown(schedule)}: failed on ({total}, {keep}, {epochs}), which are M, K and the "
-            f"epochs, or None for "
-            f"its own length ({type(error).__name__}: {shortened(str(error))}). Give a function of these "
+            f"schedule {shown(schedule)}: failed on ({total}, {keep}, {epochs}), which are M, K and the epochs, or "
+            f"None for its own length ({type(error).__name__}: {shortened(str(error))}). Give a function of these "
             f"three to a sequence of ints."
         ) from error
 
 
 def _check(counts: tuple[int, ...], total: int, keep: int) -> None:
+    """Refuse counts that rise or fall below K."""
     before = total
     for epoch, after in enumerate(counts, start=1):
         if after > before:
             raise PlanError(
                 f"plan {_short(counts)}: rises from {before} to {after} at epoch {epoch}. "
-                f"What is pruned never comes back: start at most at {total} and never rise."
+                f"Pruned units never come back: start at most at {total} and never rise."
             )
         if after < keep:
             raise PlanError(
@@ -264,6 +301,7 @@ def _check(counts: tuple[int, ...], total: int, keep: int) -> None:
 
 
 def _epochs_needed(schedule: AnySchedule, total: int, keep: int) -> int | None:
+    """The number of epochs that a schedule takes to reach K if it is free to; None if that is unknown."""
     if not callable(schedule):
         return None
     try:
@@ -273,6 +311,7 @@ def _epochs_needed(schedule: AnySchedule, total: int, keep: int) -> int | None:
 
 
 def _misses(schedule: AnySchedule, counts: tuple[int, ...], keep: int, needed: int | None) -> PlanError:
+    """The error about a plan that does not end at K."""
     reached = f"ends at {counts[-1]}" if counts else "is empty"
     remedy = f"It needs {needed} epochs" if needed else f"Let it end at exactly {keep}"
     return PlanError(

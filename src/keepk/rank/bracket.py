@@ -1,8 +1,15 @@
-"""The k-th largest score of many tensors, exactly, in about one read of them.
+"""The k-th largest score of several tensors, exactly, in about one read of them.
 
-A sample brackets the k-th largest; one sweep counts what lies above the bracket and gathers what lies inside; the
-few gathered entries hold the answer. A bracket that missed, or that holds too much, starts a narrower round.
-Values that fill a bracket (zeros, quantized weights) are counted, never gathered.
+A random sample gives a bracket [low, high] that very likely contains the k-th largest score. One sweep counts the
+scores above the bracket and gathers those inside. If the counts say that the answer is inside, it is found exactly
+among the few gathered scores; otherwise the next round searches above or below. Sampling affects only the speed, never
+the answer. Values that fill a bracket by themselves (zeros, quantised weights) are counted, not gathered.
+
+Of the scores 5 1 4 / 3 2 in two tensors, the third largest is 3, with two above it in the first tensor:
+
+>>> tensors = [Ranked("a", torch.tensor([5.0, 1.0, 4.0])), Ranked("b", torch.tensor([3.0, 2.0]))]
+>>> kth_largest(tensors, alive=[3, 2], k=3, sizes=Sizes())
+Threshold(value=3.0, above=[2, 0], equal=[0, 1])
 """
 
 import math
@@ -15,11 +22,13 @@ from torch import Tensor
 
 from keepk.rank.pieces import Ranked, Reader, Sizes, count, gather, memory_order, pieces, round_down, round_up
 
-DEVIATIONS = 4  # of the sampled rank, on each side of a bracket: one miss in 10,000 on unordered data
+DEVIATIONS = (
+    4  # standard deviations of the sampled rank on each side of a bracket: one miss in 10,000 on unordered data
+)
 
 
-class Standing(NamedTuple):
-    """Where the k-th largest stands: its value, and how many entries of each tensor are above and equal to it."""
+class Threshold(NamedTuple):
+    """The k-th largest score, and for each tensor how many entries are above it and equal to it."""
 
     value: float
     above: list[int]
@@ -27,7 +36,7 @@ class Standing(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The closed interval that has the answer, and how many entries of each tensor are above and inside."""
+    """The closed interval known to contain the answer, and for each tensor how many entries are above and inside."""
 
     low: float
     high: float
@@ -36,51 +45,62 @@ class Search(NamedTuple):
 
 
 class Swept(NamedTuple):
-    """What one tensor has above and inside a closed interval; ``picks`` is None if it was too much to gather."""
+    """How many entries of one tensor are above and inside an interval; ``picks`` are those inside, if not too many."""
 
     above: int
     inside: int
     picks: Tensor | None
 
 
-def kth_largest(tensors: Sequence[Ranked], alive: Sequence[int], k: int, sizes: Sizes) -> Standing:
-    """The k-th largest alive score, 1 <= k <= sum(alive)."""
+def kth_largest(tensors: Sequence[Ranked], alive: Sequence[int], k: int, sizes: Sizes) -> Threshold:
+    """The k-th largest score among the entries that are not pruned.
+
+    Args:
+        tensors: The tensors.
+        alive: For each tensor, how many of its entries are not pruned.
+        k: The rank, 1 <= k <= sum(alive).
+        sizes: How much is read, sampled and gathered at a time.
+    """
     search = Search(-math.inf, math.inf, [0] * len(tensors), list(alive))
-    dice = random.Random(0)
+    # A generator with a fixed seed, so that an event takes the same time on every process and leaves the user's random
+    # state alone.
+    generator = random.Random(0)
     while True:
-        bottom, top = _next_bracket(tensors, search, k, dice, sizes)
+        bottom, top = _next_bracket(tensors, search, k, generator, sizes)
         swept = _sweep_all(tensors, bottom, top, sizes)
-        found = _standing(swept, bottom, top, k)
+        found = _threshold(swept, bottom, top, k)
         if found is not None:
             return found
         search = _narrowed(search, swept, bottom, top, k)
 
 
 def _next_bracket(
-    tensors: Sequence[Ranked], search: Search, k: int, dice: random.Random, sizes: Sizes
+    tensors: Sequence[Ranked], search: Search, k: int, generator: random.Random, sizes: Sizes
 ) -> tuple[float, float]:
-    """A bracket by a sample; all that is left, if that is little."""
+    """A bracket from a sample, or the whole search interval if few entries are left in it."""
     among = sum(search.inside)
     if among <= min(sizes.sample, sizes.room):
         return search.low, search.high
-    stride = among // sizes.sample | 1  # odd: no resonance with widths, which are often even
-    sample = _sample(tensors, search.low, search.high, stride, dice, sizes)
+    # An odd stride: with an even one, a layer of even width would be sampled in the same few columns throughout.
+    stride = among // sizes.sample | 1
+    sample = _sample(tensors, search.low, search.high, stride, generator, sizes)
     return _bracket(sample, (k - sum(search.above)) / among, search.low, search.high)
 
 
-def _standing(swept: Sequence[Swept], bottom: float, top: float, k: int) -> Standing | None:
-    """The answer, if it lies in the bracket, and this is one value or was gathered."""
+def _threshold(swept: Sequence[Swept], bottom: float, top: float, k: int) -> Threshold | None:
+    """The answer, if it lies in the bracket and the bracket is a single value or was gathered."""
     over, inside = [part.above for part in swept], [part.inside for part in swept]
     if not sum(over) < k <= sum(over) + sum(inside):
         return None
     if bottom == top:
-        return Standing(top, over, inside)
+        return Threshold(top, over, inside)
     picks = [part.picks for part in swept if part.picks is not None]
     return _exact(picks, over, k - sum(over)) if len(picks) == len(swept) else None
 
 
 def _narrowed(search: Search, swept: Sequence[Swept], bottom: float, top: float, k: int) -> Search:
-    """What a bracket leaves to search: what is above it, what is below, or itself."""
+    """The interval to search next: above the bracket, below it, or the bracket itself."""
+    # The bounds are moved by one float64 step, so that the entries at the ends of the bracket are counted once.
     over, inside = [part.above for part in swept], [part.inside for part in swept]
     down_to = _plus(over, inside)
     if sum(over) >= k:
@@ -92,14 +112,15 @@ def _narrowed(search: Search, swept: Sequence[Swept], bottom: float, top: float,
 
 
 def _sample(
-    tensors: Sequence[Ranked], low: float, high: float, stride: int, dice: random.Random, sizes: Sizes
+    tensors: Sequence[Ranked], low: float, high: float, stride: int, generator: random.Random, sizes: Sizes
 ) -> Tensor:
-    """Every ``stride``-th entry of each tensor, of which those alive and inside [low, high]."""
+    """Every ``stride``-th entry of each tensor, without those that are pruned or outside [low, high]."""
     parts = []
     for tensor in tensors:
         bottom, top = round_up(low, tensor.scores.dtype), round_down(high, tensor.scores.dtype)
         for piece in pieces(sizes, *memory_order(*_views(tensor))):
-            start = dice.randrange(stride)
+            # A random start in each piece: the first entries of all pieces could be alike (a filter's corner).
+            start = generator.randrange(stride)
             scores, *dead = (view.reshape(-1)[start::stride] for view in piece)
             values = scores.abs() if tensor.absolute else scores
             chosen = (values >= bottom) & (values <= top)
@@ -110,10 +131,9 @@ def _sample(
 
 
 def _bracket(sample: Tensor, share: float, low: float, high: float) -> tuple[float, float]:
-    """The closed interval around the value that has ``share`` of the sample above it.
+    """A closed interval around the value that has ``share`` of the sample above it.
 
-    It excludes the sampled values at its ends, so ties there are never gathered; where an end equals the middle,
-    and where the sample is too small to narrow it, the interval is that one value.
+    The interval is that one value if a sampled end equals it, or if the sample is too small to narrow the interval.
     """
     size = len(sample)
     if size == 0:
@@ -122,6 +142,8 @@ def _bracket(sample: Tensor, share: float, low: float, high: float) -> tuple[flo
     middle_rank = min(int(share * size), size - 1)
     margin = DEVIATIONS + math.ceil(DEVIATIONS * math.sqrt(size * share * (1 - share)))
     middle = _largest(sample, middle_rank)
+    # The sampled values at the ends are excluded by one float step: a value that occurs often enough to be sampled
+    # there may occur millions of times, and would fill the room for gathering.
     if middle_rank >= margin:
         end = _largest(sample, middle_rank - margin)
         high = math.nextafter(end, -math.inf) if end > middle else middle
@@ -132,24 +154,28 @@ def _bracket(sample: Tensor, share: float, low: float, high: float) -> tuple[flo
 
 
 def _largest(values: Tensor, rank: int) -> float:
-    """The value with ``rank`` others before it in descending order."""
-    if values.is_cuda:  # there kthvalue is refused under torch.use_deterministic_algorithms
+    """The value at position ``rank`` in descending order."""
+    if values.is_cuda:  # kthvalue is refused on CUDA under torch.use_deterministic_algorithms
         return values.sort(descending=True).values[rank].item()
     return values.kthvalue(len(values) - rank).values.item()
 
 
 def _sweep_all(tensors: Sequence[Ranked], low: float, high: float, sizes: Sizes) -> list[Swept]:
-    room = sizes.room if low < high else 0
+    """Sweep every tensor; the room for gathered entries is shared by all of them."""
+    room = sizes.room if low < high else 0  # a single value need not be gathered, only counted
     swept = []
     for tensor in tensors:
         swept.append(_sweep(tensor, low, high, room, sizes))
+        # Once one tensor could not be gathered the answer cannot be found in this round, so the others only count.
         room = 0 if swept[-1].picks is None else room - swept[-1].inside
     return swept
 
 
 def _sweep(tensor: Ranked, low: float, high: float, room: int, sizes: Sizes) -> Swept:
-    """Count what is alive above and inside [low, high]; gather the inside while there is room for it."""
+    """Count the entries above and inside [low, high] that are not pruned; gather those inside while there is room."""
     reader, dtype = Reader(tensor, sizes), tensor.scores.dtype
+    # Bounds are float64, scores may be float16. Rounded into the interval they compare in the scores' dtype, without
+    # converting a whole piece.
     bottom, top = round_up(low, dtype), round_down(high, dtype)
     above = torch.zeros((), dtype=torch.int64, device=tensor.scores.device)
     inside = above.clone()
@@ -171,12 +197,12 @@ def _sweep(tensor: Ranked, low: float, high: float, room: int, sizes: Sizes) -> 
     return Swept(int(above), int(inside), None if picks is None else torch.cat(picks))
 
 
-def _exact(parts: list[Tensor], above: list[int], rank: int) -> Standing:
-    """The ``rank``-th largest of what was gathered, below what is known to be above."""
+def _exact(parts: list[Tensor], above: list[int], rank: int) -> Threshold:
+    """The ``rank``-th largest of the gathered entries, given how many entries are above all of them."""
     parts = _together(parts)
     value = _largest(torch.cat(parts), rank - 1)
     over = [int((part > value).sum()) for part in parts]
-    return Standing(value, _plus(above, over), [int((part == value).sum()) for part in parts])
+    return Threshold(value, _plus(above, over), [int((part == value).sum()) for part in parts])
 
 
 def _views(tensor: Ranked) -> tuple[Tensor, ...]:
@@ -184,7 +210,7 @@ def _views(tensor: Ranked) -> tuple[Tensor, ...]:
 
 
 def _together(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The parts on one device, in a dtype that holds all of them exactly."""
+    """The parts on one device, in a dtype that represents all of them exactly."""
     dtype = torch.float32
     for part in parts:
         dtype = torch.promote_types(dtype, part.dtype)

@@ -1,6 +1,7 @@
-"""Channels of one space that read others of it: a source takes its readings along, so it stays while one of them does.
+"""Channels of a space that are read by other units of the same space.
 
-What is ranked is then not a source alone: it is worth as much as the best of its readings, at least.
+Where several BatchNorms read a channel, each read is a unit (see docs/decisions/0010). Removing the channel, the
+source, removes its reads too. A source has to be kept while one of its reads is, so it is ranked by the best of them.
 """
 
 from collections.abc import Sequence
@@ -14,31 +15,37 @@ from keepk.graph.edits import Indices
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """Which channels of a space are read by others of it.
+    """Which channels of a space are read by other units of it.
 
     Attributes:
-        pairs: (source, reading) pairs of units.
-        heights: By unit, how many layers read its layer one after another; 0 for most.
+        pairs: (source, read) pairs of units.
+        heights: By unit, the length of the longest chain of layers that read its layer; 0 for most.
     """
 
     pairs: NDArray[np.int64]
     heights: NDArray[np.int64]
 
+    def __repr__(self) -> str:
+        return f"<Links: {len(self.pairs)} reads>"
+
     def raised(self, values: np.ndarray) -> np.ndarray:
-        """By unit, its own value or the highest of its readings, and of theirs.
+        """By unit, the largest of its value and those of its reads, and of their reads in turn.
 
         >>> Links(np.array([[0, 1], [1, 2]]), np.array([2, 1, 0, 0])).raised(np.array([1.0, 3.0, 2.0, 9.0]))
         array([3., 3., 2., 9.])
         """
         raised = values.copy()
         heights = self.heights[self.pairs[:, 0]]
-        for height in range(1, int(heights.max(initial=0)) + 1):  # readings before what they read
-            sources, readings = self.pairs[heights == height].T
-            np.maximum.at(raised, sources, raised[readings])
+        # From low to high, so that a read that is a source itself has its final value before its source takes it.
+        for height in range(1, int(heights.max(initial=0)) + 1):
+            sources, reads = self.pairs[heights == height].T
+            np.maximum.at(raised, sources, raised[reads])
         return raised
 
     def needed(self, layers: Sequence[Indices], floor: int) -> list[int]:
-        """By layer, how many may have to stay so that each keeps its floor: the sources of what stays elsewhere, too.
+        """By layer, how many units may have to be kept so that every layer keeps its floor.
+
+        A layer must keep the sources of the units that its readers keep, too.
 
         >>> Links(np.array([[0, 3], [1, 4]]), np.array([1, 1, 1, 0, 0])).needed([np.arange(3), np.array([3, 4])], 2)
         [2, 2]
@@ -48,10 +55,11 @@ class Links:
             home[units] = number
         needed = [min(floor, len(units)) for units in layers]
         for number in sorted(range(len(layers)), key=lambda it: int(self.heights[layers[it][0]])):
-            readings = self.pairs[home[self.pairs[:, 0]] == number, 1]
-            sources_of = np.bincount(readings, minlength=len(home))
+            reads = self.pairs[home[self.pairs[:, 0]] == number, 1]
+            # An upper bound: readers might share sources, but which units they keep is not known before the run.
+            sources_of = np.bincount(reads, minlength=len(home))
             wanted = sum(
-                needed[reader] * int(sources_of[layers[reader]].max()) for reader in np.unique(home[readings]).tolist()
+                needed[reader] * int(sources_of[layers[reader]].max()) for reader in np.unique(home[reads]).tolist()
             )
             needed[number] = min(max(needed[number], wanted), len(layers[number]))
         return needed

@@ -1,4 +1,9 @@
-"""Big tensors read in pieces that fit in the cache: the ground under the exact selection."""
+"""Reading large tensors in pieces that fit in a core's cache; the exact selection is built on this.
+
+A selection over a billion weights is bound by memory. Every step on a whole tensor (abs, compare, count) would write a
+temporary of its size and read it back. On a piece of 256K entries the temporaries stay in the cache and are reused for
+the next piece, so the weights are read from memory once and nothing large is allocated.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,8 +18,12 @@ from torch import Tensor
 class Ranked(NamedTuple):
     """One tensor whose entries are ranked.
 
-    ``dead`` entries (pruned before) are never eligible, whatever their score. ``absolute`` ranks by ``|scores|``:
-    the scores are then the weights themselves. At least ``min(floor, alive)`` entries are kept.
+    Attributes:
+        name: Its name, for errors.
+        scores: The scores, or the weights themselves if ``absolute``.
+        dead: The entries that were pruned before, which are never kept, whatever their score.
+        absolute: Rank by ``|scores|``. The magnitudes are then never stored as a tensor.
+        floor: At least ``min(floor, alive)`` entries are kept.
     """
 
     name: str
@@ -26,17 +35,19 @@ class Ranked(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is read, sampled and gathered at a time: it sets speed and memory, never the result."""
+    """How many entries are read, sampled and gathered at a time. This affects speed and memory, never the result."""
 
-    piece: int = 1 << 18  # a piece and its flags stay in the cache of one core
-    accelerator_piece: int = 1 << 24  # few long launches
+    piece: int = 1 << 18  # 1 MB of float32: a piece and its flags stay in the cache of one core
+    accelerator_piece: int = 1 << 24  # on a GPU each piece costs kernel launches, so there are few
     sample: int = 1 << 18
-    room: int = 1 << 23  # entries gathered for the last, exact step
+    room: int = 1 << 23  # entries gathered for the exact last step
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """CPU kernels without a thread pool: on pieces of this size its threads would wait more than they work."""
+    """Run CPU kernels on one thread within the context."""
+    # A piece of 256K entries takes tens of microseconds, about as long as waking the threads of a pool and waiting for
+    # the slowest one, the more so on a shared machine (docs/decisions/0006).
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 
 def pieces(sizes: Sizes, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of tensors of one shape, piece by piece in row-major order, none above the piece size."""
+    """Views of tensors of the same shape, piece by piece in row-major order, none larger than the piece size."""
     if all(tensor.is_contiguous() for tensor in tensors):
         tensors = tuple(tensor.view(-1) for tensor in tensors)
     first = tensors[0]
@@ -56,6 +67,7 @@ def pieces(sizes: Sizes, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if first.numel() <= size:
         yield tensors
         return
+    # Views along the first axes instead of a flat copy: a channels_last or sliced tensor has no flat view.
     row = first[0].numel()
     if row <= size:
         yield from zip(*(torch.split(tensor, size // row) for tensor in tensors), strict=True)
@@ -65,13 +77,13 @@ def pieces(sizes: Sizes, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def memory_order(scores: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors with their axes in the order in which ``scores`` lies in memory (channels_last)."""
+    """The same tensors with their axes in the memory order of ``scores``, so that pieces are read contiguously."""
     axes = sorted(range(scores.dim()), key=scores.stride, reverse=True)
     return tuple(tensor.permute(axes) for tensor in (scores, *others))
 
 
 def round_down(value: float, dtype: torch.dtype) -> float:
-    """The largest number of ``dtype`` that is <= value: the same numbers of ``dtype`` are above both.
+    """The largest number of ``dtype`` that is <= value, so that the same numbers of ``dtype`` lie above both.
 
     >>> round_down(0.1, torch.float16), round_down(0.5, torch.float16), round_down(1e9, torch.float16)
     (0.0999755859375, 0.5, 65504.0)
@@ -90,10 +102,11 @@ def round_up(value: float, dtype: torch.dtype) -> float:
 
 
 def count(flags: Tensor) -> Tensor:
-    """How many of the flags are set."""
+    """The number of flags that are set."""
     if flags.numel() % 1024:
         return flags.count_nonzero()
-    # 128 rows of eight flags a word cannot overflow a byte, and words add up ten times faster than flags
+    # Eight flags are added at once as the bytes of an int64, ten times faster than one by one. A byte counts to 255, so
+    # summing 128 rows cannot overflow.
     return flags.view(torch.int64).view(128, -1).sum(0).view(torch.uint8).sum()
 
 
@@ -101,13 +114,13 @@ def gather(values: Tensor, flags: Tensor) -> Tensor:
     """``values[flags]``, for flags that are rarely set."""
     if values.numel() % 8:
         return values[flags]
-    # most words of eight flags are empty: finding the others first is six times faster
+    # Most words of eight flags are empty. Finding the others first is six times faster.
     words = flags.view(torch.int64).nonzero().squeeze(1)
     return values.view(-1, 8).index_select(0, words)[flags.view(-1, 8).index_select(0, words)]
 
 
 class Reader:
-    """Reads and compares the pieces of one tensor, in buffers that every piece uses again."""
+    """Reads and compares the pieces of one tensor, in buffers that are reused for every piece."""
 
     def __init__(self, tensor: Ranked, sizes: Sizes) -> None:
         scores = tensor.scores
@@ -119,7 +132,7 @@ class Reader:
         self._flags = [torch.empty(length, dtype=torch.bool, device=scores.device) for _ in range(2)]
 
     def values(self, piece: Tensor) -> Tensor:
-        """What a piece is ranked by, flat; it lasts until the next piece."""
+        """The values that a piece is ranked by, flat; valid until the next call."""
         if self.absolute:
             torch.abs(piece, out=self._values[: piece.numel()].view(piece.shape))
         elif piece.is_contiguous():
@@ -133,10 +146,11 @@ class Reader:
         return self._flags[slot][:length]
 
     def compare(self, operator: Callable[..., Tensor], values: Tensor, bound: float, out: Tensor) -> Tensor:
-        """``operator(values, bound)`` into flags of any shape; ``bound`` must be a number of the dtype."""
+        """Write ``operator(values, bound)`` into flags of any shape; ``bound`` must be exact in the values' dtype."""
         if self._compared is None:
             return out.copy_(operator(values, bound).view(out.shape))
-        # on a CPU floats compare into floats, and become flags, three times faster than into flags
+        # On a CPU, comparing floats into floats and converting those to flags is three times faster than comparing
+        # into flags.
         compared = self._compared[: values.numel()]
         operator(values, bound, out=compared)
         return out.copy_(compared.view(out.shape))

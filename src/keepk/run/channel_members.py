@@ -16,10 +16,11 @@ from keepk.graph.units import GraphSpace
 from keepk.plan.names import matches, nearest
 from keepk.plan.portions import Portion, nearest_totals
 from keepk.plan.spaces import ChannelSpace
+from keepk.rank.asking import metric_name
 from keepk.rank.choices import Choice
 from keepk.rank.factories import refuse_uncalled
 from keepk.rank.links import Links
-from keepk.rank.metrics import magnitude
+from keepk.rank.metrics import traits_of
 from keepk.run.channel_links import find_links, refuse_bound_links
 
 NONE = np.zeros(0, np.int64)
@@ -96,9 +97,10 @@ def find_channels(
 
 
 def _refuse_metric_of_weights(space: ChannelSpace) -> None:
-    if space.metric is magnitude:
+    if space.metric is not None and "channels" not in traits_of(space.metric).ranks:
         raise SpaceError(
-            f"space {space.name!r}: metric magnitude ranks weights, not channels. Use keepk.metrics.l2 or product."
+            f"space {space.name!r}: metric {metric_name(space.metric)} ranks weights, not channels. "
+            f"Use keepk.metrics.l2 or product."
         )
 
 

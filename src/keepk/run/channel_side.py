@@ -18,6 +18,7 @@ from keepk.plan.portions import Split, chain, has_even_steps, snapped
 from keepk.rank.channel_metrics import channel_scores, default_metric, product, reads_weights_alone
 from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, Parameters, layers_of
+from keepk.rank.metrics import traits_of
 from keepk.run.channel_members import ChannelMembers
 from keepk.run.surgery import Surgery
 from keepk.run.watch import Watch
@@ -58,7 +59,7 @@ class ChannelSide:
         for name, it in self.members.items():
             layers = self.layers(name)
             metric = it.space.metric or default_metric(layers)
-            if reads_weights_alone(metric):
+            if reads_weights_alone(metric) or traits_of(metric).needs == ("weights",):
                 channel_scores(metric, layers)
 
     def warn_of_uncounted(self) -> None:

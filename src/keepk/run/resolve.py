@@ -15,6 +15,7 @@ from keepk.plan.spaces import WeightSpace
 from keepk.rank.asking import called
 from keepk.rank.channel_metrics import ranks_channels_alone
 from keepk.rank.factories import refuse_uncalled
+from keepk.rank.metrics import traits_of
 
 RANKABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -84,7 +85,9 @@ def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
 
 
 def _refuse_metric_of_channels(space: WeightSpace) -> None:
-    if space.metric is not None and ranks_channels_alone(space.metric):
+    if space.metric is None:
+        return
+    if ranks_channels_alone(space.metric) or "weights" not in traits_of(space.metric).ranks:
         raise SpaceError(
             f"space {space.name!r}: metric {called(space.metric)} ranks channels, not weights. "
             f"Use keepk.metrics.magnitude, or leave metric= out."

@@ -11,7 +11,7 @@ from keepk.cut.hold import Masks
 from keepk.errors import RankError, SpaceError
 from keepk.rank.changed import refuse_other_parameters
 from keepk.rank.metrics import magnitude, score
-from keepk.rank.select import Cut, Ranked, cut_points, dead_mask
+from keepk.rank.select import CutPoint, Ranked, cut_points, dead_mask
 from keepk.run.resolve import Members, refuse_not_finite
 from keepk.run.watch import Watch
 
@@ -56,7 +56,7 @@ class WeightSide:
         refuse_other_parameters(self._model, own, SpaceError)
         before = {name: self._with(name, mask) for name, mask in doomed.items() if name in own}
         left = self.counts({**self.dead, **before}) if before else self.kept
-        cuts = list[tuple[Ranked, Cut]]()
+        cuts = list[tuple[Ranked, CutPoint]]()
         for name, keep in planned.items():
             self._refuse_undercut(name, keep, left[name], by_channels=bool(before))
             if keep < left[name]:
@@ -98,7 +98,7 @@ class WeightSide:
         """Stand there again."""
         self.dead, self.kept, self.certified = snapshot
 
-    def _warn_of_ranking(self, members: Members, alive: int, cuts: Sequence[Cut]) -> None:
+    def _warn_of_ranking(self, members: Members, alive: int, cuts: Sequence[CutPoint]) -> None:
         """Warn of most weights tied at the cut, or of tensors that keep nearly nothing; zeros may go in any order."""
         name, by_magnitude = members.space.name, (members.space.metric or magnitude) is magnitude
         equal, ties = sum(cut.equal for cut in cuts), sum(cut.ties for cut in cuts)

@@ -1,4 +1,4 @@
-"""One short rule for each kind of operation. Importing this package fills the table."""
+"""The built-in rules, one short function for each kind of operation. Importing this package registers them all."""
 
 from keepk.graph.rules import convolution as convolution
 from keepk.graph.rules import creation as creation

@@ -1,4 +1,8 @@
-"""Convolutions of every kind: a product over input channels, group by group."""
+"""Convolutions of every kind: a sum of products over input channels, group by group.
+
+With g groups, output channel o of a group sums over the input channels i of the same group only. The joint index space
+is therefore (group, out, in), and a convolution without groups is the case of one group.
+"""
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +19,7 @@ from keepk.graph.table import rule
       "conv_depthwise3d", "_slow_conv2d_forward", "slow_conv3d_forward", "_conv_depthwise2d",
       "cudnn_convolution")  # fmt: skip
 def convolved(call: Call) -> None:
-    """In-channels are read, out-channels are produced; the kernel's dims are neither."""
+    """Contract the input channels, produce the output channels; the dims of the kernel are neither."""
     pictures, weight, bias = call.inputs[0], call.inputs[1], call.get("bias")
     output = call.outputs[0]
     groups, transposed = call.get("groups", 1), bool(call.get("transposed", False))
@@ -29,15 +33,17 @@ def convolved(call: Call) -> None:
         operands = [Operand(maps, shape, zeros), call.shaped_operand(bias, lambda m: m[None, :], shape)]
         maps = call.merge(operands, "has a bias")
         zeros = [all(operand.zero_along(m) for operand in operands) for m in maps]
-    call.weight_of(weight, read=0 if transposed else 1, produced=1 if transposed else 0)
+    call.note_weight(weight, read=0 if transposed else 1, produced=1 if transposed else 0)
+    # A depthwise convolution works channel by channel, like a BatchNorm: it carries channels rather than reading them,
+    # and as a reader it would turn a BatchNorm beside it into a separate read.
     if sizes[2] > 1 or groups == 1:
-        call.read_by(call.module or "model", call.maps(pictures), (1,))
+        call.note_reader(call.module or "model", call.maps(pictures), (1,))
     zeros += [bias is None and label_of(pictures).zero_along(m) for m in passing]
-    call.leave([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zeros)
+    call.label_output([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zeros)
 
 
 def _channels(call: Call, pictures: Tensor) -> tuple[list[Tracked], list[Map]]:
-    """The maps over the channels as rows, and those over the batch, which pass."""
+    """The maps over the channels, as rows, and the maps over the batch, which pass through unchanged."""
     rows, passing = list[Tracked](), list[Map]()
     label = label_of(pictures)
     for index_map, zero in zip(label.maps, label.zeros, strict=True):
@@ -53,7 +59,7 @@ def _channels(call: Call, pictures: Tensor) -> tuple[list[Tracked], list[Map]]:
 
 
 def _kernel(call: Call, weight: Tensor, groups: int) -> list[Tracked]:
-    """The weight's maps over its first two dims."""
+    """The weight's maps over its first two dims, out and in."""
     kept = list[Tracked]()
     label = label_of(weight)
     for index_map, zero in zip(label.maps, label.zeros, strict=True):
@@ -63,7 +69,9 @@ def _kernel(call: Call, weight: Tensor, groups: int) -> list[Tracked]:
             continue
         flat = call.union_over(index_map, inner).reshape(index_map.shape[:2])
         if groups > 1 and support(flat) == (1,):
-            call.needs_groups(flat, groups, weight.shape[0])
+            # The parameter was given one atom per column, but column 0 of group 0 and of group 1 read different
+            # channels. The trace starts over with separate atoms for each group; in this pass they are pinned.
+            call.note_groups(flat, groups, weight.shape[0])
             call.pin(flat, "the in-channels of a grouped convolution are shared")
             continue
         kept.append(Tracked(flat, zero))
@@ -78,8 +86,9 @@ def _grouped(
     left = [np.broadcast_to(m, (1, groups * ins)).reshape(groups, 1, ins) for m, _ in channels]
     right = [_by_group(m, sizes, transposed=transposed) for m, _ in kernel]
     if groups > 1 and ins > 1:
+        # The weight is (out, in / groups): one number of input channels for all groups.
         for index_map in (*left, *(m for m in right if m.shape[0] > 1 and m.shape[2] > 1)):
-            call.even(index_map, "goes into a grouped convolution")
+            call.require_equal_rows(index_map, "goes into a grouped convolution")
     operands = (
         Operand(left, (groups, 1, ins), [zero for _, zero in channels]),
         Operand(right, (groups, outs, ins), [zero for _, zero in kernel]),
@@ -87,6 +96,8 @@ def _grouped(
     if groups == 1:
         tracked = call.contract(operands, 2, "is convolved")
     else:
+        # With one input or one output channel per group, the group's channels on both sides are one: depthwise.
+        # Otherwise the channels of a group can be removed one by one.
         kind = Line.COLLAPSE if ins == 1 or outs == 1 else Line.LOOSE
         merged = call.merge(operands, "is convolved by groups", kind, 2 if kind is Line.COLLAPSE else None)
         tracked = call.sum_of_products(operands, merged, 2, (kind, kind))
@@ -94,7 +105,7 @@ def _grouped(
     for index_map, zero in tracked:
         spread = np.broadcast_to(index_map, (groups, outs, 1))
         if groups > 1 and outs > 1 and len(support(index_map)) > 1:
-            call.even(spread[:, :, 0], "comes out of a grouped convolution")
+            call.require_equal_rows(spread[:, :, 0], "comes out of a grouped convolution")
         rows.append(Tracked(spread.reshape(1, groups * outs), zero))
     return [row for row in rows if row.map.size > 1]
 

@@ -1,4 +1,4 @@
-"""Indexing by tensors: along a dim with channels the positions are data, so the channels stay."""
+"""Indexing by tensors: along an indexed dim the positions are data, so channels there are pinned."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,24 +17,25 @@ BOOLEAN = (torch.bool, torch.uint8)
 
 @rule("index_select")
 def picked(call: Call) -> None:
-    """Rows of one dim in the order of an index."""
+    """Pick rows of one dim by an index: pin channels along it, pass on maps over other dims."""
     source = call.inputs[0]
     kept = [m for m in call.maps(source) if m.shape[call["dim"]] == 1]
     _pin_rest(call, call.maps(source), kept)
-    call.leave(kept, zero=source)
+    call.label_output(kept, zero=source)
 
 
 @rule("gather", "take_along_dim")
 def gathered(call: Call) -> None:
-    """Elements along one dim; across it the index, which has the tensor's rank, says how far one goes."""
+    """Gather elements along one dim: pin channels along it; across it, source and index are matched by element."""
     source, index = call.inputs
     maps = _across(call, call["dim"], (source, index), "is gathered", in_part="is gathered in part")
-    call.leave(maps, zero=call.zero_in([source], maps))
+    call.label_output(maps, zero=call.zero_in([source], maps))
 
 
 @rule("index", "_unsafe_index")
 def indexed(call: Call) -> None:
-    """Advanced indexing: the indexed dims make way for the index's own, in front unless they are neighbours."""
+    """Apply advanced indexing: pin the indexed dims, move the maps of all others to their new positions."""
+    # As in numpy: dims of the index take the place of the indexed dims if those are adjacent, and come first if not.
     source, output = call["self"], call.outputs[0]
     dims, width, mask = _indexed_dims(call["indices"])
     kept = [m for m in call.maps(source) if not set(support(m)) & set(dims)]
@@ -48,13 +49,15 @@ def indexed(call: Call) -> None:
     fresh = 1 if mask else width
     order = [*others[:first], *[None] * fresh, *others[first:]]
     if len(order) == output.ndim:
-        call.leave([m.reshape([1 if dim is None else m.shape[dim] for dim in order]) for m in kept], zero=source)
+        call.label_output([m.reshape([1 if dim is None else m.shape[dim] for dim in order]) for m in kept], zero=source)
     else:
         for index_map in kept:
             call.pin(index_map, "is indexed by tensors")
 
 
 def _indexed_dims(indices: list[Tensor | None]) -> tuple[list[int], int, bool]:
+    """The dims that are indexed, the rank of the index, and whether a boolean mask is among the indices."""
+    # A boolean mask indexes as many dims as it has, and becomes one dim of unknown length.
     dims, dim, width, mask = list[int](), 0, 0, False
     for index in indices:
         count = index.ndim if index is not None and index.dtype in BOOLEAN else 1
@@ -68,13 +71,14 @@ def _indexed_dims(indices: list[Tensor | None]) -> tuple[list[int], int, bool]:
 
 @rule("index_put", "_index_put_impl", "_unsafe_index_put")
 def put(call: Call) -> None:
-    """Rows are written: the dims behind the indexed ones must agree with the values'."""
+    """Write rows by index: pin the indexed dims, merge the dims behind them with those of the values."""
     target, values = call["self"], call["values"]
     dims, _, _ = _indexed_dims(call["indices"])
     tail = target.ndim - len(dims)
     if dims != list(range(len(dims))) or values.ndim < tail:
+        # mask[:, cls] = 0 writes one number along untracked dims and binds no channels.
         if values.numel() == 1 and not any(set(support(m)) & set(dims) for m in call.maps(target)):
-            call.leave(call.maps(target), zero=False)
+            call.label_output(call.maps(target), zero=False)
             return
         call.pin_inputs("is written by index")
         return
@@ -83,27 +87,33 @@ def put(call: Call) -> None:
 
 @rule("index_add", "index_copy", "index_reduce")
 def rows_added(call: Call) -> None:
-    """Rows are put along one dim; across it source and target must agree."""
+    """Add or copy rows along one dim: across it, source and target are merged."""
     target, source = call["self"], call["source"]
     maps = _across(call, call["dim"], (target, source), "is added by index")
-    call.leave(maps, zero=call.zero_in([target, source], maps))
+    call.label_output(maps, zero=call.zero_in([target, source], maps))
 
 
 @rule("scatter", "scatter_add", "scatter_reduce")
 def scattered(call: Call) -> None:
-    """Elements are put along one dim; across it target and source go as far as the index, which has their rank."""
+    """Scatter elements along one dim: across it, target, source and index are matched by element."""
     target, source, index = call["self"], call.get("src"), call["index"]
     if not isinstance(source, Tensor):
         call.pin_inputs("is scattered by index")
         return
     maps = _across(call, call["dim"], (target, source, index), "is scattered", in_part="is scattered in part")
-    call.leave(maps, zero=call.zero_in([target, source], maps))
+    call.label_output(maps, zero=call.zero_in([target, source], maps))
 
 
 def _across(call: Call, dim: int, tensors: Sequence[Tensor], why: str, in_part: str = "") -> list[Map]:
-    """The maps across `dim`, where the tensors are element by element; along it positions are data.
+    """The merged maps across `dim`; channels along it are pinned, since positions there are data.
 
-    `in_part` tells what it is called if the last one, the index, is shorter than another.
+    Args:
+        call: The operation.
+        dim: The indexed dim.
+        tensors: The tensors that are matched by element across it.
+        why: A few words about the operation for the reasons of its facts.
+        in_part: The reason for pinning maps over dims along which the last tensor, the index, is shorter than another
+            one. By default that cannot happen.
     """
     rank, index = tensors[0].ndim, tensors[-1]
     operands = []
@@ -121,23 +131,24 @@ def _across(call: Call, dim: int, tensors: Sequence[Tensor], why: str, in_part: 
 
 @rule("index_fill", "masked_scatter")
 def filled(call: Call) -> None:
-    """By position, or in the order of what is there."""
+    """Pin everything: elements are written by position, or in the order of the values."""
     call.pin_inputs("is scattered by index")
 
 
 @rule("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 def embedded(call: Call) -> None:
-    """Rows of a table: the vocabulary stays, the width is a channel."""
+    """Look up rows of a table: the vocabulary is pinned, the width is an axis of channels."""
     table, output = call["weight"], call.outputs[0]
+    # The ids come from the data, so no row of the vocabulary can be renumbered.
     kept = [m for m in call.maps(table) if m.shape[0] == 1]
     _pin_rest(call, call.maps(table), kept, "rows of an embedding are picked by index")
-    call.leave([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=table)
-    call.produced_by(table, 1)
+    call.label_output([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=table)
+    call.note_producer(table, 1)
 
 
 @rule("topk", "sort", "kthvalue", "argsort", "cummax", "cummin", "msort", "mode", "median", "nanmedian")
 def ordered(call: Call) -> None:
-    """By value along a dim."""
+    """Order by value along a dim: channels along it are pinned, since their order depends on the data."""
     source = call.inputs[0]
     dim = call.get("dim", -1) % source.ndim if source.ndim else 0
     over_all = "dim" not in call.arguments  # median() of a whole tensor
@@ -145,12 +156,13 @@ def ordered(call: Call) -> None:
     _pin_rest(call, call.maps(source), kept, "is ordered by value along the axis")
     for output in call.outputs:
         if output.ndim == source.ndim:
-            call.leave(kept, to=output, zero=False)
+            call.label_output(kept, to=output, zero=False)
         else:
-            call.leave([m.squeeze(dim) for m in kept], to=output, zero=False)
+            call.label_output([m.squeeze(dim) for m in kept], to=output, zero=False)
 
 
 def _merge_tails(call: Call, pair: tuple[Tensor, Tensor], tail: int, why: str, back: Any) -> None:
+    """Merge the last `tail` dims of two tensors; `back` gives a merged map the rank of the output."""
     operands = []
     for tensor in pair:
         head = tensor.ndim - tail
@@ -163,15 +175,16 @@ def _merge_tails(call: Call, pair: tuple[Tensor, Tensor], tail: int, why: str, b
                 tuple(tensor.shape[head:]),
                 [label.zero_along(m) for m in kept],
                 label.neutral or tensor.numel() == 1,
-                label.null,
+                label.all_zero,
             )
         )
     merged = call.merge(operands, why)
     zeros = [all(operand.zero_along(m) for operand in operands) for m in merged]
-    call.leave([back(m) for m in merged], zero=zeros)
+    call.label_output([back(m) for m in merged], zero=zeros)
 
 
 def _pin_rest(call: Call, maps: Sequence[Map], kept: list[Map], why: str = "is picked by index along the axis") -> None:
+    """Pin the maps that are not among those kept."""
     for index_map in maps:
         if not any(index_map is other for other in kept):
             call.pin(index_map, why)

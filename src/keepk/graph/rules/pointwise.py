@@ -1,4 +1,4 @@
-"""Element by element: operations that torch does not tag as pointwise, and those that only pass on."""
+"""Elementwise operations that torch does not tag as pointwise, and operations that pass their input on."""
 
 from dataclasses import replace
 
@@ -15,61 +15,65 @@ from keepk.graph.table import rule
       "imag", "floor_divide", "log_sigmoid", "prelu", "poisson", "geometric", "cauchy", "log_normal", "random",
       "fake_quantize_per_tensor_affine_cachemask")  # fmt: skip
 def elementwise(call: Call) -> None:
-    """As any pointwise operation."""
+    """Merge the inputs like any pointwise operation."""
     call.pointwise()
 
 
 @rule("zero", "fill")
 def overwritten(call: Call) -> None:
-    """One constant everywhere, as in a tensor that was created with it."""
+    """Fill with one constant, like a tensor that was created with it."""
     value = call.get("value", 0)
     if isinstance(value, Tensor):
         call.pointwise()
         return
     maps = call.maps(call.inputs[0])
-    set_label(call.outputs[0], Label(maps, neutral=True, zeros=(value == 0,) * len(maps), null=value == 0))
+    set_label(call.outputs[0], Label(maps, neutral=True, zeros=(value == 0,) * len(maps), all_zero=value == 0))
 
 
 @rule("copy")
 def copy_into(call: Call) -> None:
-    """Writing into a tensor, perhaps a slice of another: the target's own atoms tie the whole together."""
+    """Copy into a tensor, which may be a slice of another one."""
+    # The target keeps its atoms and is merged with the source. If it is a slice, the whole tensor has these atoms as
+    # well, so everything written into it is tied together.
     target, source = call["self"], call["src"]
     values = call.operand(source, target.ndim)
     call.merge([call.operand(target, target.ndim), values], "is written over")
     written = label_of(source)
     if target._base is None and not label_of(target).maps:
+        # A whole tensor without channels (torch.empty) simply becomes the source.
         label = replace(written, neutral=False)
         set_label(call.outputs[0], label)
-        set_label(target, replace(label, own=False))
+        set_label(target, replace(label, from_parameters=False))
         return
     if not label_of(target).maps:
         for index_map in written.maps:
             call.pin(index_map, "is written into a slice that has no channels")
     zeros = tuple(values.zero_along(m) for m in label_of(target).maps)
     set_label(target, Label(label_of(target).maps, zeros=zeros))
-    set_label(call.outputs[0], Label(label_of(target).maps, own=written.own, zeros=zeros))
+    set_label(call.outputs[0], Label(label_of(target).maps, from_parameters=written.from_parameters, zeros=zeros))
 
 
 @rule("detach", "alias", "_to_copy", "clone", "lift_fresh", "lift_fresh_copy", "contiguous", "_conj", "_neg_view",
       "resolve_conj", "isnan", "view_of")  # fmt: skip
 def passed_on(call: Call) -> None:
-    """The same elements at the same places."""
+    """Pass on the same elements at the same positions."""
     for output in call.outputs:
-        call.leave(call.maps(call.inputs[0]), to=output)
+        call.label_output(call.maps(call.inputs[0]), to=output)
 
 
 @rule("native_dropout", "dropout", "alpha_dropout", "feature_dropout")
 def dropped_out(call: Call) -> None:
-    """The same places; the mask as well, but it is not zero there."""
+    """Pass on the maps to the result and to the mask; only the result is 0 where the input is."""
     source = call.inputs[0]
     for output in call.outputs:
+        # alpha_dropout replaces dropped elements by a negative constant, and shifts the others.
         keeps_zero = output is call.outputs[0] and call.name != "aten::alpha_dropout"
-        call.leave(call.maps(source), to=output, zero=source if keeps_zero else False)
+        call.label_output(call.maps(source), to=output, zero=source if keeps_zero else False)
 
 
 @rule("tril", "triu")
 def triangle(call: Call) -> None:
-    """A triangle over the last two dims is about positions."""
+    """Pin channels along the last two dims, where elements are kept by position; constants are dropped instead."""
     rank = call.inputs[0].ndim
     kept = []
     for index_map in call.maps(call.inputs[0]):
@@ -77,12 +81,12 @@ def triangle(call: Call) -> None:
             call.pin(index_map, "a triangle is cut along the axis")
         elif not set(support(index_map)) & {rank - 1, rank - 2}:
             kept.append(index_map)
-    call.leave(kept)
+    call.label_output(kept)
 
 
 @rule("view_as_complex", "view_as_real")
 def complex_pairs(call: Call) -> None:
-    """Real and imaginary parts belong together."""
+    """Unite real and imaginary parts."""
     kept = []
     for index_map in call.maps(call.inputs[0]):
         if call.name == "aten::view_as_real":
@@ -90,31 +94,31 @@ def complex_pairs(call: Call) -> None:
         else:
             last = index_map.ndim - 1
             kept.append(call.union_over(index_map, [last] if index_map.shape[last] > 1 else []).squeeze(last))
-    call.leave(kept)
+    call.label_output(kept)
 
 
 @rule("_local_scalar_dense", "is_nonzero", "item", "_assert_async", "_assert_scalar", "_assert_tensor_metadata",
       "sym_size", "record_stream")  # fmt: skip
 def to_python(call: Call) -> None:
-    """Values leave the graph; what Python does with them is checked when a cut copy is traced again."""
+    """Drop the maps: the value goes to Python, and replays on cut copies check what Python does with it."""
     for output in call.outputs:
-        call.leave((), to=output, zero=False)
+        call.label_output((), to=output, zero=False)
 
 
 @rule("bincount", "histc", "equal", "allclose")
 def counted(call: Call) -> None:
-    """All values are counted or compared, zeros as well, so that a channel is missed."""
+    """Mark everything lossy: values are counted or compared, zeros included, so a removed channel is missed."""
     for tensor in call.inputs:
         for index_map in call.maps(tensor):
-            call.lossy(index_map, support(index_map), f"{call.name.removeprefix('aten::')} counts all values")
-            call.read_by("a count", [index_map], support(index_map))
+            call.mark_lossy(index_map, support(index_map), f"{call.name.removeprefix('aten::')} counts all values")
+            call.note_reader("a count", [index_map], support(index_map))
     for output in call.outputs:
-        call.leave((), to=output, zero=False)
+        call.label_output((), to=output, zero=False)
 
 
 @rule("nonzero", "unique_dim", "_unique", "_unique2", "unique_consecutive")
 def found(call: Call) -> None:
-    """Positions along the axis, or values whatever their positions."""
+    """Pin everything: the result is positions along the axis, or values without their positions."""
     call.pin_inputs("values are looked for along the axis")
     for output in call.outputs:
-        call.leave((), to=output, zero=False)
+        call.label_output((), to=output, zero=False)

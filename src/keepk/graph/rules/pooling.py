@@ -1,4 +1,4 @@
-"""Pooling and resampling of pictures: channel by channel, over the dims behind them."""
+"""Pooling and resampling of images: each channel by itself, over the spatial dims behind it."""
 
 from keepk.graph.call import Call
 from keepk.graph.maps import support
@@ -19,13 +19,15 @@ SPATIAL = {"1d": 1, "2d": 2, "3d": 3}
 
 @rule(*POOLS)
 def pooled(call: Call) -> None:
-    """The last one, two or three dims are moved over; the others stay."""
+    """Pin maps over the spatial dims, and pass on all others."""
     source = call.inputs[0]
+    # grid_sampler_2d and the like end in "2d". For a name without a number, two spatial dims is what torch means.
     count = next((n for mark, n in SPATIAL.items() if mark in call.name), 2)
     moved = set(range(source.ndim - count, source.ndim))
     kept = []
     for index_map in call.maps(source):
         inside = set(support(index_map)) & moved
+        # A map over channels and positions stays a map over channels, with its positions united.
         if inside == set(support(index_map)):
             call.pin(index_map, "is pooled or resampled along the axis")
         else:
@@ -33,7 +35,8 @@ def pooled(call: Call) -> None:
     for other in call.inputs[1:]:
         for index_map in call.maps(other):
             call.pin(index_map, "says where to sample")
+    # Indices of a max-pooling are positions, and position 0 is not "zero".
     values, *indices = call.outputs
-    call.leave(kept, to=values, zero=source)
+    call.label_output(kept, to=values, zero=source)
     for output in indices:
-        call.leave(kept, to=output, zero=False)
+        call.label_output(kept, to=output, zero=False)

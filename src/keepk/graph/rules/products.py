@@ -1,4 +1,8 @@
-"""Matrix products: merges over a joint index space, then a sum over the contracted dim."""
+"""Matrix products: a merge in the joint index space, then a sum over the contracted dim.
+
+``(batch, n, k) @ (batch, k, m)`` is a product over (batch, n, m, k), summed over k. All products here are brought to
+that layout, with dims of size 1 where a factor does not have them.
+"""
 
 from torch import Tensor
 
@@ -11,8 +15,8 @@ from keepk.graph.table import rule
 
 @rule("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "mv", "addmv", "dot", "vdot")
 def product(call: Call) -> None:
-    """(batch, n, k) times (batch, k, m)."""
-    left, right = _factors(call)
+    """Contract k of (batch, n, k) times (batch, k, m), and merge with an addend if there is one."""
+    left, right = call.inputs[-2:]  # of addmm(self, mat1, mat2) the last two are the factors
     sizes = _sizes(left, right)
     tracked = call.contract(
         (
@@ -27,26 +31,21 @@ def product(call: Call) -> None:
     shaped = [m.reshape(m.shape[:3])[_kept_dims(left, right)] for m, _ in tracked]
     zeros = [zero for _, zero in tracked]
     if "input" not in call.arguments and not call.name.startswith("aten::add") and call.name != "aten::baddbmm":
-        call.leave(shaped, zero=zeros)
+        call.label_output(shaped, zero=zeros)
         return
     operands = [Operand(shaped, tuple(output.shape), zeros), call.operand(call["self"], output.ndim)]
     merged = call.merge(operands, "is added")
-    call.leave(merged, zero=[all(operand.zero_along(m) for operand in operands) for m in merged])
+    call.label_output(merged, zero=[all(operand.zero_along(m) for operand in operands) for m in merged])
 
 
 @rule("addbmm")
 def batch_of_products(call: Call) -> None:
-    """Its products are added up over the batch, which `product` keeps."""
+    """Pin everything: addbmm sums over the batch too, and the layout of `product` keeps the batch."""
     call.pin_inputs("sums over a batch")
 
 
-def _factors(call: Call) -> tuple[Tensor, Tensor]:
-    tensors = call.inputs[-2:]
-    return tensors[0], tensors[1]
-
-
 def _sizes(left: Tensor, right: Tensor) -> tuple[int, int, int, int, int]:
-    """Batch of the left, n, k, batch of the right, m."""
+    """The sizes of the left batch, n, k, the right batch, and m."""
     batch_left = left.shape[0] if left.ndim == 3 else 1
     batch_right = right.shape[0] if right.ndim == 3 else 1
     rows = left.shape[-2] if left.ndim > 1 else 1
@@ -55,18 +54,18 @@ def _sizes(left: Tensor, right: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def _as_left(index_map: Map, rank: int) -> Map:
-    """(batch, n, 1, k)."""
+    """A map of the left factor as (batch, n, 1, k)."""
     return aligned(index_map, 3)[:, :, None, :] if rank else index_map.reshape(1, 1, 1, 1)
 
 
 def _as_right(index_map: Map, rank: int) -> Map:
-    """(batch, 1, m, k)."""
+    """A map of the right factor as (batch, 1, m, k)."""
     column = index_map[:, None] if rank == 1 else index_map
     return aligned(column, 3).transpose(0, 2, 1)[:, None, :, :]
 
 
 def _kept_dims(left: Tensor, right: Tensor) -> tuple[int | slice, ...]:
-    """Which of (batch, n, m) the result has."""
+    """An index that removes those of (batch, n, m) that the result does not have."""
     batch = slice(None) if max(left.ndim, right.ndim) == 3 else 0
     rows = slice(None) if left.ndim > 1 else 0
     columns = slice(None) if right.ndim > 1 else 0
@@ -74,24 +73,25 @@ def _kept_dims(left: Tensor, right: Tensor) -> tuple[int | slice, ...]:
 
 
 def _note_roles(call: Call, left: Tensor, right: Tensor) -> None:
-    if label_of(right).own:
-        call.weight_of(right, read=right.ndim - 2 if right.ndim > 1 else 0, produced=right.ndim - 1)
-        call.read_by(call.module or "model", call.maps(left), (left.ndim - 1,))
-    elif label_of(left).own:
-        call.weight_of(left, read=left.ndim - 1, produced=max(left.ndim - 2, 0))
-        call.read_by(call.module or "model", call.maps(right), (max(right.ndim - 2, 0),))
+    """Record which factor is a weight, and who reads the channels of the other one."""
+    # F.linear(x, w) is x @ w.T, so the weight is usually on the right. Of two activations (queries and keys) neither
+    # produces channels; both are read by the product.
+    if label_of(right).from_parameters:
+        call.note_weight(right, read=right.ndim - 2 if right.ndim > 1 else 0, produced=right.ndim - 1)
+        call.note_reader(call.module or "model", call.maps(left), (left.ndim - 1,))
+    elif label_of(left).from_parameters:
+        call.note_weight(left, read=left.ndim - 1, produced=max(left.ndim - 2, 0))
+        call.note_reader(call.module or "model", call.maps(right), (max(right.ndim - 2, 0),))
     else:
-        call.read_by("a product", call.maps(left), (left.ndim - 1,))
-        call.read_by("a product", call.maps(right), (max(right.ndim - 2, 0),))
+        call.note_reader("a product", call.maps(left), (left.ndim - 1,))
+        call.note_reader("a product", call.maps(right), (max(right.ndim - 2, 0),))
 
 
 @rule("_trilinear")
 def bilinear(call: Call) -> None:
-    """Sum over i and j of left (n, i) times weight (o, i, j) times right (n, j), in the joint index space (n, o, i, j).
-
-    A product with one input, then one with the other. Nothing but `torch.nn.functional.bilinear` calls it.
-    """
+    """Contract i and j of left (n, i) times weight (o, i, j) times right (n, j), in the joint space (n, o, i, j)."""
     left, weight, right = call["i1"], call["i2"], call["i3"]
+    # The operation is general, but only torch.nn.functional.bilinear calls it, always with this layout.
     layout = [list(call[name]) for name in ("expand1", "expand2", "expand3", "sumdim")]
     if layout != [[1, 3], [0], [1, 2], [2, 3]]:
         call.pin_inputs("a trilinear product of this layout has no rule")
@@ -100,19 +100,20 @@ def bilinear(call: Call) -> None:
     inner = call.shaped_operand(weight, lambda m: m[None], (1, outs, lefts, rights))
     one = call.shaped_operand(left, lambda m: m[:, None, :, None], (rows, 1, lefts, 1))
     other = call.shaped_operand(right, lambda m: m[:, None, None, :], (rows, 1, 1, rights))
+    # Two contractions one after the other, each with the rules of a matrix product.
     half = call.contract((one, inner), 2, "is multiplied")
     between = Operand([m for m, _ in half], (rows, outs, 1, rights), [zero for _, zero in half])
     tracked = call.contract((between, other), 3, "is multiplied")
-    call.weight_of(weight, read=1, produced=0)
-    call.weight_of(weight, read=2, produced=0)
+    call.note_weight(weight, read=1, produced=0)
+    call.note_weight(weight, read=2, produced=0)
     for tensor in (left, right):
-        call.read_by(call.module or "model", call.maps(tensor), (1,))
-    call.leave([m[:, :, 0, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
+        call.note_reader(call.module or "model", call.maps(tensor), (1,))
+    call.label_output([m[:, :, 0, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
 
 
 @rule("_grouped_mm")
 def experts(call: Call) -> None:
-    """Rows of tokens times one matrix for each expert: the experts stay."""
+    """Contract tokens with one matrix for each expert; the experts are pinned, since tokens pick them by index."""
     tokens, weights = call.inputs[0], call.inputs[1]
     if tokens.ndim != 2 or weights.ndim != 3:
         call.pin_inputs("grouped products of this shape have no rule")
@@ -132,6 +133,6 @@ def experts(call: Call) -> None:
         2,
         "is multiplied",
     )
-    call.weight_of(weights, read=1, produced=2)
-    call.read_by(call.module or "model", call.maps(tokens), (1,))
-    call.leave([m[:, :, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
+    call.note_weight(weights, read=1, produced=2)
+    call.note_reader(call.module or "model", call.maps(tokens), (1,))
+    call.label_output([m[:, :, 0] for m, _ in tracked], zero=[zero for _, zero in tracked])
