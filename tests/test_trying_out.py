@@ -134,12 +134,12 @@ def test_exact_units_that_fail_beside_lossy_ones_are_blamed(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     tries = []
 
-    def attempt(trying, units, _constants=None, modes=None):  # noqa: ARG001
-        tries.append(trying.graph.units.lossy[units])
+    def attempt(_bench, graph, units, _modes):
+        tries.append(graph.units.lossy[units])
         besides = any(lossy.any() for lossy in tries) and not tries[-1].all()
         return replay.Mismatch(-1, "does not fit") if besides else None
 
-    monkeypatch.setattr(probe.Probe, "_attempt", attempt)
+    monkeypatch.setattr(probe.Bench, "attempt", attempt)
     graph = keepk.trace(model, torch.randn(3, 4))
     assert spaces(graph) == {"2": 8}
     assert len(tries) < 12

@@ -9,6 +9,7 @@ import torch
 from keepk.graph.facts import Reason
 from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
+from keepk.graph.shares import choose_half
 
 # Reasons that every model has, by their last words. Reports fold each kind into one line instead of listing its axes.
 FOLDED = {
@@ -198,7 +199,7 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
 
 def attributes_beside(graph: Graph) -> tuple[str, ...]:
     """The attributes that equal a width that can shrink, and that a removal leaves unchanged."""
-    found = graph.edits(graph.choose_half(lossy=True)).unchanged
+    found = graph.edits(choose_half(graph, lossy=True)).unchanged
     return tuple(str(it).partition(" = ")[0] for it in found)
 
 

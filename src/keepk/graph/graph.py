@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
-from itertools import count, repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +15,10 @@ from keepk.errors import ShrinkError
 from keepk.graph.edits import Cut, Edits, Indices, Selection
 from keepk.graph.left import Left, cut_between, settings_between, unchanged_between
 from keepk.graph.maps import Flags
-from keepk.graph.shares import Going, first_of, one, share_of, uneven_share
+from keepk.graph.shares import choose
 from keepk.graph.solve import Solution, alive_atoms
 from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
 from keepk.graph.wiring import Constant, Wiring
-from keepk.plan.names import shown
-from keepk.plan.numbers import exact_share
 
 if TYPE_CHECKING:
     from keepk.graph.replay import Replays
@@ -74,90 +71,17 @@ class Graph:
         down, exactly in the decimals written. Equal numbers are taken of blocks that are bound, and something is left
         everywhere.
         """
-        exact = exact_share(share, "choose: share", ShrinkError)
-        size = len(self.units)
-        if seed is not None and (not isinstance(seed, int) or seed < 0):
-            raise ShrinkError(f"choose: seed={shown(seed)}. Give an int of 0 or more, or None for the first ones.")
-        rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
-        chosen = self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
-        ranks = [space.units for space in self.spaces if self.adapter_of(space)]
-        return chosen[~np.isin(chosen, np.concatenate(ranks))] if ranks else chosen
+        return choose(self, share, seed=seed, lossy=lossy)
 
     def adapter_of(self, space: GraphSpace) -> str:
         """The path of the adapter whose ranks the units of a space are; empty if they are anything else."""
         owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in space.axes]
         return owners[0] if all(owners) else ""
 
-    def choose_half(self, *, lossy: bool = False) -> Indices:
-        """Half of every space, its last one with it: what is counted from the end is then another one."""
-        rank = np.random.default_rng(0).permutation(len(self.units))
-        for block in (block for blocks in self.choices() for block in blocks):
-            rank[block[-1:]] = -1
-        return self._chosen(repeat(share_of(Fraction(1, 2))), rank, lossy=lossy)
-
-    def choose_unevenly(self, *, lossy: bool = False) -> Indices:
-        """Another share of every space, so that widths which are equal by chance do not stay so."""
-        rank = np.random.default_rng(1).permutation(len(self.units))
-        return self._chosen(map(uneven_share, count()), rank, lossy=lossy)
-
-    def choose_one(self, *, lossy: bool = False) -> Indices:
-        """The first of every space that has two or more: all numbers of the others change."""
-        return self._chosen(repeat(one), np.zeros(len(self.units), np.int64), lossy=lossy)
-
-    def choose_sources(self, *, lossy: bool = False) -> Indices:
-        """Half of every space of sources, where that leaves something everywhere; their readings go along."""
-        free = self.alive & (np.full(len(self.units), lossy) | ~self.units.lossy)
-        source = np.isin(self.units.space, [n for n, space in enumerate(self.spaces) if space.kind == "source"])
-        half, rank = share_of(Fraction(1, 2)), np.zeros(len(free), np.int64)
-        picks = [
-            first_of(blocks, rank, self.alive, free, half, self.multiple(blocks))
-            for blocks in self.choices()
-            if source[np.concatenate(blocks)].any()
-        ]
-        chosen = np.unique(np.concatenate([*picks, np.zeros(0, np.int64)]))
-        if self._can_go(chosen):
-            return chosen
-        chosen = chosen[:0]
-        for pick in picks:
-            chosen = both if self._can_go(both := np.union1d(chosen, pick)) else chosen
-        return chosen
-
-    def _can_go(self, units: Indices) -> bool:
-        try:
-            self.edits(units)
-        except ShrinkError:
-            return False
-        return True
-
-    def _chosen(self, going: Iterable[Going], rank: Indices, *, lossy: bool) -> Indices:
-        """By what is chosen from as one, how many go; the lowest ranks do."""
-        free = self.alive & (np.full(len(rank), lossy) | ~self.units.lossy)
-        for space in self.spaces:
-            if space.kind == "source":
-                free[space.units] = False
-        chosen = [
-            first_of(blocks, rank, self.alive, free, how_many, self.multiple(blocks))
-            for blocks, how_many in zip(self.choices(), going, strict=False)
-        ]
-        return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
-
     def multiple(self, blocks: Sequence[Indices]) -> int:
         """Of what a multiple must be left of each block."""
         numbers: list[int] = np.unique(self.units.space[np.concatenate(blocks)]).tolist()
         return max(self.spaces[number].multiple for number in numbers)
-
-    def _with_sources_left(self, chosen: Indices) -> Indices:
-        """The choice without the readings of one source in each space that would lose all of its sources."""
-        links = self.links()
-        for space in self.spaces:
-            if space.kind == "source" and len(links):
-                gone = ~self.alive
-                gone[chosen] = True
-                own = links[np.isin(links[:, 0], space.units[self.alive[space.units]])]
-                if len(own) and gone[own[:, 1]].all():
-                    last = own[own[:, 0] == own[-1, 0], 1]
-                    chosen = chosen[~np.isin(chosen, last)]
-        return chosen
 
     def choices(self) -> list[tuple[Indices, ...]]:
         """What is chosen from as one: bound blocks, and what is not bound space by space."""
@@ -178,6 +102,12 @@ class Graph:
             blocks = tuple(block[block >= 0] for block in blocks)
             if any(len(block) for block in blocks):
                 yield blocks
+
+    def with_constants(self, constants: Iterable[Constant]) -> Graph:
+        """The same graph with other attributes that follow sizes; everything else is shared."""
+        other = copy.copy(self)
+        other.constants = list(constants)
+        return other
 
     def edits(self, units: Iterable[int]) -> Edits:
         """What removing these units would do; nothing is done."""

@@ -49,8 +49,9 @@ from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
-from keepk.graph.probe import NotRepeatable, Probe
+from keepk.graph.probe import Bench, NotRepeatable, settle
 from keepk.graph.replay import Differs, Echo, Replays, Run
+from keepk.graph.shares import choose_half, choose_unevenly
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.solve import solve
 from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
@@ -154,7 +155,7 @@ def _settled(model: nn.Module, workshop: Workshop, watched: "_Watched") -> Graph
     light = _for_replays(workshop, watched.replays, wiring, watched)
     while True:
         replays = Replays(tuple(watched.runs), tuple(watched.echoes))
-        graph = Probe(light, replays, watched.facts, atoms, wiring, pins=[], lossy=[], constants=[]).settle()
+        graph = settle(Bench(light, replays, watched.facts, atoms, wiring))
         if watched.is_repeated_by_others(light, graph):
             graph.replays = replace(watched.replays, device=light.device)
             graph.unknown = tuple(dict.fromkeys(watched.unknown))
@@ -378,7 +379,7 @@ class _Watched:
 
         In ``h / (16 if mask.any() else h.shape[1])`` with 16 channels, both branches do the same until one is cut.
         """
-        chosen = [graph.choose_half(lossy=False), graph.choose_unevenly(lossy=False), graph.choose_half(lossy=True)]
+        chosen = [choose_half(graph), choose_unevenly(graph), choose_half(graph, lossy=True)]
         for number, run in enumerate(self.spare):
             if any(len(units) and _does_not_repeat(workshop, graph, run, units) for units in chosen):
                 self.runs.append(self.spare.pop(number))
