@@ -425,7 +425,7 @@ class Locked(nn.Linear):
         (
             nn.Linear(4, 3),
             torch.zeros(0, 4),
-            r"argument 0 has a tensor of shape \(0, 4\), without .*two or more pictures",
+            r"argument 0 has a tensor of shape \(0, 4\), without .*batch size of at least 2",
         ),
         (
             nn.Linear(4, 3),
@@ -445,6 +445,28 @@ class Locked(nn.Linear):
 def test_what_cannot_be_traced_is_refused(model, example, words):
     with pytest.raises(TraceError, match=words):
         keepk.trace(model, example)
+
+
+def test_a_graph_prints_on_one_screen():
+    """The repr of a dataclass would print every atom of every tensor."""
+    layers = [layer for width in range(20, 40) for layer in (nn.Linear(width, width + 1), nn.ReLU())]
+    graph = keepk.trace(nn.Sequential(*layers, nn.Linear(40, 2)), torch.zeros(2, 20))
+    lines = repr(graph).splitlines()
+    assert lines[0] == "Graph: 610 of 610 units in 20 groups; 3 axes are fixed"
+    assert lines[1].split() == ["0", "21", "of", "21"]
+    assert lines[-1] == "  ... and 8 more groups"
+    assert len(lines) == 14
+    assert max(map(len, lines)) <= 100
+    graph.removed(np.arange(3))
+    assert repr(graph).splitlines()[1].split() == ["0", "18", "of", "21"]
+    page = graph._repr_html_()
+    assert page.count("<tr>") == 21
+    assert "<td>0</td><td>18</td><td>21</td>" in page
+
+
+def test_a_graph_without_units_prints():
+    graph = keepk.trace(nn.Linear(4, 3), torch.zeros(2, 4))
+    assert repr(graph) == "Graph: 0 of 0 units in 0 groups; 3 axes are fixed"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
