@@ -129,8 +129,8 @@ def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
 
 
 def keepk_event(trained: Trained, task: Task, *, optimizer: bool = True) -> Times:
-    found = keepk.trace(trained.model, task.pictures).spaces
-    names = [space.name for space in found if not space.lossy and space.kind != "read"]  # a DenseNet: its sources
+    found = keepk.trace(trained.model, task.pictures).groups
+    names = [group.module for group in found if not group.lossy and group.kind != "read"]  # a DenseNet: its sources
     spaces = [keepk.channels(name, prune=task.share, metric=keepk.metrics.l1) for name in names]
 
     def build() -> keepk.Pruner:

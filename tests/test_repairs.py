@@ -108,7 +108,7 @@ def test_widths_become_multiples_unless_channels_are_wrong():
     assert probe.require_multiples(made_up(trial, "split", others=True)) is None
     assumptions = probe.require_multiples(made_up(trial, "split"))
     assert grown(trial.assumptions, assumptions) == ["aligned"]
-    assert {it.multiple for it in trial.assuming(assumptions).graph.spaces} == {8}
+    assert {it.multiple for it in trial.assuming(assumptions).graph.groups} == {8}
 
 
 def test_multiples_are_tried_only_where_torch_raised_and_once():

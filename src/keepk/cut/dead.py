@@ -88,7 +88,7 @@ def removable(graph: Graph, dead: Flags) -> Flags:
 
 def _pick(graph: Graph, blocks: tuple[Indices, ...], dead: Flags) -> Indices:
     """The same number of each block, the first ones. A channel that others read goes with its last reading."""
-    if any(graph.spaces[space].kind == "source" for space in np.unique(graph.units.space[np.concatenate(blocks)])):
+    if any(graph.groups[space].kind == "source" for space in np.unique(graph.units.group[np.concatenate(blocks)])):
         return np.zeros(0, np.int64)
     count = min(min(int(dead[block].sum()), len(block) - 1) for block in blocks)
     count = fitting(count, map(len, blocks), graph.multiple(blocks))

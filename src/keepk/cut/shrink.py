@@ -44,7 +44,7 @@ def shrink(
     Args:
         model: The model that was traced.
         graph: What `keepk.trace` found.
-        units: Numbers of units; see `Graph.spaces` and `Graph.choose`.
+        units: Numbers of units; see `Graph.groups` and `Graph.choose`.
         optimizer: Its state of the cut parameters is cut along. Several may be given.
         followers: Copies of the model, averages of it (`AveragedModel`) or dicts of tensors with its names (of all
             that is trained, at least), which are cut along the same lines.

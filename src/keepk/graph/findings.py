@@ -54,7 +54,7 @@ class SpaceFound:
 
     Attributes:
         name: The module that produces them.
-        kind: "channel", "read" or "source"; see `keepk.graph.units.GraphSpace`.
+        kind: "channel", "read" or "source"; see `keepk.graph.units.Group`.
         units: How many there are.
         exact: The number of units whose removal has the same effect as setting them to zero.
         lossy: The number of units whose removal changes more than that.
@@ -123,25 +123,25 @@ class EqualParts:
 
 def spaces_found(graph: Graph) -> tuple[SpaceFound, ...]:
     """The spaces of a graph as plain values."""
-    return tuple(_space(graph, number) for number in range(len(graph.spaces)))
+    return tuple(_space(graph, number) for number in range(len(graph.groups)))
 
 
 def _space(graph: Graph, number: int) -> SpaceFound:
-    space = graph.spaces[number]
-    lossy = int(graph.units.lossy[space.units].sum())
-    reasons = [graph.solution.lossy.get(found) for found in graph.units.classes[space.units].tolist()]
+    group = graph.groups[number]
+    lossy = int(graph.units.lossy[group.units].sum())
+    reasons = [graph.solution.lossy.get(found) for found in graph.units.classes[group.units].tolist()]
     first = next((reason for reason in reasons if reason is not None), None)
     return SpaceFound(
-        name=space.name,
-        kind=space.kind,
-        units=len(space.units),
-        exact=len(space.units) - lossy,
+        name=group.module,
+        kind=group.kind,
+        units=len(group.units),
+        exact=len(group.units) - lossy,
         lossy=lossy,
         why=first.why if first else "",
         where=_places([first]) if first else (),
-        axes=tuple(SpaceAxis(tensor, axis, role.value if role else "") for tensor, axis, role in space.axes),
-        multiple=space.multiple,
-        why_multiple=space.aligned,
+        axes=tuple(SpaceAxis(tensor, axis, role.value if role else "") for tensor, axis, role in group.axes),
+        multiple=group.multiple,
+        why_multiple=group.aligned,
     )
 
 
@@ -187,7 +187,7 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
     return tuple(
         EqualParts(
             spaces=tuple(
-                dict.fromkeys(graph.spaces[s].name for s in graph.units.space[np.concatenate(blocks)].tolist())
+                dict.fromkeys(graph.groups[it].module for it in graph.units.group[np.concatenate(blocks)].tolist())
             ),
             parts=tuple(map(len, blocks)),
             why=binding.reason.why,

@@ -7,8 +7,9 @@ elsewhere: `units` finds the units and their groups, `shares` chooses units for 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from keepk.graph.left import Left, lost_units, plan_edits
 from keepk.graph.maps import Flags
 from keepk.graph.shares import choose
 from keepk.graph.solve import Solution, alive_atoms
-from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
+from keepk.graph.units import Fixed, Group, Units, find_fixed, find_groups, find_units
 from keepk.graph.wiring import Constant, Wiring
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Graph:
 
     Attributes:
         units: All units, as arrays.
-        spaces: The units by group: those that have their slices in the same axes.
+        groups: The units by group: those that have their slices in the same axes.
         fixed: The axes that cannot shrink, with the reasons.
         bindings: Blocks of units that must lose the same number of units.
         constants: Attributes found by probing that follow sizes.
@@ -68,7 +69,7 @@ class Graph:
     def __post_init__(self) -> None:
         wiring, solution = self.wiring, self.solution
         self.units: Units = find_units(wiring.axes, wiring.parameters, solution)
-        self.spaces: tuple[GraphSpace, ...] = tuple(find_spaces(self.units, wiring.axes, solution, wiring.roles))
+        self.groups: tuple[Group, ...] = tuple(find_groups(self.units, wiring.axes, solution, wiring.roles))
         self.fixed: tuple[Fixed, ...] = tuple(find_fixed(wiring.axes, solution))
         self.left = Left(wiring, np.ones(len(solution.classes), bool))  # the model as it is now
         self._unit_of = np.full(len(solution.classes), -1, np.int64)  # by class; -1 where a class is no unit
@@ -82,7 +83,7 @@ class Graph:
         rows = self._rows()[:SHOWN]
         width = max((len(name) for name, *_ in rows), default=0)
         lines = [f"  {name:{width}}  {left:>5,} of {total:,}{note}" for name, left, total, note in rows]
-        more = [f"  ... and {len(self.spaces) - SHOWN} more groups"] if len(self.spaces) > SHOWN else []
+        more = [f"  ... and {len(self.groups) - SHOWN} more groups"] if len(self.groups) > SHOWN else []
         return "\n".join([f"Graph: {self._summary()}", *lines, *more])
 
     def _repr_html_(self) -> str:
@@ -95,7 +96,7 @@ class Graph:
         return f"<p>Graph: {escape(self._summary())}</p><table>{head}{cells}</table>"
 
     def _summary(self) -> str:
-        count, axes = len(self.spaces), len(self.fixed)
+        count, axes = len(self.groups), len(self.fixed)
         groups = f"{count} group{'s' if count != 1 else ''}"
         fixed = f"{axes} ax{'es are' if axes != 1 else 'is is'} fixed"
         return f"{int(self.alive.sum()):,} of {len(self.units):,} units in {groups}; {fixed}"
@@ -103,13 +104,19 @@ class Graph:
     def _rows(self) -> list[tuple[str, int, int, str]]:
         """Name, units left, units in all and remarks of each group."""
         rows, alive = [], self.alive
-        for space in self.spaces:
-            name = space.name if len(space.name) <= NAME else f"...{space.name[3 - NAME :]}"
-            notes = [space.kind] if space.kind != "channel" else []
-            notes += ["lossy"] if space.lossy else []
-            notes += [f"multiples of {space.multiple}"] if space.multiple > 1 else []
-            rows.append((name, int(alive[space.units].sum()), len(space.units), "".join(f", {it}" for it in notes)))
+        for group in self.groups:
+            name = group.name if len(group.name) <= NAME else f"...{group.name[3 - NAME :]}"
+            notes = [group.kind] if group.kind != "channel" else []
+            notes += ["lossy"] if group.lossy else []
+            notes += [f"multiples of {group.multiple}"] if group.multiple > 1 else []
+            rows.append((name, int(alive[group.units].sum()), len(group.units), "".join(f", {it}" for it in notes)))
         return rows
+
+    @property
+    def spaces(self) -> tuple[Group, ...]:
+        """Deprecated: use `groups`. Their names are those of modules, which several groups may share."""
+        warnings.warn("Graph.spaces is deprecated; use Graph.groups.", DeprecationWarning, stacklevel=2)
+        return tuple(replace(group, name=group.module) for group in self.groups)
 
     @property
     def alive(self) -> NDArray[np.bool_]:
@@ -148,20 +155,20 @@ class Graph:
         """
         return choose(self, share, seed=seed, lossy=lossy)
 
-    def adapter_of(self, space: GraphSpace) -> str:
+    def adapter_of(self, group: Group) -> str:
         """The path of the adapter (LoRA) whose ranks are the units of a group; empty if they are something else."""
-        owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in space.axes]
+        owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in group.axes]
         return owners[0] if all(owners) else ""
 
     def multiple(self, blocks: Sequence[Indices]) -> int:
         """The number that each block's remaining count must be divisible by."""
-        numbers: list[int] = np.unique(self.units.space[np.concatenate(blocks)]).tolist()
-        return max(self.spaces[number].multiple for number in numbers)
+        numbers: list[int] = np.unique(self.units.group[np.concatenate(blocks)]).tolist()
+        return max(self.groups[number].multiple for number in numbers)
 
     def choices(self) -> list[tuple[Indices, ...]]:
         """The sets that units are chosen from independently: bindings, and the unbound units of each group."""
         bound = self.bound()
-        loose = [space.units[~bound[space.units]] for space in self.spaces]
+        loose = [group.units[~bound[group.units]] for group in self.groups]
         return [*self.bindings, *((units,) for units in loose if len(units))]
 
     def bound(self) -> Flags:

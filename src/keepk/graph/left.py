@@ -179,7 +179,7 @@ def _checked(graph: Graph, units: Iterable[int]) -> Indices:
     if len(given) and not 0 <= given.min() <= given.max() < len(graph.units):
         raise ShrinkError(
             f"shrink: unit {given.max() if given.min() >= 0 else given.min()} does not exist; the graph has "
-            f"{len(graph.units)} units, 0 to {len(graph.units) - 1}. Take them from graph.spaces."
+            f"{len(graph.units)} units, 0 to {len(graph.units) - 1}. Take them from graph.groups."
         )
     asked = np.unique(given.astype(np.int64))
     gone = asked[~graph.alive[asked]]
@@ -192,7 +192,7 @@ def _checked(graph: Graph, units: Iterable[int]) -> Indices:
 
 
 def _home(graph: Graph, unit: int) -> str:
-    return graph.spaces[int(graph.units.space[unit])].name
+    return graph.groups[int(graph.units.group[unit])].name
 
 
 def _closed(graph: Graph, asked: Indices) -> Indices:
@@ -229,14 +229,14 @@ def _refuse_unequal(graph: Graph, removed: Indices) -> None:
 
 
 def _refuse_misaligned(graph: Graph, removed: Indices) -> None:
-    for space in (space for space in graph.spaces if space.multiple > 1):
-        going = np.isin(space.units, removed)
-        left = int((graph.alive[space.units] & ~going).sum())
-        if going.any() and left % space.multiple:
-            nearest = max(left - left % space.multiple, space.multiple)
+    for group in (group for group in graph.groups if group.multiple > 1):
+        going = np.isin(group.units, removed)
+        left = int((graph.alive[group.units] & ~going).sum())
+        if going.any() and left % group.multiple:
+            nearest = max(left - left % group.multiple, group.multiple)
             raise ShrinkError(
-                f"shrink: {left} units of {space.name!r} would be left, which must be a multiple of "
-                f"{space.multiple}, because {space.aligned}. Leave {nearest}, or another one."
+                f"shrink: {left} units of {group.name!r} would be left, which must be a multiple of "
+                f"{group.multiple}, because {group.aligned}. Leave {nearest}, or another one."
             )
 
 

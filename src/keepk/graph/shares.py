@@ -67,7 +67,7 @@ def choose(graph: Graph, share: float, *, seed: int | None, lossy: bool) -> Indi
     rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
     chosen = _chosen(graph, repeat(share_of(exact)), rank, lossy=lossy)
     # The rank of a LoRA adapter is a setting of the user's, not a width of the model.
-    ranks = [space.units for space in graph.spaces if graph.adapter_of(space)]
+    ranks = [group.units for group in graph.groups if graph.adapter_of(group)]
     return chosen[~np.isin(chosen, np.concatenate(ranks))] if ranks else chosen
 
 
@@ -96,7 +96,7 @@ def choose_one(graph: Graph, *, lossy: bool = False) -> Indices:
 def choose_sources(graph: Graph, *, lossy: bool = False) -> Indices:
     """Half of every group of sources, as far as something is left everywhere; their readings are removed with them."""
     free = _free(graph, lossy=lossy)
-    source = np.isin(graph.units.space, [n for n, space in enumerate(graph.spaces) if space.kind == "source"])
+    source = np.isin(graph.units.group, [n for n, group in enumerate(graph.groups) if group.kind == "source"])
     half, rank = share_of(Fraction(1, 2)), np.zeros(len(free), np.int64)
     picks = [
         first_of(blocks, rank, graph.alive, free, half, graph.multiple(blocks))
@@ -129,9 +129,9 @@ def _free(graph: Graph, *, lossy: bool) -> Flags:
 def _chosen(graph: Graph, going: Iterable[Going], rank: Indices, *, lossy: bool) -> Indices:
     """The units with the lowest ranks; how many of each of `Graph.choices` is the next of `going`."""
     free = _free(graph, lossy=lossy)
-    for space in graph.spaces:
-        if space.kind == "source":  # removed when its last reading is
-            free[space.units] = False
+    for group in graph.groups:
+        if group.kind == "source":  # removed when its last reading is
+            free[group.units] = False
     chosen = [
         first_of(blocks, rank, graph.alive, free, how_many, graph.multiple(blocks))
         for blocks, how_many in zip(graph.choices(), going, strict=False)
@@ -142,11 +142,11 @@ def _chosen(graph: Graph, going: Iterable[Going], rank: Indices, *, lossy: bool)
 def _with_sources_left(graph: Graph, chosen: Indices) -> Indices:
     """The choice without the readings of one source in each group that would otherwise lose all of its sources."""
     links = graph.links()
-    for space in graph.spaces:
-        if space.kind == "source" and len(links):
+    for group in graph.groups:
+        if group.kind == "source" and len(links):
             gone = ~graph.alive
             gone[chosen] = True
-            own = links[np.isin(links[:, 0], space.units[graph.alive[space.units]])]
+            own = links[np.isin(links[:, 0], group.units[graph.alive[group.units]])]
             if len(own) and gone[own[:, 1]].all():
                 last = own[own[:, 0] == own[-1, 0], 1]
                 chosen = chosen[~np.isin(chosen, last)]

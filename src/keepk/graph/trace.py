@@ -109,7 +109,7 @@ def trace(
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
         >>> graph = trace(net, torch.zeros(2, 8))
-        >>> [(space.name, len(space.units)) for space in graph.spaces]
+        >>> [(space.name, len(space.units)) for space in graph.groups]
         [('0', 6)]
         >>> graph.slices(0)
         [('0.weight', 0, 0), ('0.bias', 0, 0), ('2.weight', 1, 0)]

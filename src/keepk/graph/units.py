@@ -2,9 +2,10 @@
 
 A *unit* is a class of atoms (`solve`) with at least one slice of a parameter, none of which is pinned. A *group* is the
 set of all units that have their slices in the same axes: usually the output channels of one layer. Lossy and exact
-units are in different groups, and so are the kinds of `GraphSpace.kind`.
+units are in different groups, and so are the kinds of `Group.kind`.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -45,16 +46,17 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class GraphSpace:
+class Group:
     """Units that have their slices in the same axes.
 
     Attributes:
-        name: The module that produces them; the tensor they come from where no module does.
+        name: A unique name: `module`, with a number if several groups have one module.
         units: Their numbers.
         axes: (tensor, axis, role) of their slices.
         kind: "channel"; "read", a BatchNorm's reading of a channel that has other readers; or "source", such a channel,
             which is removed when its last reading is.
         lossy: Why removing a unit changes more than setting it to zero; empty if it does not.
+        module: The path of the module that produces the units; the tensor they come from where no module does.
         multiple: After a removal, the number of units left must be divisible by this.
         aligned: Why `multiple` is more than 1; empty if it is 1.
     """
@@ -64,6 +66,7 @@ class GraphSpace:
     axes: tuple[tuple[str, int, Role | None], ...]
     kind: str
     lossy: str
+    module: str
     multiple: int = 1
     aligned: str = ""
 
@@ -74,7 +77,7 @@ class Units:
 
     Attributes:
         classes: The class of atoms of each unit.
-        space: The number of its group.
+        group: The number of its group.
         lossy: Whether removing it changes more than setting it to zero.
         starts: Where its slices begin in `axis` and `index`; one entry more than there are units.
         axis: For each slice, the number of its axis in the list of axes.
@@ -82,7 +85,7 @@ class Units:
     """
 
     classes: Indices
-    space: Indices
+    group: Indices
     lossy: NDArray[np.bool_]
     starts: Indices
     axis: Indices
@@ -114,13 +117,13 @@ def find_units(axes: list[Axis], parameters: set[str], solution: Solution) -> Un
     classes, axis, index = classes[kept], axis[kept], index[kept]
     lossy = np.zeros(len(solution.classes), bool)
     lossy[list(solution.lossy)] = True
-    space = _group_numbers(classes, axis, lossy[classes] + 2 * _kinds(solution)[classes], len(axes))
-    order = np.lexsort((index, axis, classes, space))
-    classes, axis, index, space = classes[order], axis[order], index[order], space[order]
+    group = _group_numbers(classes, axis, lossy[classes] + 2 * _kinds(solution)[classes], len(axes))
+    order = np.lexsort((index, axis, classes, group))
+    classes, axis, index, group = classes[order], axis[order], index[order], group[order]
     firsts = np.flatnonzero(np.r_[True, classes[1:] != classes[:-1]]) if len(classes) else np.zeros(0, np.int64)
     return Units(
         classes=classes[firsts],
-        space=space[firsts],
+        group=group[firsts],
         lossy=lossy[classes[firsts]],
         starts=np.r_[firsts, len(classes)],
         axis=axis,
@@ -200,14 +203,12 @@ def _axis_sets(found: Indices, starts: Indices, axes: int) -> Indices:
     return numbers
 
 
-def find_spaces(
-    units: Units, axes: list[Axis], solution: Solution, roles: dict[tuple[str, int], Role]
-) -> list[GraphSpace]:
+def find_groups(units: Units, axes: list[Axis], solution: Solution, roles: dict[tuple[str, int], Role]) -> list[Group]:
     """The groups of units, each named after the module that produces it."""
     kinds = _kinds(solution)
-    spaces = []
-    for number in range(int(units.space.max()) + 1 if len(units) else 0):
-        members = np.flatnonzero(units.space == number)
+    groups, names = [], Counter[str]()
+    for number in range(int(units.group.max()) + 1 if len(units) else 0):
+        members = np.flatnonzero(units.group == number)
         first = int(members[0])
         numbers = dict.fromkeys(axis for axis, _ in units.slices(first))
         described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
@@ -222,8 +223,11 @@ def find_spaces(
         )
         name = home.rpartition(".")[0] if home.endswith((".weight", ".bias")) else home
         multiple = ALIGNED if aligned else 1
-        spaces.append(GraphSpace(name or home, members, described, kind, lossy, multiple, aligned))
-    return spaces
+        module = name or home
+        names[module] += 1
+        unique = module if names[module] == 1 else f"{module} ({names[module]})"
+        groups.append(Group(unique, members, described, kind, lossy, module, multiple, aligned))
+    return groups
 
 
 def find_fixed(axes: list[Axis], solution: Solution) -> list[Fixed]:
