@@ -156,8 +156,8 @@ def keepk_replay(trained: Trained, task: Task) -> Times:
 def keepk_builder(
     trained: Trained, task: Task, *, optimizer: bool = True, replay: bool
 ) -> Callable[[], keepk.Pruner]:
-    found = keepk.trace(trained.model, task.pictures).spaces
-    names = [space.name for space in found if not space.lossy and space.kind != "read"]  # a DenseNet: its sources
+    found = keepk.trace(trained.model, task.pictures).groups
+    names = [group.module for group in found if not group.lossy and group.kind != "read"]  # a DenseNet: its sources
     spaces = [keepk.channels(name, prune=task.share, metric=keepk.metrics.l1) for name in names]
     chosen = trained.optimizer if optimizer else None
     return lambda: keepk.Pruner(trained.model, spaces, chosen, example=task.pictures, replay=replay)

@@ -338,7 +338,7 @@ def test_readings_of_a_dense_net_are_counted(data, seed, floor):
 def check_read(run):
     """Every layer that several read has a channel left, and every channel left of it a reading."""
     graph = run.side.graph
-    for layer in (space for space in graph.spaces if space.kind == "source"):
+    for layer in (space for space in graph.groups if space.kind == "source"):
         assert len(run.living(layer.units))
         for source in run.living(layer.units):
             readings = graph.links()[graph.links()[:, 0] == source, 1]
@@ -464,7 +464,7 @@ class TwoWay:
 
     units = GraphUnits(np.arange(4), np.array([0, 0, 1, 1]), *[np.zeros(4, bool)] * 4)
     solution = SimpleNamespace(used=np.arange(4))
-    spaces = tuple(SimpleNamespace(name=name, units=np.array(units)) for name, units in (("a", [0, 1]), ("b", [2, 3])))
+    groups = tuple(SimpleNamespace(name=name, units=np.array(units)) for name, units in (("a", [0, 1]), ("b", [2, 3])))
 
     def links(self):
         return np.array([[0, 2], [3, 1]])
@@ -473,7 +473,7 @@ class TwoWay:
 def test_layers_that_read_each_other_in_turn_are_refused():
     words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be kept."
     with pytest.raises(SpaceError, match=words):
-        find_links(TwoWay(), keepk.channels("*", keep=2), TwoWay.spaces)
+        find_links(TwoWay(), keepk.channels("*", keep=2), TwoWay.groups)
 
 
 # Spaces beside spaces

@@ -59,7 +59,7 @@ class Loops:
 
     def values(self, unit, role, *, grad=False):
         """By axis with this role, the numbers of a unit that are still in the model."""
-        home = self.graph.spaces[int(self.graph.units.space[unit])]
+        home = self.graph.groups[int(self.graph.units.group[unit])]
         found = {(tensor, axis): [] for tensor, axis, its in home.axes if (its or Role.CARRIER) is role}
         found = {key: values for key, values in found.items() if key[0] in dict(self.model.named_parameters())}
         for tensor, axis, index in self.graph.slices(unit):
@@ -142,7 +142,7 @@ NAMED = {
 
 
 def layers(model, graph, at, alive=None):
-    spaces = [space for space in graph.spaces if space.kind in KINDS[at]]
+    spaces = [space for space in graph.groups if space.kind in KINDS[at]]
     return layers_of(graph, Parameters.of(model), spaces, graph.alive if alive is None else alive, at)
 
 

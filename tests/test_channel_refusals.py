@@ -121,7 +121,7 @@ def test_channels_that_are_fixed_come_with_the_graphs_own_reason():
 
 def test_channels_that_are_lossy_come_with_the_reason_and_the_way_out():
     model, example = NETWORKS["layer_norm"]()
-    why = keepk.trace(model, example).spaces[0].lossy
+    why = keepk.trace(model, example).groups[0].lossy
     words = "space 'first': select='first' matches 12 channels of 'first', but removing one changes more than setting "
     words += f"it to zero would: {why}. Say lossy=True to take them anyway."
     refused(SpaceError, f"^{re.escape(words)}$", model, keepk.channels("first", keep=3), example=example)

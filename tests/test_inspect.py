@@ -158,9 +158,9 @@ def test_it_says_what_the_graph_says():
     model, example = NETWORKS["grouped"]()
     report, graph = keepk.inspect(model, example), keepk.trace(model, example)
     assert [(space.name, space.kind, space.units) for space in report.spaces] == [
-        (space.name, space.kind, len(space.units)) for space in graph.spaces
+        (space.name, space.kind, len(space.units)) for space in graph.groups
     ]
-    for found, space in zip(report.spaces, graph.spaces, strict=True):
+    for found, space in zip(report.spaces, graph.groups, strict=True):
         assert (found.exact, found.lossy, found.why) == (len(space.units), 0, "")
         assert [(axis.tensor, axis.axis) for axis in found.axes] == [(tensor, axis) for tensor, axis, _ in space.axes]
     fixed = [(axis.tensor, axis.axis, axis.channels) for group in report.fixed for axis in group.axes]
@@ -187,7 +187,7 @@ class OneUnit(nn.Module):
 def test_a_unit_that_is_all_of_a_layer_cannot_shrink():
     model, example = OneUnit(), torch.zeros(2, 7)
     graph, report = keepk.trace(model, example), keepk.inspect(model, example)
-    whole = graph.spaces[0]
+    whole = graph.groups[0]
     with pytest.raises(ShrinkError, match="nothing would be left"):
         graph.edits(whole.units)
     assert [space.name for space in report.spaces] == ["middle"]

@@ -45,7 +45,7 @@ def words():
 
 def heads(graph):
     """By space of an attention, how many units it has."""
-    return {space.name: len(space.units) for space in graph.spaces if "attn" in space.name or "attention" in space.name}
+    return {space.name: len(space.units) for space in graph.groups if "attn" in space.name or "attention" in space.name}
 
 
 def llama(transformers, **options):
@@ -208,7 +208,7 @@ def test_attributes_that_keep_an_old_size_are_listed():
     assert "Attributes that stay as they are\n  num_attention_heads, all_head_size\n" in str(report)
     graph = keepk.trace(model, example)
     for left in (3, 2):
-        edits = keepk.shrink(model, graph, graph.spaces[0].units[graph.alive[graph.spaces[0].units]][:1])
+        edits = keepk.shrink(model, graph, graph.groups[0].units[graph.alive[graph.groups[0].units]][:1])
         assert {(it.attribute, it.value, it.size) for it in edits.unchanged} == {
             ("num_attention_heads", 4, left),
             ("all_head_size", 24, 6 * left),
@@ -269,7 +269,7 @@ def test_the_heads_of_qwen3_with_experts(transformers):
     )  # fmt: skip
     graph = halved(transformers.Qwen3MoeForCausalLM(config).eval(), words())
     assert set(heads(graph).values()) == {2}
-    assert {space.name: space.multiple for space in graph.spaces if "experts" in space.name} == {
+    assert {space.name: space.multiple for space in graph.groups if "experts" in space.name} == {
         f"model.layers.{layer}.mlp.experts.gate_up_proj": 8 for layer in range(2)
     }
 
@@ -281,8 +281,8 @@ def test_patch_tst(transformers):
     )  # fmt: skip
     model, example = transformers.PatchTSTForPrediction(config).eval(), {"past_values": torch.randn(2, 32, 3)}
     graph = keepk.trace(model, example)
-    assert not any(space.lossy for space in graph.spaces)
-    assert {f"model.encoder.layers.{layer}.ff.0" for layer in range(2)} <= {space.name for space in graph.spaces}
+    assert not any(space.lossy for space in graph.groups)
+    assert {f"model.encoder.layers.{layer}.ff.0" for layer in range(2)} <= {space.name for space in graph.groups}
     assert keepk.verify(model, graph, example) < 1e-10
     keepk.shrink(model, graph, graph.choose(0.5))
     model(**example)

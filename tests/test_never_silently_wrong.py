@@ -628,7 +628,7 @@ def test_a_projection_stays_narrower_than_the_state():
 
     model = Projected()
     graph = keepk.trace(model, torch.randn(4, 6, 5))
-    hidden = next(space for space in graph.spaces if len(space.units) == 8)
+    hidden = next(space for space in graph.groups if len(space.units) == 8)
     with pytest.raises(ShrinkError, match=r"hidden_size=3 and proj_size=3. proj_size has to be smaller"):
         keepk.shrink(model, graph, hidden.units[:5])
     keepk.shrink(model, graph, hidden.units[:4])

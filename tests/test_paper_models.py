@@ -148,7 +148,7 @@ def test_filters_start_with_he_et_als_spread(network):
 def test_a_shrunk_vgg_is_counted_as_a_thinner_one():
     net = VGG16(width=1 / 16).eval()
     graph = keepk.trace(net, torch.zeros(2, 3, 32, 32))
-    for space in graph.spaces:
+    for space in graph.groups:
         keepk.shrink(net, graph, [int(unit) for unit in space.units[: len(space.units) // 2]])
     assert printed_parameters(net) == printed_parameters(VGG16(width=1 / 32))
 

@@ -454,7 +454,7 @@ def refuses(words, model, graph, units, error=ShrinkError, **more):
 @pytest.mark.parametrize(
     ("units", "words"),
     [
-        ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. Take them from graph.spaces"),
+        ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. Take them from graph.groups"),
         ([-1], "unit -1 does not exist"),
         ([0.5], r"units contains 0.5 \(float\). Give the units' numbers as ints"),
         (["first"], r"units contains 'first' \(str\)"),

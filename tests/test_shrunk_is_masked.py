@@ -170,7 +170,7 @@ def halves(graph, units):
     """Two parts of a choice, each of which takes equal numbers of every block."""
     wanted, first = set(units.tolist()), set()
     bound = {unit for blocks in graph.bindings for block in blocks for unit in block.tolist()}
-    loose = [[unit for unit in space.units.tolist() if unit not in bound] for space in graph.spaces]
+    loose = [[unit for unit in space.units.tolist() if unit not in bound] for space in graph.groups]
     for block in [*(block.tolist() for blocks in graph.bindings for block in blocks), *loose]:
         inside = [unit for unit in block if unit in wanted]
         first.update(inside[: len(inside) // 2])
@@ -200,7 +200,7 @@ def units_of(graph, tensor, axis):
     """The units with a slice on that axis, each with its space's reasons to be lossy."""
     return {
         int(unit): space.lossy
-        for space in graph.spaces
+        for space in graph.groups
         for unit in space.units
         if any(slice_[:2] == (tensor, axis) for slice_ in graph.slices(int(unit)))
     }
@@ -232,7 +232,7 @@ def test_the_verdict_is_the_expected_one(name):
 def test_an_axis_without_units_has_a_reason(name):
     model, example = NETWORKS[name]()
     graph = keepk.trace(model, example)
-    covered = {slice_[:2] for space in graph.spaces for unit in space.units for slice_ in graph.slices(int(unit))}
+    covered = {slice_[:2] for space in graph.groups for unit in space.units for slice_ in graph.slices(int(unit))}
     for tensor, parameter in model.named_parameters():
         for axis, size in enumerate(parameter.shape[:2]):  # further axes may be those of a kernel
             if size > 1 and (tensor, axis) not in covered:
@@ -242,7 +242,7 @@ def test_an_axis_without_units_has_a_reason(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_slice_belongs_to_one_unit(name):
     graph = keepk.trace(*NETWORKS[name]())
-    units = [int(unit) for space in graph.spaces for unit in space.units]
+    units = [int(unit) for space in graph.groups for unit in space.units]
     assert len(units) == len(set(units))
     slices = [slice_ for unit in units for slice_ in graph.slices(unit)]
     assert len(slices) == len(set(slices))
@@ -256,7 +256,7 @@ def test_a_choice_keeps_the_rules(name, share):
     assert np.array_equal(units, graph.choose(share, seed=3))
     removed = set(units.tolist())
     assert len(removed) == len(units)
-    for space in graph.spaces:
+    for space in graph.groups:
         gone = removed & set(space.units.tolist())
         assert not (gone and space.lossy)
         assert len(gone) < len(space.units)

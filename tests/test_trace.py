@@ -27,7 +27,7 @@ def output(model, example):
 
 
 def spaces(graph):
-    return [(space.name, len(space.units)) for space in graph.spaces]
+    return [(space.name, len(space.units)) for space in graph.groups]
 
 
 def reasons(graph, tensor, axis):
@@ -254,7 +254,7 @@ def test_the_weight_norm_of_old_works():
     call(model, example)
     graph = keepk.trace(model, example)
     units = next(
-        space.units for space in graph.spaces if ("second.weight_g", 0, 0) in graph.slices(int(space.units[0]))
+        space.units for space in graph.groups if ("second.weight_g", 0, 0) in graph.slices(int(space.units[0]))
     )
     oracle, _ = NETWORKS["linears"]()
     nn.utils.weight_norm(oracle.second)
@@ -277,7 +277,7 @@ def test_the_spectral_norm_of_old_works():
         for _ in range(5):
             call(model.train(), example)
     graph = keepk.trace(model, example)
-    assert all(space.lossy == "" for space in graph.spaces)
+    assert all(space.lossy == "" for space in graph.groups)
     units = graph.choose(0.5, seed=0)
     oracle = masked(model, graph, units)
     keepk.shrink(model, graph, units)
@@ -332,7 +332,7 @@ def numbers():
 @pytest.mark.parametrize("operation", ["halve", "only_real"])
 def test_an_operation_without_a_rule_fixes_what_goes_in(operation):
     graph = keepk.trace(WithOperation(operation), numbers())
-    assert not graph.spaces
+    assert not graph.groups
     [why] = set(reasons(graph, "first.weight", 0))
     assert why.startswith(f"keepk_test_trace::{operation} has no rule; keepk.rule teaches one")
     [place] = {record.place for record in graph.fixed if record.tensor == "first.weight" and record.axis == 0}
@@ -362,7 +362,7 @@ def test_a_rule_that_fails_fixes_what_goes_in():
         raise KeyError("alpha")
 
     graph = keepk.trace(WithOperation("halve"), numbers())
-    assert not graph.spaces
+    assert not graph.groups
     assert "the rule of keepk_test_trace::halve failed: KeyError: 'alpha'" in reasons(graph, "first.weight", 0)[0]
 
 
@@ -373,7 +373,7 @@ def test_a_rule_may_pin():
         found.pointwise()
 
     graph = keepk.trace(WithOperation("halve"), numbers())
-    assert not graph.spaces
+    assert not graph.groups
     assert "halves are for ever" in reasons(graph, "first.weight", 0)[0]
 
 
@@ -443,7 +443,7 @@ class Locked(nn.Linear):
         (
             nn.Linear(4, 3),
             torch.zeros(0, 4),
-            r"argument 0 has a tensor of shape \(0, 4\), without .*two or more pictures",
+            r"argument 0 has a tensor of shape \(0, 4\), without .*batch size of at least 2",
         ),
         (
             nn.Linear(4, 3),
@@ -463,6 +463,39 @@ class Locked(nn.Linear):
 def test_what_cannot_be_traced_is_refused(model, example, words):
     with pytest.raises(TraceError, match=words):
         keepk.trace(model, example)
+
+
+def test_groups_have_unique_names_and_spaces_are_their_old_name():
+    model, example = NETWORKS["halves"]()
+    graph = keepk.trace(model, example)
+    assert [(group.name, group.module) for group in graph.groups[:2]] == [("first", "first"), ("first (2)", "first")]
+    assert len({group.name for group in graph.groups}) == len(graph.groups)
+    with pytest.warns(DeprecationWarning, match=r"Graph\.spaces is deprecated; use Graph\.groups"):
+        old = graph.spaces
+    assert [space.name for space in old[:2]] == ["first", "first"]
+    assert [space.units.tolist() for space in old] == [group.units.tolist() for group in graph.groups]
+
+
+def test_a_graph_prints_on_one_screen():
+    """The repr of a dataclass would print every atom of every tensor."""
+    layers = [layer for width in range(20, 40) for layer in (nn.Linear(width, width + 1), nn.ReLU())]
+    graph = keepk.trace(nn.Sequential(*layers, nn.Linear(40, 2)), torch.zeros(2, 20))
+    lines = repr(graph).splitlines()
+    assert lines[0] == "Graph: 610 of 610 units in 20 groups; 3 axes are fixed"
+    assert lines[1].split() == ["0", "21", "of", "21"]
+    assert lines[-1] == "  ... and 8 more groups"
+    assert len(lines) == 14
+    assert max(map(len, lines)) <= 100
+    graph.removed(np.arange(3))
+    assert repr(graph).splitlines()[1].split() == ["0", "18", "of", "21"]
+    page = graph._repr_html_()
+    assert page.count("<tr>") == 21
+    assert "<td>0</td><td>18</td><td>21</td>" in page
+
+
+def test_a_graph_without_units_prints():
+    graph = keepk.trace(nn.Linear(4, 3), torch.zeros(2, 4))
+    assert repr(graph) == "Graph: 0 of 0 units in 0 groups; 3 axes are fixed"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -496,7 +529,7 @@ def test_the_error_of_the_users_forward_is_told():
 
 def test_a_model_without_anything_to_remove():
     graph = keepk.trace(nn.Linear(4, 3), torch.zeros(2, 4))
-    assert not graph.spaces
+    assert not graph.groups
     assert {record.why for record in graph.fixed if record.axis == 0} == {reasons(graph, "weight", 0)[0]}
     assert "is an output of the model" in reasons(graph, "weight", 0)[0]
     assert graph.choose(0.5).tolist() == []

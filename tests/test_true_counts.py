@@ -335,7 +335,7 @@ def test_channels_that_others_took_or_brought_are_counted():
     widths = model[0][0].out_features, model[0][2].out_features
     assert sum(widths) == 14
     part = keepk.trace(model[0], torch.zeros(3, 7))
-    keepk.shrink(model[0], part, part.spaces[0].units[:2])  # the record of it is on the part
+    keepk.shrink(model[0], part, part.groups[0].units[:2])  # the record of it is on the part
     with pytest.warns(KeepkWarning, match="kept 14 units, but only 12 are there now"):
         assert pruner.kept == {"c": 12}
 
@@ -355,7 +355,7 @@ def test_channels_that_others_took_or_brought_are_counted():
 def test_shrunk_by_hand_from_the_whole_is_followed_without_a_warning():
     model, pruner = shrunk()
     graph = keepk.trace(model, torch.zeros(3, 7))
-    keepk.shrink(model, graph, graph.spaces[0].units[:2])
+    keepk.shrink(model, graph, graph.groups[0].units[:2])
     assert pruner.kept == reported(pruner) == {"c": 12}
 
 

@@ -18,7 +18,7 @@ from strategies import seeds
 
 
 def spaces(graph):
-    return {space.name: len(space.units) for space in graph.spaces}
+    return {space.name: len(space.units) for space in graph.groups}
 
 
 def reasons(graph, tensor, axis):
@@ -134,12 +134,12 @@ def test_exact_units_that_fail_beside_lossy_ones_are_blamed(monkeypatch):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     tries = []
 
-    def attempt(trying, units, _constants=None, modes=None):  # noqa: ARG001
-        tries.append(trying.graph.units.lossy[units])
+    def attempt(_bench, graph, units, _modes):
+        tries.append(graph.units.lossy[units])
         besides = any(lossy.any() for lossy in tries) and not tries[-1].all()
         return replay.Mismatch(-1, "does not fit") if besides else None
 
-    monkeypatch.setattr(probe.Probe, "_attempt", attempt)
+    monkeypatch.setattr(probe.Bench, "attempt", attempt)
     graph = keepk.trace(model, torch.randn(3, 4))
     assert spaces(graph) == {"2": 8}
     assert len(tries) < 12
@@ -201,10 +201,10 @@ class Aligned(nn.Module):
 def test_a_width_that_must_be_a_multiple_is_kept_one():
     model, example = Aligned().double(), torch.randn(5, 4, dtype=torch.float64)
     graph = check_both_modes(model, example)
-    assert [(space.name, space.multiple) for space in graph.spaces] == [("wide", 8), ("narrow", 1)]
+    assert [(space.name, space.multiple) for space in graph.groups] == [("wide", 8), ("narrow", 1)]
     assert model.wide.out_features == 24
     with pytest.raises(ShrinkError, match=r"21 units of 'wide' would be left, which must be a multiple of 8, because"):
-        keepk.shrink(model, graph, graph.spaces[0].units[graph.alive[graph.spaces[0].units]][:3])
+        keepk.shrink(model, graph, graph.groups[0].units[graph.alive[graph.groups[0].units]][:3])
     assert model.wide.out_features == 24
     report = str(keepk.inspect(Aligned(), torch.randn(5, 4)))
     assert "Must keep a multiple\n  of 8 units: wide\n      other widths do not fit: RuntimeError: strides" in report
@@ -227,7 +227,7 @@ class AlignedTwice(nn.Module):
 
 def test_a_width_that_fails_with_an_uneven_share_is_kept_a_multiple():
     graph = check_both_modes(AlignedTwice().double(), torch.randn(5, 4, dtype=torch.float64))
-    assert [(space.name, space.multiple) for space in graph.spaces] == [("first", 8), ("second", 8)]
+    assert [(space.name, space.multiple) for space in graph.groups] == [("first", 8), ("second", 8)]
 
 
 def test_multiples_that_do_not_help_are_not_asked_for():
@@ -242,7 +242,7 @@ def test_multiples_that_do_not_help_are_not_asked_for():
             return self.head(self.second(wide.view(-1, wide.shape[1])).relu())
 
     graph = keepk.trace(Literal(), torch.randn(5, 4))
-    assert [(space.name, space.multiple) for space in graph.spaces] == [("second", 1)]
+    assert [(space.name, space.multiple) for space in graph.groups] == [("second", 1)]
     assert "24 it is" in reasons(graph, "first.weight", 0)[0]
 
 
@@ -520,7 +520,7 @@ def test_a_number_that_cannot_be_set_keeps_its_width():
 
 
 def heads_of(graph):
-    return {space.name: len(space.units) for space in graph.spaces if space.name.endswith(("query", "value", "key"))}
+    return {space.name: len(space.units) for space in graph.groups if space.name.endswith(("query", "value", "key"))}
 
 
 @pytest.mark.parametrize("name", ["heads_in_a_child", "heads_in_a_config", "heads_in_a_dict"])
@@ -528,7 +528,7 @@ def test_blocks_with_numbers_of_their_own_may_keep_different_heads(name):
     model, example = NETWORKS[name]()
     graph = keepk.trace(model, example)
     assert heads_of(graph) == {"blocks.0.query": 4, "blocks.1.query": 4}
-    oracle = masked(model, graph, units := graph.spaces[-1].units[:3])
+    oracle = masked(model, graph, units := graph.groups[-1].units[:3])
     keepk.shrink(model, graph, units)
     assert [block.value.out_features for block in model.blocks] == [24, 6]
     with torch.no_grad():
@@ -539,7 +539,7 @@ def test_blocks_that_share_a_child_lose_equally_many_heads():
     model, example = NETWORKS["heads_in_a_shared_child"]()
     graph = keepk.trace(model, example)
     assert heads_of(graph) == {"blocks.0.query": 4}  # a head of one block goes with one of the other
-    keepk.shrink(model, graph, graph.spaces[-1].units[:1])
+    keepk.shrink(model, graph, graph.groups[-1].units[:1])
     assert model.blocks[0].sizes is model.blocks[1].sizes
     assert (model.blocks[0].sizes.heads, model.blocks[0].sizes.width) == (3, 18)
     assert [block.value.out_features for block in model.blocks] == [18, 18]
@@ -549,7 +549,7 @@ def test_a_config_that_others_hold_is_left_as_it_was(tmp_path):
     model, example = NETWORKS["heads_in_a_config"]()
     config = model.blocks[0].sizes
     graph = keepk.trace(model, example)
-    edits = keepk.shrink(model, graph, graph.spaces[-1].units[:2])
+    edits = keepk.shrink(model, graph, graph.groups[-1].units[:2])
     assert {(it.module, it.attribute, it.old, it.new) for it in edits.settings} >= {
         ("blocks.1", "sizes.heads", 4, 2),
         ("blocks.1", "sizes.width", 24, 12),
@@ -566,7 +566,7 @@ def test_a_config_that_others_hold_is_left_as_it_was(tmp_path):
 def test_a_shrink_that_fails_leaves_the_config():
     model, example = NETWORKS["heads_in_a_config"]()
     config, graph = model.blocks[0].sizes, keepk.trace(model, example)
-    prepared = shrink.prepare(model, graph, graph.spaces[-1].units[:2])
+    prepared = shrink.prepare(model, graph, graph.groups[-1].units[:2])
     prepared.apply()()
     assert model.blocks[1].sizes is config
     assert vars(config) == {"heads": 4, "width": 24, "layers": 2}

@@ -52,7 +52,7 @@ def test_a_rule_that_lies_is_found_out_and_the_layer_named():
     graph = keepk.trace(model, example)
     with pytest.raises(ShrinkError, match=r"differ by \d.*, because of 'first'\. Leave these"):
         keepk.verify(model, graph, example)
-    keepk.shrink(model, graph, [int(unit) for unit in graph.spaces[0].units[:3]])  # of the layer in front of it
+    keepk.shrink(model, graph, [int(unit) for unit in graph.groups[0].units[:3]])  # of the layer in front of it
     assert model.good.out_features == 5
 
 

@@ -97,7 +97,7 @@ def removable(graph: Graph, dead: Flags) -> Flags:
 def _pick(graph: Graph, blocks: tuple[Indices, ...], dead: Flags) -> Indices:
     """The first dead units of each block, the same number from each."""
     # Channels that several BatchNorms read separately ("source") are removed with their last read, not picked here.
-    if any(graph.spaces[space].kind == "source" for space in np.unique(graph.units.space[np.concatenate(blocks)])):
+    if any(graph.groups[group].kind == "source" for group in np.unique(graph.units.group[np.concatenate(blocks)])):
         return np.zeros(0, np.int64)
     count = min(min(int(dead[block].sum()), len(block) - 1) for block in blocks)
     count = fitting(count, map(len, blocks), graph.multiple(blocks))

@@ -53,7 +53,7 @@ def shrink(
     Args:
         model: The model that was traced.
         graph: The graph that `keepk.trace` returned for this model.
-        units: The numbers of the units to remove; see `Graph.spaces` and `Graph.choose`. Units that cannot stay without
+        units: The numbers of the units to remove; see `Graph.groups` and `Graph.choose`. Units that cannot stay without
             them are removed too.
         optimizer: The optimizer, or several. State with one entry per weight (momentum, Adam's moments) is cut like the
             parameters.

@@ -89,8 +89,8 @@ class _Trial:
         """The groups whose removal alone changes the outputs."""
         spaces = (np.intersect1d(np.concatenate(blocks), units) for blocks in self._graph.choices())
         apart = [mine for mine in spaces if len(mine) and self.difference(self._graph.edits(mine)) > TOLERANCE]
-        names = self._graph.units.space[np.concatenate([*apart, np.zeros(0, np.int64)])]
-        return [repr(self._graph.spaces[number].name) for number in np.unique(names)]
+        names = self._graph.units.group[np.concatenate([*apart, np.zeros(0, np.int64)])]
+        return [repr(self._graph.groups[number].name) for number in np.unique(names)]
 
     def _outputs(self, twin: nn.Module) -> list[Tensor]:
         with self._workshop.running() as example:
@@ -222,10 +222,10 @@ def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> st
     """The widths that the layers near the failing operation would have; of all cut layers if none is near."""
     alive = graph.alive.copy()
     alive[edits.units] = False
-    cut = np.unique(graph.units.space[edits.units]).tolist()
+    cut = np.unique(graph.units.group[edits.units]).tolist()
     through = np.zeros(len(graph.solution.classes), bool)
     through[graph.solution.classes[passing_through(replays.steps, found.step, np.ones(len(through), bool))]] = True
-    near = [number for number in cut if through[graph.units.classes[graph.spaces[number].units]].any()]
-    named = [graph.spaces[number] for number in (near or cut)]
+    near = [number for number in cut if through[graph.units.classes[graph.groups[number].units]].any()]
+    named = [graph.groups[number] for number in (near or cut)]
     shown = ", ".join(f"{int(alive[space.units].sum())} of {space.name!r}" for space in named[:SHOWN])
     return f"{shown} and others" if len(named) > SHOWN else shown

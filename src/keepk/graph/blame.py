@@ -1,4 +1,4 @@
-"""Which atoms an operation that failed on a cut copy has to do with."""
+"""Blame: the atoms that are involved in an operation that failed on a cut copy."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,11 +7,15 @@ import numpy as np
 from keepk.graph.maps import Flags, Map
 from keepk.graph.tracer import Shaped, Step
 
-PICKS = ("aten::select", "aten::unbind")  # these take rows by their number
+PICKS = ("aten::select", "aten::unbind")  # operations that take rows by index
 
 
 def passing_through(steps: Sequence[Step], number: int, removable: Flags) -> Map:
-    """The removable atoms that come out of an operation, or go into it, wherever that line runs."""
+    """The removable atoms of the outputs of an operation, or of its inputs if the outputs have none.
+
+    All steps that ran the same operation on the same line are included: a literal in a block's forward prevents the
+    cut in every block, and one failure should settle all of them.
+    """
     if number < 0:
         return np.zeros(0, np.int32)
     origin = steps[number]
@@ -19,7 +23,7 @@ def passing_through(steps: Sequence[Step], number: int, removable: Flags) -> Map
     outside = _atoms((step.outputs for step in same or [origin]), removable)
     inside = _atoms((step.inputs for step in same or [origin]), removable)
     if origin.name in PICKS:
-        inside = np.setdiff1d(inside, outside)  # the rows, of which one is there no more
+        inside = np.setdiff1d(inside, outside)  # the rows, one of which is missing, not the channels within a row
         return inside if len(inside) else outside
     return outside if len(outside) else inside
 

@@ -1,8 +1,8 @@
 """The cost of a model, layer by layer: parameters, and multiply-accumulates (MACs) per sample.
 
-One convention, here and wherever keepk shows costs: tensors are counted as they are, so a masked weight counts until it
-is taken out; MACs are those of a forward pass in eval mode by torch's own counter, divided by the batch of the example.
-Where no batch can be told, MACs are those of the whole example, and it is said so.
+All costs that keepk shows follow one convention. Tensors are counted as they are, so a masked weight counts until it is
+removed. MACs are those of a forward pass in eval mode, as counted by torch's `FlopCounterMode`, divided by the batch
+size of the example. If the batch size cannot be determined, MACs are for the whole example, and the report says so.
 """
 
 import functools
@@ -22,13 +22,13 @@ from keepk.graph.shell import META, Example, Workshop
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one module costs, without the modules inside it.
+    """The cost of one module, excluding the modules inside it.
 
     Attributes:
         name: Its path; empty for the model itself.
         type: Its class.
-        parameters: How many numbers its parameters have; a shared parameter counts at its first owner.
-        macs: Multiply-accumulates of what its own forward does, per sample; see `Costs.batch`.
+        parameters: The number of elements of its parameters; a shared parameter counts at its first owner.
+        macs: Multiply-accumulates of its own forward, per sample; see `Costs.batch`.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Costs:
 
     Attributes:
         layers: The modules that have parameters or multiply something, in the model's order.
-        batch: By how many samples the example's MACs were divided. None if the example has no batch that could be told:
-            then MACs are those of the whole example.
+        batch: The batch size by which the MACs of the example were divided; None if it could not be determined, in
+            which case MACs are for the whole example.
     """
 
     layers: tuple[LayerCost, ...]
@@ -52,7 +52,7 @@ class Costs:
 
     @property
     def parameters(self) -> int:
-        """All parameters, shared ones once."""
+        """The number of parameters; shared ones count once."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
@@ -64,7 +64,14 @@ class Costs:
 def model_costs(model: nn.Module, example: Any) -> Costs:
     """Parameters and MACs of every module, per sample.
 
-    Counted on a copy without weights; where the model's Python looks at values, the copy has weights.
+    The forward pass runs on a copy without weights. If the model's Python code reads values, the copy has weights.
+
+    Args:
+        model: Any module whose forward works on the example.
+        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+
+    Returns:
+        The costs by module, and the batch size that the MACs were divided by.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
@@ -74,7 +81,7 @@ def model_costs(model: nn.Module, example: Any) -> Costs:
     workshop = Workshop(model, Example.of(example), META)
     try:
         flops = _flops(workshop)
-    except Exception:  # whatever a copy without weights raises, one with weights may not
+    except Exception:  # forward may raise anything on the meta device and still work with weights
         workshop = replace(workshop, device=None)
         flops = _flops(workshop)
     batch = _batch(workshop, flops)
@@ -104,10 +111,10 @@ def per_what(batch: int | None) -> str:
 
 
 def common_rows(values: Iterable[object]) -> int | None:
-    """The batch of a model's inputs: the first dimension that all its tensors share; None if they share none.
+    """The batch size of a model's inputs: the first dimension that all tensors share; None if they differ.
 
-    Numbers and tensors of no dimension have no rows, and a first dimension of 1 beside a larger one is broadcast, as
-    position ids are.
+    Numbers and scalar tensors are ignored, and so is a first dimension of 1 next to a larger one, which is broadcast
+    (position ids).
 
     >>> import torch
     >>> common_rows([torch.zeros(4, 7), torch.zeros(1, 7), torch.tensor(2.0), 0.5])
@@ -121,10 +128,10 @@ def common_rows(values: Iterable[object]) -> int | None:
 
 
 def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
-    """By what the MACs of an example can be divided: its rows, if twice the rows take twice the MACs in every module.
+    """The batch size, if doubling the first dimension doubles the MACs of every module; else None.
 
-    They do not where the first dimension is a sequence under an attention, or where something is computed once. A
-    recurrent layer that takes the sequence first would not show it, so nothing is claimed beside one.
+    It does not if the first dimension is a sequence in an attention, or if something is computed once per batch. With a
+    recurrent layer that takes the sequence first, doubling the sequence doubles the MACs as well, so None is returned.
     """
     given = workshop.example
     rows = common_rows(tree_leaves((given.arguments, given.by_name)))
@@ -138,13 +145,13 @@ def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
     doubled = Example(tree_map(twice, given.arguments), tree_map(twice, given.by_name))
     try:
         more = _flops(replace(workshop, example=doubled))
-    except Exception:  # a batch that is written in the model's Python
+    except Exception:  # the batch size is hard-coded in the model
         return None
     return rows if all(more[path] == 2 * flops[path] for path in {*more, *flops}) else None
 
 
 def _flops(workshop: Workshop) -> dict[str, int]:
-    """By path, the floating-point operations of each module's own forward: two for a multiply-accumulate."""
+    """By path, the FLOPs of each module's own forward; a multiply-accumulate counts as two."""
     twin = workshop.copy()
     counter = FlopCounterMode(display=False)
     own: dict[str, int] = defaultdict(int)
@@ -155,7 +162,7 @@ def _flops(workshop: Workshop) -> dict[str, int]:
 
 @contextmanager
 def _metering(model: nn.Module, counter: FlopCounterMode, own: dict[str, int]) -> Iterator[None]:
-    """Give each module what the counter gains between its beginning and its end, less what modules inside it got."""
+    """Book the FLOPs between the start and the end of each forward to its module, less those of inner modules."""
     begun = list[int]()
 
     def enter(_module: nn.Module, _arguments: Any) -> None:
@@ -164,7 +171,7 @@ def _metering(model: nn.Module, counter: FlopCounterMode, own: dict[str, int]) -
     def leave(path: str, _module: nn.Module, _arguments: Any, _output: Any) -> None:
         spent = counter.get_total_flops() - begun.pop()
         own[path] += spent
-        # What is booked here is not the outer module's own: it began so much later.
+        # Moving the start of the outer modules keeps these FLOPs out of their own counts.
         begun[:] = [start + spent for start in begun]
 
     handles = []

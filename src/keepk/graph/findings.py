@@ -1,4 +1,4 @@
-"""What a graph has to say to people, as plain values: what can shrink, what cannot and why, what is bound."""
+"""The findings of a trace as plain values, for reports: what can shrink, what cannot and why, what must stay equal."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,8 +9,9 @@ import torch
 from keepk.graph.facts import Reason
 from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
+from keepk.graph.shares import choose_half
 
-# By the words in which a reason ends: what everybody has, and nobody needs to read axis by axis.
+# Reasons that every model has, by their last words. Reports fold each kind into one line instead of listing its axes.
 FOLDED = {
     "an axis of the kernel": "kernel",
     "is an output of the model": "output",
@@ -20,14 +21,14 @@ FOLDED = {
 
 @dataclass(frozen=True)
 class Where:
-    """An operation, the module in whose forward it ran, and file and line; each may be empty."""
+    """An operation, the module in whose forward it ran, and its file and line; each may be empty."""
 
     operation: str
     module: str
     place: str
 
     def __str__(self) -> str:
-        """In a few words.
+        """One phrase for reports.
 
         >>> print(Where("aten::view", "block.2", "net.py:40"))
         aten::view in block.2 at net.py:40
@@ -53,15 +54,15 @@ class SpaceFound:
 
     Attributes:
         name: The module that produces them.
-        kind: "channel", "read" or "source"; see `keepk.graph.units.GraphSpace`.
+        kind: "channel", "read" or "source"; see `keepk.graph.units.Group`.
         units: How many there are.
-        exact: How many of them can be removed exactly.
-        lossy: How many of them change more when they are removed than when they are set to zero.
-        why: Why so; empty where all are exact.
-        where: Where in the user's program that is.
-        axes: Where their slices are.
-        multiple: If any go, a multiple of this must be left.
-        why_multiple: Why that is more than 1; empty where it is not.
+        exact: The number of units whose removal has the same effect as setting them to zero.
+        lossy: The number of units whose removal changes more than that.
+        why: Why they are lossy; empty if all are exact.
+        where: The places in the user's program that make them lossy.
+        axes: The axes with their slices.
+        multiple: After a removal, the number of units left must be divisible by this.
+        why_multiple: Why `multiple` is more than 1; empty if it is 1.
     """
 
     name: str
@@ -78,7 +79,7 @@ class SpaceFound:
 
 @dataclass(frozen=True)
 class FixedAxis:
-    """An axis of which so many channels, of so many in all, cannot go."""
+    """An axis, the number of its channels that cannot be removed, and its size."""
 
     tensor: str
     axis: int
@@ -88,12 +89,12 @@ class FixedAxis:
 
 @dataclass(frozen=True)
 class FixedGroup:
-    """Axes that cannot shrink for one and the same reason.
+    """Axes that cannot shrink for the same reason.
 
     Attributes:
-        kind: "kernel", "output", "input" (what meets an axis without channels), or "operation" for all the rest.
+        kind: "kernel", "output", "input" (it meets an axis without channels), or "operation" for all other reasons.
         why: The reason.
-        where: Where in the user's program it arises.
+        where: The places in the user's program that cause it.
         axes: The axes.
     """
 
@@ -105,13 +106,13 @@ class FixedGroup:
 
 @dataclass(frozen=True)
 class EqualParts:
-    """Parts that must lose equal numbers of units.
+    """Parts that must lose the same number of units.
 
     Attributes:
-        spaces: The spaces in which the parts lie.
-        parts: How many units each part has.
-        why: Why so.
-        where: Where in the user's program that is.
+        spaces: The spaces that contain the parts.
+        parts: The number of units of each part.
+        why: The reason.
+        where: The places in the user's program that cause it.
     """
 
     spaces: tuple[str, ...]
@@ -122,30 +123,30 @@ class EqualParts:
 
 def spaces_found(graph: Graph) -> tuple[SpaceFound, ...]:
     """The spaces of a graph as plain values."""
-    return tuple(_space(graph, number) for number in range(len(graph.spaces)))
+    return tuple(_space(graph, number) for number in range(len(graph.groups)))
 
 
 def _space(graph: Graph, number: int) -> SpaceFound:
-    space = graph.spaces[number]
-    lossy = int(graph.units.lossy[space.units].sum())
-    reasons = [graph.solution.lossy.get(found) for found in graph.units.classes[space.units].tolist()]
+    group = graph.groups[number]
+    lossy = int(graph.units.lossy[group.units].sum())
+    reasons = [graph.solution.lossy.get(found) for found in graph.units.classes[group.units].tolist()]
     first = next((reason for reason in reasons if reason is not None), None)
     return SpaceFound(
-        name=space.name,
-        kind=space.kind,
-        units=len(space.units),
-        exact=len(space.units) - lossy,
+        name=group.module,
+        kind=group.kind,
+        units=len(group.units),
+        exact=len(group.units) - lossy,
         lossy=lossy,
         why=first.why if first else "",
         where=_places([first]) if first else (),
-        axes=tuple(SpaceAxis(tensor, axis, role.value if role else "") for tensor, axis, role in space.axes),
-        multiple=space.multiple,
-        why_multiple=space.aligned,
+        axes=tuple(SpaceAxis(tensor, axis, role.value if role else "") for tensor, axis, role in group.axes),
+        multiple=group.multiple,
+        why_multiple=group.aligned,
     )
 
 
 def fixed_groups(graph: Graph) -> tuple[FixedGroup, ...]:
-    """What cannot shrink, by reason: first what somebody may want to change, then what every model has."""
+    """The axes that cannot shrink, by reason: first those that the user could change, then those of every model."""
     totals = {(axis.tensor, axis.dim): axis.size for axis in graph.wiring.axes}
     axes, reasons = dict[tuple[str, ...], list[FixedAxis]](), dict[tuple[str, ...], list[Reason]]()
     for fixed in graph.fixed:
@@ -176,8 +177,8 @@ def _places(reasons: Iterable[Reason]) -> tuple[Where, ...]:
 
 
 def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
-    """Of which parts equal numbers must go."""
-    # The graph leaves out bindings of which no unit is left.
+    """The parts of the graph that must lose the same number of units."""
+    # `graph.bindings` leaves out bindings without units, so the reasons have to be filtered in the same way.
     kept = (
         binding
         for binding in graph.solution.bindings
@@ -186,7 +187,7 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
     return tuple(
         EqualParts(
             spaces=tuple(
-                dict.fromkeys(graph.spaces[s].name for s in graph.units.space[np.concatenate(blocks)].tolist())
+                dict.fromkeys(graph.groups[it].module for it in graph.units.group[np.concatenate(blocks)].tolist())
             ),
             parts=tuple(map(len, blocks)),
             why=binding.reason.why,
@@ -197,13 +198,13 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
 
 
 def attributes_beside(graph: Graph) -> tuple[str, ...]:
-    """The attributes that are as large as something that can shrink, and stay as they are when half of it goes."""
-    found = graph.edits(graph.choose_half(lossy=True)).unchanged
+    """The attributes that equal a width that can shrink, and that a removal leaves unchanged."""
+    found = graph.edits(choose_half(graph, lossy=True)).unchanged
     return tuple(str(it).partition(" = ")[0] for it in found)
 
 
 def tensor_specs(example: object) -> tuple[str, ...]:
-    """The shapes of the tensors of an example, with their types where those are not float32.
+    """The shapes of an example's tensors, with the dtype where it is not float32.
 
     >>> tensor_specs((torch.zeros(2, 3), torch.zeros(2, 12, dtype=torch.int64)))
     ('2x3', '2x12:int64')

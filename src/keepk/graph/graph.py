@@ -1,38 +1,64 @@
-"""The graph of a model: its units, their spaces, what is fixed and why, and what a removal would cut."""
+"""`Graph`: the units of a model, which of them belong together, what is fixed and why.
+
+The class is a view of a `Solution` plus one piece of state: the units that are still in the model. The work is done
+elsewhere: `units` finds the units and their groups, `shares` chooses units for trial cuts, and `left` plans a removal.
+"""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, repeat
+from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut, Edits, Indices, Selection
-from keepk.graph.left import Left, cut_between, settings_between, unchanged_between
+from keepk.graph.edits import Cut, Edits, Indices
+from keepk.graph.left import Left, lost_units, plan_edits
 from keepk.graph.maps import Flags
-from keepk.graph.shares import Going, first_of, one, share_of, uneven_share
+from keepk.graph.shares import choose
 from keepk.graph.solve import Solution, alive_atoms
-from keepk.graph.units import Fixed, GraphSpace, Units, find_fixed, find_spaces, find_units
+from keepk.graph.units import Fixed, Group, Units, find_fixed, find_groups, find_units
 from keepk.graph.wiring import Constant, Wiring
-from keepk.plan.names import shown
-from keepk.plan.numbers import exact_share
 
 if TYPE_CHECKING:
     from keepk.graph.replay import Replays
 
+SHOWN = 12  # groups in a repr, so that it fits on a screen
+NAME = 40  # characters of a group's name there
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, repr=False)
 class Graph:
-    """How a model is wired; made by `keepk.trace`.
+    """The channels of a model, as found by `keepk.trace`.
 
-    Units are numbered from 0; a number keeps its meaning through any number of shrinks. `constants` are attributes that
-    follow sizes; `beside` are others that are equal to a size, which forward does not need.
+    Units are numbered from 0. A number keeps its meaning through any number of removals.
+
+    Attributes:
+        units: All units, as arrays.
+        groups: The units by group: those that have their slices in the same axes.
+        fixed: The axes that cannot shrink, with the reasons.
+        bindings: Blocks of units that must lose the same number of units.
+        constants: Attributes found by probing that follow sizes.
+        beside: Attributes that equal a size, which forward does not need; a removal leaves them unchanged.
+        replays: The forward passes that a cut model must repeat.
+        unknown: Behaviour of forward that the trace has not seen, as messages.
+
+    Examples:
+        >>> import keepk, torch
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+        >>> graph = keepk.trace(net, torch.zeros(2, 8))
+        >>> graph
+        Graph: 6 of 6 units in 1 group; 3 axes are fixed
+          0    6 of 6
+        >>> print(graph.edits([0, 5]))
+        2 units removed: 3 tensors cut, 24 of their 72 numbers gone
     """
 
     wiring: Wiring
@@ -43,24 +69,67 @@ class Graph:
     def __post_init__(self) -> None:
         wiring, solution = self.wiring, self.solution
         self.units: Units = find_units(wiring.axes, wiring.parameters, solution)
-        self.spaces: tuple[GraphSpace, ...] = tuple(find_spaces(self.units, wiring.axes, solution, wiring.roles))
+        self.groups: tuple[Group, ...] = tuple(find_groups(self.units, wiring.axes, solution, wiring.roles))
         self.fixed: tuple[Fixed, ...] = tuple(find_fixed(wiring.axes, solution))
-        self._left = Left(wiring, np.ones(len(solution.classes), bool))  # of the model as it is now
-        self._unit_of = np.full(len(solution.classes), -1, np.int64)
+        self.left = Left(wiring, np.ones(len(solution.classes), bool))  # the model as it is now
+        self._unit_of = np.full(len(solution.classes), -1, np.int64)  # by class; -1 where a class is no unit
         self._unit_of[self.units.classes] = np.arange(len(self.units))
         self.bindings: tuple[tuple[Indices, ...], ...] = tuple(self._blocks())
-        self.replays: Replays | None = None  # the forward passes that a cut model must repeat
-        self.unknown: tuple[str, ...] = ()  # parts of the model's forward that the trace has not seen
+        self.replays: Replays | None = None
+        self.unknown: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """The groups, each with the number of units left; see `keepk.inspect` for a report."""
+        rows = self._rows()[:SHOWN]
+        width = max((len(name) for name, *_ in rows), default=0)
+        lines = [f"  {name:{width}}  {left:>5,} of {total:,}{note}" for name, left, total, note in rows]
+        more = [f"  ... and {len(self.groups) - SHOWN} more groups"] if len(self.groups) > SHOWN else []
+        return "\n".join([f"Graph: {self._summary()}", *lines, *more])
+
+    def _repr_html_(self) -> str:
+        """A table of the groups, for notebooks."""
+        cells = "".join(
+            f"<tr><td>{escape(name)}</td><td>{left:,}</td><td>{total:,}</td><td>{escape(note.strip(' ,'))}</td></tr>"
+            for name, left, total, note in self._rows()
+        )
+        head = "<tr><th>group</th><th>units left</th><th>units</th><th></th></tr>"
+        return f"<p>Graph: {escape(self._summary())}</p><table>{head}{cells}</table>"
+
+    def _summary(self) -> str:
+        count, axes = len(self.groups), len(self.fixed)
+        groups = f"{count} group{'s' if count != 1 else ''}"
+        fixed = f"{axes} ax{'es are' if axes != 1 else 'is is'} fixed"
+        return f"{int(self.alive.sum()):,} of {len(self.units):,} units in {groups}; {fixed}"
+
+    def _rows(self) -> list[tuple[str, int, int, str]]:
+        """Name, units left, units in all and remarks of each group."""
+        rows, alive = [], self.alive
+        for group in self.groups:
+            name = group.name if len(group.name) <= NAME else f"...{group.name[3 - NAME :]}"
+            notes = [group.kind] if group.kind != "channel" else []
+            notes += ["lossy"] if group.lossy else []
+            notes += [f"multiples of {group.multiple}"] if group.multiple > 1 else []
+            rows.append((name, int(alive[group.units].sum()), len(group.units), "".join(f", {it}" for it in notes)))
+        return rows
+
+    @property
+    def spaces(self) -> tuple[Group, ...]:
+        """Deprecated: use `groups`. Their names are those of modules, which several groups may share."""
+        warnings.warn("Graph.spaces is deprecated; use Graph.groups.", DeprecationWarning, stacklevel=2)
+        return tuple(replace(group, name=group.module) for group in self.groups)
 
     @property
     def alive(self) -> NDArray[np.bool_]:
-        """Which units are still there."""
-        return self._left.alive[self.units.classes]
+        """Whether each unit is still in the model."""
+        return self.left.alive[self.units.classes]
 
     def slices(self, unit: int) -> list[tuple[str, int, int]]:
-        """(tensor, axis, index) of every slice of a unit, in the model as it was traced.
+        """The slices of a unit, as (tensor, axis, index) in the model as it was traced.
 
-        On the second axis of a grouped convolution's weight the index is group * channels of a group + channel.
+        On the second axis of a grouped convolution's weight, the index is group * channels of a group + channel.
+
+        Raises:
+            ShrinkError: There is no such unit.
         """
         if not 0 <= unit < len(self.units):
             raise ShrinkError(f"slices: unit {unit} does not exist; the graph has units 0 to {len(self.units) - 1}.")
@@ -68,271 +137,134 @@ class Graph:
         return [(axes[axis].tensor, axes[axis].dim, index) for axis, index in self.units.slices(unit)]
 
     def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
-        """About this share of the units of every space that can go together: the first ones, or random ones by seed.
+        """Choose a share of the units of every group, without ranking them; a `Pruner` ranks.
 
-        Nothing is ranked; a `Pruner` does that. The ranks of adapters (LoRA) are not among them. Shares are rounded
-        down, exactly in the decimals written. Equal numbers are taken of blocks that are bound, and something is left
-        everywhere.
+        Blocks that are bound lose equal numbers, and something is left everywhere. The ranks of adapters (LoRA) are not
+        chosen.
+
+        Args:
+            share: The share to remove of each group, rounded down exactly (0.29 of 100 is 29).
+            seed: Choose at random with this seed; None chooses the first units.
+            lossy: Whether to include units whose removal changes more than setting them to zero.
+
+        Returns:
+            The numbers of the units, sorted.
+
+        Raises:
+            ShrinkError: `share` is not between 0 and 1, or `seed` is not an int of 0 or more.
         """
-        exact = exact_share(share, "choose: share", ShrinkError)
-        size = len(self.units)
-        if seed is not None and (not isinstance(seed, int) or seed < 0):
-            raise ShrinkError(f"choose: seed={shown(seed)}. Give an int of 0 or more, or None for the first ones.")
-        rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
-        chosen = self._chosen(repeat(share_of(exact)), rank, lossy=lossy)
-        ranks = [space.units for space in self.spaces if self.adapter_of(space)]
-        return chosen[~np.isin(chosen, np.concatenate(ranks))] if ranks else chosen
+        return choose(self, share, seed=seed, lossy=lossy)
 
-    def adapter_of(self, space: GraphSpace) -> str:
-        """The path of the adapter whose ranks the units of a space are; empty if they are anything else."""
-        owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in space.axes]
+    def adapter_of(self, group: Group) -> str:
+        """The path of the adapter (LoRA) whose ranks are the units of a group; empty if they are something else."""
+        owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in group.axes]
         return owners[0] if all(owners) else ""
 
-    def choose_half(self, *, lossy: bool = False) -> Indices:
-        """Half of every space, its last one with it: what is counted from the end is then another one."""
-        rank = np.random.default_rng(0).permutation(len(self.units))
-        for block in (block for blocks in self.choices() for block in blocks):
-            rank[block[-1:]] = -1
-        return self._chosen(repeat(share_of(Fraction(1, 2))), rank, lossy=lossy)
-
-    def choose_unevenly(self, *, lossy: bool = False) -> Indices:
-        """Another share of every space, so that widths which are equal by chance do not stay so."""
-        rank = np.random.default_rng(1).permutation(len(self.units))
-        return self._chosen(map(uneven_share, count()), rank, lossy=lossy)
-
-    def choose_one(self, *, lossy: bool = False) -> Indices:
-        """The first of every space that has two or more: all numbers of the others change."""
-        return self._chosen(repeat(one), np.zeros(len(self.units), np.int64), lossy=lossy)
-
-    def choose_sources(self, *, lossy: bool = False) -> Indices:
-        """Half of every space of sources, where that leaves something everywhere; their readings go along."""
-        free = self.alive & (np.full(len(self.units), lossy) | ~self.units.lossy)
-        source = np.isin(self.units.space, [n for n, space in enumerate(self.spaces) if space.kind == "source"])
-        half, rank = share_of(Fraction(1, 2)), np.zeros(len(free), np.int64)
-        picks = [
-            first_of(blocks, rank, self.alive, free, half, self.multiple(blocks))
-            for blocks in self.choices()
-            if source[np.concatenate(blocks)].any()
-        ]
-        chosen = np.unique(np.concatenate([*picks, np.zeros(0, np.int64)]))
-        if self._can_go(chosen):
-            return chosen
-        chosen = chosen[:0]
-        for pick in picks:
-            chosen = both if self._can_go(both := np.union1d(chosen, pick)) else chosen
-        return chosen
-
-    def _can_go(self, units: Indices) -> bool:
-        try:
-            self.edits(units)
-        except ShrinkError:
-            return False
-        return True
-
-    def _chosen(self, going: Iterable[Going], rank: Indices, *, lossy: bool) -> Indices:
-        """By what is chosen from as one, how many go; the lowest ranks do."""
-        free = self.alive & (np.full(len(rank), lossy) | ~self.units.lossy)
-        for space in self.spaces:
-            if space.kind == "source":
-                free[space.units] = False
-        chosen = [
-            first_of(blocks, rank, self.alive, free, how_many, self.multiple(blocks))
-            for blocks, how_many in zip(self.choices(), going, strict=False)
-        ]
-        return self._with_sources_left(np.sort(np.concatenate([*chosen, np.zeros(0, np.int64)])))
-
     def multiple(self, blocks: Sequence[Indices]) -> int:
-        """Of what a multiple must be left of each block."""
-        numbers: list[int] = np.unique(self.units.space[np.concatenate(blocks)]).tolist()
-        return max(self.spaces[number].multiple for number in numbers)
-
-    def _with_sources_left(self, chosen: Indices) -> Indices:
-        """The choice without the readings of one source in each space that would lose all of its sources."""
-        links = self.links()
-        for space in self.spaces:
-            if space.kind == "source" and len(links):
-                gone = ~self.alive
-                gone[chosen] = True
-                own = links[np.isin(links[:, 0], space.units[self.alive[space.units]])]
-                if len(own) and gone[own[:, 1]].all():
-                    last = own[own[:, 0] == own[-1, 0], 1]
-                    chosen = chosen[~np.isin(chosen, last)]
-        return chosen
+        """The number that each block's remaining count must be divisible by."""
+        numbers: list[int] = np.unique(self.units.group[np.concatenate(blocks)]).tolist()
+        return max(self.groups[number].multiple for number in numbers)
 
     def choices(self) -> list[tuple[Indices, ...]]:
-        """What is chosen from as one: bound blocks, and what is not bound space by space."""
-        bound = self._bound()
-        loose = [space.units[~bound[space.units]] for space in self.spaces]
+        """The sets that units are chosen from independently: bindings, and the unbound units of each group."""
+        bound = self.bound()
+        loose = [group.units[~bound[group.units]] for group in self.groups]
         return [*self.bindings, *((units,) for units in loose if len(units))]
 
-    def _bound(self) -> Flags:
-        """Which units are in a binding."""
+    def bound(self) -> Flags:
+        """Whether each unit is part of a binding."""
         bound = np.zeros(len(self.units), bool)
         for blocks in self.bindings:
             bound[np.concatenate(blocks)] = True
         return bound
 
-    def _blocks(self) -> Iterable[tuple[Indices, ...]]:
-        for binding in self.solution.bindings:
-            blocks = tuple(self._unit_of[block] for block in binding.blocks)
-            blocks = tuple(block[block >= 0] for block in blocks)
-            if any(len(block) for block in blocks):
-                yield blocks
-
-    def edits(self, units: Iterable[int]) -> Edits:
-        """What removing these units would do; nothing is done."""
-        removed = self._closed(self._checked(units))
-        then = self._without(removed)
-        cuts = [cut for name in self.wiring.tensors if (cut := cut_between(self._left, then, name)) is not None]
-        touched = {cut.tensor for cut in cuts}
-        settings = tuple(settings_between(self._left, then, self.wiring.sized, self.constants))
-        return Edits(
-            units=removed,
-            cuts=tuple(cuts),
-            settings=settings,
-            selections=tuple(self._selections(then.alive)),
-            headwise=tuple(path for path, names in self.wiring.headwise.items() if names & touched),
-            unchanged=tuple(unchanged_between(self._left, then, self.beside)),
-        )
-
-    def alive_after(self, units: Indices) -> Flags:
-        """Which atoms are left once these units are removed as well."""
-        return self._without(units).alive
-
-    def removed(self, units: Indices) -> None:
-        """Take note that these units are gone from the model."""
-        self._left = self._without(units)
-
-    def restored(self, units: Indices) -> None:
-        """Take note that they are not gone after all."""
-        back = ~alive_atoms(self.solution.classes, self.units.classes[units])
-        self._left = Left(self.wiring, self._left.alive | back)
-
-    def lost(self, cuts: Iterable[Cut]) -> Indices:
-        """The units that went by cuts of somebody else."""
-        gone = np.zeros(len(self.units) + 1, bool)  # the last entry is for what belongs to no unit
-        for cut in (cut for cut in cuts if cut.tensor in self.wiring.tensors):
-            owners = self.owners(cut.tensor)
-            for axis, kept in cut.kept.items():
-                rows = cut.kept.get(0) if kept.ndim == 2 else None
-                owned = owners[axis] if rows is None else owners[axis][rows]
-                stays = np.zeros(owned.shape, bool)
-                np.put_along_axis(stays, kept, True, axis=-1)
-                gone[owned[~stays]] = True
-        return np.flatnonzero(gone[:-1])
-
-    def shape(self, tensor: str) -> tuple[int, ...]:
-        """The shape that a tensor has after what was removed so far."""
-        return self._left.shape(tensor)
-
-    def owners(self, tensor: str) -> dict[int, Indices]:
-        """By axis of a tensor as it is now, the unit that each index belongs to, -1 for none.
-
-        A matrix, by row and column, where the in-channels of a grouped convolution differ from row to row.
-        """
-        left = self._left.atoms(tensor)
-        return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in left.items()}
-
-    def _without(self, units: Indices) -> Left:
-        """What is left after units are removed."""
-        return Left(self.wiring, self._left.alive & alive_atoms(self.solution.classes, self.units.classes[units]))
-
-    def _checked(self, units: Iterable[int]) -> Indices:
-        given = units if isinstance(units, np.ndarray) else np.array([int(unit) for unit in units], object)
-        if len(given) and not 0 <= given.min() <= given.max() < len(self.units):
-            raise ShrinkError(
-                f"shrink: unit {given.max() if given.min() >= 0 else given.min()} does not exist; the graph has "
-                f"{len(self.units)} units, 0 to {len(self.units) - 1}. Take them from graph.spaces."
-            )
-        asked = np.unique(given.astype(np.int64))
-        gone = asked[~self.alive[asked]]
-        if len(gone):
-            raise ShrinkError(
-                f"shrink: unit {gone[0]} of {self._home(gone[0])!r} ({len(gone)} in all) was removed before. "
-                f"Choose among those where graph.alive is True."
-            )
-        return asked
-
-    def _home(self, unit: int) -> str:
-        return self.spaces[int(self.units.space[unit])].name
-
-    def _closed(self, asked: Indices) -> Indices:
-        """With a source all of its readings go; a source that nobody reads any more goes too."""
-        gone = ~self.alive
-        gone[asked] = True
-        links = self.links()
-        sources, readers = links[:, 0], links[:, 1]
-        used, bound, count = self._otherwise_used(), self._bound(), -1
-        while gone.sum() != count:  # a reading may be a source for another
-            count = gone.sum()
-            gone[readers[gone[sources]]] = True
-            still_read = used | bound
-            still_read[sources[~gone[readers]]] = True
-            gone[sources[~still_read[sources]]] = True
-        removed = np.flatnonzero(gone & self.alive)
-        self._refuse_unequal(removed)
-        self._refuse_misaligned(removed)
-        return removed
-
-    def links(self) -> NDArray[np.int64]:
-        """(source, reader) pairs of units."""
-        return self._links
-
-    @cached_property
-    def _links(self) -> NDArray[np.int64]:
-        pairs = [
-            np.stack(
-                [self._unit_of[self.solution.classes[r.sources]], self._unit_of[self.solution.classes[r.readers]]], 1
-            )
-            for r in self.solution.reads
-        ]
-        links = np.concatenate(pairs) if pairs else np.zeros((0, 2), np.int64)
-        return links[(links >= 0).all(axis=1)]
-
-    def _otherwise_used(self) -> Flags:
-        used = np.zeros(len(self.units), bool)
-        found = self._unit_of[self.solution.used]
-        used[found[found >= 0]] = True
-        return used
-
-    def _refuse_unequal(self, removed: Indices) -> None:
-        going = np.zeros(len(self.units), bool)
-        going[removed] = True
-        for blocks, binding in zip(self.bindings, self._bound_reasons(), strict=True):
-            counts = [int(going[block].sum()) for block in blocks]
-            if len(set(counts)) > 1:
-                raise ShrinkError(
-                    f"shrink: {self._home(int(blocks[0][0]))!r} must lose equally many of each of its {len(blocks)} "
-                    f"parts, because it {binding}; got {', '.join(map(str, counts[:8]))}. "
-                    f"Choose equal numbers of each part in graph.bindings."
-                )
-
-    def _refuse_misaligned(self, removed: Indices) -> None:
-        for space in (space for space in self.spaces if space.multiple > 1):
-            going = np.isin(space.units, removed)
-            left = int((self.alive[space.units] & ~going).sum())
-            if going.any() and left % space.multiple:
-                nearest = max(left - left % space.multiple, space.multiple)
-                raise ShrinkError(
-                    f"shrink: {left} units of {space.name!r} would be left, which must be a multiple of "
-                    f"{space.multiple}, because {space.aligned}. Leave {nearest}, or another one."
-                )
-
-    def _bound_reasons(self) -> list[str]:
+    def bound_reasons(self) -> list[str]:
+        """The reason of each of `bindings`."""
         return [
             str(binding.reason)
             for binding in self.solution.bindings
             if any((self._unit_of[block] >= 0).any() for block in binding.blocks)
         ]
 
-    def _selections(self, after: Flags) -> Iterable[Selection]:
-        for read in self.solution.reads:
-            before = self._left.alive[read.sources], self._left.alive[read.readers]
-            sources, readers = after[read.sources], after[read.readers]
-            if (readers & ~sources).any():
-                raise ShrinkError(f"shrink: {read.module!r} would read channels that go. Remove its readings as well.")
-            changed = (before[0] != sources).any() or (before[1] != readers).any()
-            selects = (sources != readers).any() or (before[0] != before[1]).any()
-            if changed and selects:
-                positions = np.cumsum(sources) - 1
-                yield Selection(read.module, positions[readers])
+    def _blocks(self) -> Iterable[tuple[Indices, ...]]:
+        """The bindings of the solution in unit numbers, without those that have no units."""
+        for binding in self.solution.bindings:
+            blocks = tuple(self._unit_of[block] for block in binding.blocks)
+            blocks = tuple(block[block >= 0] for block in blocks)
+            if any(len(block) for block in blocks):
+                yield blocks
+
+    def links(self) -> NDArray[np.int64]:
+        """Pairs (source, reader) of units: a norm that reads a channel that others read as well."""
+        return self._links
+
+    @cached_property
+    def _links(self) -> NDArray[np.int64]:
+        classes = self.solution.classes
+        pairs = [
+            np.stack([self._unit_of[classes[read.sources]], self._unit_of[classes[read.readers]]], 1)
+            for read in self.solution.reads
+        ]
+        links = np.concatenate(pairs) if pairs else np.zeros((0, 2), np.int64)
+        return links[(links >= 0).all(axis=1)]
+
+    def otherwise_used(self) -> Flags:
+        """Whether each unit is used by something else than the norms of `links`."""
+        used = np.zeros(len(self.units), bool)
+        found = self._unit_of[self.solution.used]
+        used[found[found >= 0]] = True
+        return used
+
+    def with_constants(self, constants: Iterable[Constant]) -> Graph:
+        """The same graph with other attributes that follow sizes; everything else is shared."""
+        other = copy.copy(self)
+        other.constants = list(constants)
+        return other
+
+    def edits(self, units: Iterable[int]) -> Edits:
+        """Plan the removal of units; nothing is changed.
+
+        Args:
+            units: The numbers of the units.
+
+        Returns:
+            The edits. Their `units` include those that have to be removed with the given ones.
+
+        Raises:
+            ShrinkError: A unit does not exist or is gone already, or the removal is impossible: nothing would be left
+                of an axis, blocks would become unequal, or a count would not be the multiple that it must be.
+        """
+        return plan_edits(self, units)
+
+    def alive_after(self, units: Indices) -> Flags:
+        """Which atoms are left once these units are removed as well."""
+        return self.left_without(units).alive
+
+    def left_without(self, units: Indices) -> Left:
+        """The part of the model that is left once these units are removed as well."""
+        return Left(self.wiring, self.left.alive & alive_atoms(self.solution.classes, self.units.classes[units]))
+
+    def removed(self, units: Indices) -> None:
+        """Record that these units have been removed from the model."""
+        self.left = self.left_without(units)
+
+    def restored(self, units: Indices) -> None:
+        """Record that a removal of these units was undone."""
+        back = ~alive_atoms(self.solution.classes, self.units.classes[units])
+        self.left = Left(self.wiring, self.left.alive | back)
+
+    def lost(self, cuts: Iterable[Cut]) -> Indices:
+        """The units that cuts remove, for cuts that were not planned by this graph."""
+        return lost_units(self, cuts)
+
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """The current shape of a tensor."""
+        return self.left.shape(tensor)
+
+    def owners(self, tensor: str) -> dict[int, Indices]:
+        """By axis of a tensor as it is now, the unit that each index belongs to; -1 for none.
+
+        A matrix, by row and column, where the in-channels of a grouped convolution differ from row to row.
+        """
+        left = self.left.atoms(tensor)
+        return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in left.items()}

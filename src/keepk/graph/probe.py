@@ -1,13 +1,35 @@
-"""Trying out: cut copies of the model are traced again until every operation does what the maps predict.
+"""Probing: cut copies of the model and trace them again, until every operation does what the atoms predict.
 
-Where one does not, a number in the model's Python stands in the way (``num_heads``, ``split_size``). Attributes of the
-module and its parents that have the old size are tried; what helps is kept, for every module of that class at that line
-of source. Where one number stands for two widths, both lose equally many. Nothing helps: the axis is fixed, with
-operation and place. A number that is computed from a size and is not itself a size (1 / sqrt(d)) makes the units lossy.
+The facts of a trace say which channels belong together. They do not say whether the model's Python code survives a
+change of width: ``x.split(self.width, dim=1)`` fails as soon as a channel is removed, unless `width` changes with it.
+So `settle` removes some units from a copy and replays every forward pass (`replay`). The first mismatch goes through
+the `REPAIRS`, in order; each of them is a function that returns larger `Assumptions`, or None. If none of them helps,
+one of the `CONCESSIONS` gives up the units that are to blame. Then the facts are solved again under the new
+assumptions, and the next copy is cut, until all copies fit.
+
+Assumptions only grow, so the loop ends. In this model a repair finds that `width` has to follow the number of channels:
+
+>>> import keepk, torch
+>>> from torch import nn
+>>> class Halves(nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.first, self.left, self.right, self.width = nn.Linear(8, 12), nn.Linear(6, 3), nn.Linear(6, 3), 6
+...
+...     def forward(self, x):
+...         left, right = self.first(x).split(self.width, dim=1)
+...         return self.left(left) + self.right(right)
+>>> graph = keepk.trace(Halves(), torch.zeros(2, 8))
+>>> [(constant.attribute, constant.shape, constant.dim) for constant in graph.constants]
+[('width', (2, 6), 1)]
+>>> [(it.attribute, it.old, it.new) for it in graph.edits(graph.choose(0.5)).settings]
+[('out_features', 12, 6), ('in_features', 6, 3), ('in_features', 6, 3), ('width', 6, 3)]
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,34 +38,78 @@ from keepk.graph.blame import passing_through
 from keepk.graph.edits import Indices
 from keepk.graph.facts import Bound, Facts, Line, Lines, Reason
 from keepk.graph.graph import Graph
-from keepk.graph.maps import Flags, Map
+from keepk.graph.maps import Map
 from keepk.graph.program_numbers import ProgramNumbers, Where, rows_of_both
 from keepk.graph.replay import Mismatch, Modes, Replays
+from keepk.graph.shares import choose_half, choose_one, choose_sources, choose_unevenly
 from keepk.graph.shell import Workshop
-from keepk.graph.solve import alive_atoms, solve
+from keepk.graph.solve import Solution, alive_atoms, solve
 from keepk.graph.tracer import Step
 from keepk.graph.wiring import Constant, Wiring
 
-ROUNDS = 60  # a bound on the wait: each is a forward pass or more
+# Bounds the time of a trace: each round takes at least one forward pass. Networks that fit at all needed far fewer.
+ROUNDS = 60
 
 
-class NotRepeatable(Exception):  # noqa: N818 - it is caught at once, and the model is traced again
-    """An uncut copy does something else than the first trace."""
+class NotRepeatable(Exception):  # noqa: N818 - a signal: the model is traced again
+    """Raised when an uncut copy differs from the first trace."""
 
 
-@dataclass
-class Probe:
-    """A graph that is being tried out.
+@dataclass(frozen=True)
+class Assumptions:
+    """Everything that probing has learned so far, in addition to the facts of the trace.
+
+    A repair returns a larger value (`dataclasses.replace`); nothing is ever taken back.
+
+    Attributes:
+        constants: Attributes of the model that have to follow a size.
+        ties: Parts whose sizes are one number in the model's Python, so that they must lose equal numbers.
+        aligned: Parts whose remaining count must be a multiple of `solve.ALIGNED`.
+        loosened: Heads that cannot be removed as a whole; the positions within them may be, equally in each head.
+        literals: (operation, place) of slices with hard-coded bounds. Facts of such a slice bind no parts.
+        lossy: Atoms whose removal changes a number that is computed from a size, such as 1 / sqrt(d).
+        pins: Atoms that cannot be removed.
+        modes: The passes that every copy repeats. Train mode is left out until it turns out to matter.
+    """
+
+    constants: tuple[Constant, ...] = ()
+    ties: tuple[Bound, ...] = ()
+    aligned: tuple[Bound, ...] = ()
+    loosened: tuple[Lines, ...] = ()
+    literals: frozenset[tuple[str, str]] = frozenset()
+    lossy: tuple[Bound, ...] = ()
+    pins: tuple[Bound, ...] = ()
+    modes: Modes = "runs"
+
+    def solved_like(self, other: "Assumptions") -> bool:
+        """Whether two values give one solution: constants and modes only affect replays."""
+        # By identity: `replace` keeps the fields that a repair did not touch, and arrays have no plain equality.
+        fields = ("ties", "aligned", "loosened", "literals", "lossy", "pins")
+        return all(getattr(self, name) is getattr(other, name) for name in fields)
+
+    def with_constants(self, more: Iterable[Constant]) -> "Assumptions":
+        """These assumptions and more constants; an attribute that is known already keeps its meaning."""
+        known = {_attribute(constant): constant for constant in self.constants}
+        for constant in more:
+            known.setdefault(_attribute(constant), constant)
+        return replace(self, constants=tuple(known.values()))
+
+
+def _attribute(constant: Constant) -> tuple[str, str, int | None]:
+    return constant.module, constant.attribute, constant.item
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """The model and its traces, which stay the same while assumptions grow.
 
     Args:
         workshop: Makes the copies.
-        replays: The forward passes that were traced, and that every copy must repeat.
-        facts: The facts about atoms that these passes found.
-        atoms: How many atoms there are.
+        replays: The traced forward passes, which every copy must repeat.
+        facts: The facts of these passes.
+        atoms: The number of atoms.
         wiring: The tensors and axes of the model.
-        pins: What stays besides what the facts say; grows.
-        lossy: What is lossy besides; grows.
-        constants: Numbers in the model's Python that follow a size; grows.
+        tried: Attempts that are not worth repeating; filled by the repairs.
     """
 
     workshop: Workshop
@@ -51,256 +117,345 @@ class Probe:
     facts: Facts
     atoms: int
     wiring: Wiring
-    pins: list[Bound]
-    lossy: list[Bound]
-    constants: list[Constant]
+    tried: set[object] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self._steps = self.replays.steps
-        self._numbers = ProgramNumbers(self._steps, dict(self.workshop.model.named_modules()))
-        self._repeats = False
-        self._modes: Modes = "runs"
-        self._tried = set[tuple[object, ...]]()
-        self._loosened = set[Lines]()
-        self._ties = dict[bytes, Bound]()  # parts whose size is one number in the model's Python
-        self._aligned = list[Bound]()  # parts of which a multiple must be left
-        self._literal = set[tuple[str, str]]()  # slices with numbers of their own, which bind no parts
-        self.graph = self._solved()
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The operations of all passes; a mismatch counts through these."""
+        return self.replays.steps
 
-    def _solved(self) -> Graph:
+    @cached_property
+    def numbers(self) -> ProgramNumbers:
+        """The numbers in the model's Python objects."""
+        return ProgramNumbers(self.steps, dict(self.workshop.model.named_modules()))
+
+    def solve(self, assumptions: Assumptions) -> Solution:
+        """The classes of atoms under some assumptions."""
         known = self.facts
-        even = [bound for bound in known.even if (bound.reason.operation, bound.reason.place) not in self._literal]
-        facts = replace(known, lossy=[*known.lossy, *self.lossy], even=[*even, *self._ties.values()])
-        solution = solve(facts, self.atoms, self.pins, self._loosened, self._aligned)
-        return Graph(self.wiring, solution, self.constants)
+        even = [it for it in known.even if (it.reason.operation, it.reason.place) not in assumptions.literals]
+        facts = replace(known, lossy=[*known.lossy, *assumptions.lossy], even=[*even, *assumptions.ties])
+        return solve(facts, self.atoms, assumptions.pins, assumptions.loosened, assumptions.aligned)
 
-    def settle(self) -> Graph:
-        """Try parts of the exact units of every space, then of all units, until everything fits."""
-        fitting = None
-        while self.graph is not fitting:  # what gives way for lossy units may loosen exact ones: try those again
-            self._try_out(lossy=False)
-            fitting = self.graph
-            self._try_out(lossy=True)
-        following = {(it.module, it.attribute, it.item) for it in self.constants}
-        following |= {(it.module, it.attribute, it.item) for it in self.wiring.sized}
-        beside = [*self._numbers.beside(), *self._numbers.ranks_beside(self.wiring)]
-        self.graph.beside = tuple(it for it in beside if (it.module, it.attribute, it.item) not in following)
-        return self.graph
-
-    def _try_out(self, *, lossy: bool) -> None:
-        """Cut copies until one fits; where none does, all units of the kind stay."""
-        failing = 0
-        for _ in range(ROUNDS):
-            units, found = self._first_failure(lossy=lossy)
-            if found is None:
-                found = self._align(lossy=lossy)
-                if found is None:
-                    return
-            elif not self._repaired(found, units) and not self._tied(found) and not self._fits_aligned(found, units):
-                self._refuse_unrepeatable()
-                self._give_up(found, units)
-            failing = max(found.step, 0)
-        self._fix_all(self._steps[failing], lossy=lossy)
-
-    def _refuse_unrepeatable(self) -> None:
-        """Before a failure of a cut copy fixes anything, see whether an uncut one repeats the trace."""
-        if not self._repeats and (found := self._attempt(np.zeros(0, np.int64))) is not None:
-            raise NotRepeatable(found.why)
-        self._repeats = True
-
-    def _first_failure(self, *, lossy: bool) -> tuple[Indices, Mismatch | None]:
-        """Of half of every space, of uneven shares and of sources, which do not fit; None if all do."""
-        choices = self.graph.choose_half, self.graph.choose_unevenly, self.graph.choose_sources
-        for number, choose in enumerate(choices):
-            units = choose(lossy=lossy)
-            of_kind = self.graph.units.lossy[units] == lossy
-            # One of them in train mode, where that does the same but for dropout: it costs no pass more.
-            trained: Modes = "trained" if number == 1 and self._modes == "runs" else self._modes
-            if of_kind.any() and (found := self._attempt(units, modes=trained)) is not None:
-                return units, self._in_eval_mode(found, units)
-        return units, None
-
-    def _in_eval_mode(self, found: Mismatch, units: Indices) -> Mismatch:
-        """The failure as it is in eval mode; if eval mode works, train mode is tried on every copy from now on."""
-        if found.run is None or not any(found.run is run for run, _ in self.replays.echoes):
-            return found
-        if (plain := self._attempt(units)) is not None:
-            return plain
-        self._modes = "all"
-        return found
-
-    def _align(self, *, lossy: bool) -> Mismatch | None:
-        """Where other parts fit, and all but one unit do not, widths must be multiples."""
-        units = self.graph.choose_one(lossy=lossy)
-        of_kind = self.graph.units.lossy[units] == lossy
-        found = self._attempt(units) if of_kind.any() else None
-        if found is not None:
-            if found.others:  # a position that is written in the model's Python
-                self._give_up(found, units)
-                return found
-            self._aligned.append(self._to_align(found, units))
-            self.graph = self._solved()
-        return found
-
-    def _to_align(self, found: Mismatch, units: Indices) -> Bound:
-        """The atoms of which a multiple must be left, so that an operation fits."""
-        found, atoms = self._blamed(found, units)
-        classes = self.graph.units.classes
-        if not np.isin(self.graph.solution.classes[atoms], classes[units]).any():
-            found, culprits = self._culprits(found, units)
-            atoms = classes[culprits].astype(np.int32)
-        step = self._steps[max(found.step, 0)]
-        reason = Reason(f"other widths do not fit: {found.why}"[:200], step.name, step.module, step.place)
-        return Bound(atoms, reason)
-
-    def _fits_aligned(self, found: Mismatch, units: Indices) -> bool:
-        """Where torch refuses a width, whether a multiple of 8 nearby gets further; it must then be one."""
-        step, lossy = self._steps[found.step], bool(self.graph.units.lossy[units].any())
-        if not found.raised or (step.name, step.place, lossy) in self._tried:
-            return False
-        self._tried.add((step.name, step.place, lossy))
-        bound = self._to_align(found, units)
-        self._aligned.append(bound)
-        self.graph = self._solved()
-        chosen = self.graph.choose_unevenly(lossy=lossy)
-        if np.isin(self.graph.solution.classes[bound.array], self.graph.units.classes[chosen]).any():
-            after = self._attempt(chosen)
-            if after is None or after.step > found.step:
-                return True
-        self._aligned.pop()
-        self.graph = self._solved()
-        return False
-
-    def _fix_all(self, step: Step, *, lossy: bool) -> None:
-        """Nothing is known of what was not tried out to the end."""
-        units = self.graph.units
-        why = f"did not fit after {ROUNDS} tries on cut copies"
-        atoms = units.classes[units.lossy == lossy].astype(np.int32)
-        self.pins.append(Bound(atoms, Reason(why, step.name, step.module, step.place)))
-        self.graph = self._solved()
-
-    def _attempt(
-        self, units: Indices, constants: Sequence[Constant] | None = None, modes: Modes | None = None
-    ) -> Mismatch | None:
-        """Cut a copy and trace it again; where it went another way."""
-        graph = self.graph if constants is None else Graph(self.wiring, self.graph.solution, list(constants))
+    def attempt(self, graph: Graph, units: Indices, modes: Modes) -> Mismatch | None:
+        """Cut units from a copy and replay it; the first mismatch, or None if the copy fits."""
         try:
             edits = graph.edits(units)
         except ShrinkError as error:
             return Mismatch(-1, str(error))
-        return self.replays.mismatch(self.workshop, graph, edits, modes=modes or self._modes)
+        return self.replays.mismatch(self.workshop, graph, edits, modes=modes)
 
-    def _repaired(self, found: Mismatch, units: Indices) -> bool:
-        """Try the numbers that could be the one in the way; keep what moves the failure on."""
-        if found.step < 0 or found.number:
-            return False
-        alive = self._alive(units)
-        searched = (
-            self._most_helpful(self._numbers.too_large(found.step, alive, where), found, units) for where in Where
-        )
-        best = next((constants for constants in searched if constants), [])
-        known = {(c.module, c.attribute, c.item): c for c in self.constants}
-        for constant in best:
-            for sibling in self._numbers.siblings(constant, found.step):
-                known.setdefault((sibling.module, sibling.attribute, sibling.item), sibling)
-        self.constants[:] = known.values()  # the graph holds this very list
-        return bool(best)
+    def refuse_unrepeatable(self, graph: Graph, modes: Modes) -> None:
+        """Raise `NotRepeatable` if an uncut copy fails too: then a failing cut says nothing about its units."""
+        if "uncut" not in self.tried:
+            if (found := self.attempt(graph, np.zeros(0, np.int64), modes)) is not None:
+                raise NotRepeatable(found.why)
+            self.tried.add("uncut")
 
-    def _most_helpful(self, candidates: Iterable[Constant], found: Mismatch, units: Indices) -> list[Constant]:
-        """Of constants, the one that gets furthest, or those of all together that are needed; none if none helps."""
-        listed = list(candidates)
-        best, reached = list[Constant](), found.step
-        for group in [[one] for one in listed] + ([listed] if len(listed) > 1 else []):
-            key = (found.step, *((c.module, c.attribute, c.item, c.shape, c.dim) for c in group))
-            if key in self._tried:
-                continue
-            self._tried.add(key)
-            if (after := self._reached(units, group)) > reached:
-                best, reached = group, after
-            if reached == len(self._steps):
-                break
-        for constant in best if len(best) > 1 else ():  # one that is not needed counts something else
-            fewer = [other for other in best if other is not constant]
-            best = fewer if self._reached(units, fewer) >= reached else best
-        return best
 
-    def _reached(self, units: Indices, constants: Sequence[Constant]) -> int:
-        """The step at which a cut copy fails when these constants follow as well."""
-        after = self._attempt(units, [*self.constants, *constants])
-        return len(self._steps) if after is None else after.step
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Assumptions and the graph that follows from them."""
 
-    def _tied(self, found: Mismatch) -> bool:
-        """Where one number stands for two widths, equally many go of both; whether that is news."""
-        if found.step < 0 or found.number:
-            return False
-        step, before = self._steps[found.step], len(self._ties)
-        known = {(c.module, c.attribute, c.item): c for c in self.constants}
-        for new in self._numbers.at(found.step):
-            old = known.get((new.module, new.attribute, new.item))
-            if old is not None and len(rows := rows_of_both(old, new)):
-                why = f"has its size in {new.attribute!r}, as another part"
-                bound = Bound(rows, Reason(why, step.name, step.module, step.place))
-                self._ties.setdefault(rows.tobytes(), bound)
-        if len(self._ties) > before:
-            self.graph = self._solved()
-        return len(self._ties) > before
+    bench: Bench
+    assumptions: Assumptions
+    graph: Graph
 
-    def _give_up(self, found: Mismatch, units: Indices) -> None:
-        """Fix the axis at the operation that failed, or call its units lossy if only a number changed."""
-        found, atoms = self._blamed(found, units)
-        step = self._steps[max(found.step, 0)]
-        if not found.number and self._loosen_heads(atoms):
-            return
-        if found.number:
-            why = f"a number that depends on the size is used: {found.why}"
-            reason = Reason(why, step.name, step.module, step.place)
-            self.lossy.append(Bound(np.stack([atoms, np.zeros_like(atoms)], axis=1), reason))
-        else:
-            why = f"the size is written in the model's Python: {found.why}"[:200]
-            self.pins.append(Bound(atoms, Reason(why, step.name, step.module, step.place)))
-            if step.name == "aten::slice":
-                self._literal.add((step.name, step.place))
-        self.graph = self._solved()
+    @staticmethod
+    def first(bench: Bench) -> "Trial":
+        """The trial without any assumptions."""
+        assumptions = Assumptions()
+        return Trial(bench, assumptions, Graph(bench.wiring, bench.solve(assumptions)))
 
-    def _loosen_heads(self, atoms: Map) -> bool:
-        """Where heads cannot go as a whole, places within them may, equally many of each; whether there are any."""
-        classes = self.graph.solution.classes
-        blamed = np.zeros(len(classes), bool)
-        blamed[classes[atoms]] = True
-        heads = [lines for lines in self.facts.lines[Line.HEADS] if blamed[classes[lines.cells]].any()]
-        fresh = set(heads) - self._loosened
-        self._loosened |= fresh
-        if fresh:
-            self.graph = self._solved()
-        return bool(fresh)
+    def assuming(self, assumptions: Assumptions) -> "Trial":
+        """The trial under other assumptions; solves again only if that can change the solution."""
+        if assumptions.solved_like(self.assumptions):
+            return Trial(self.bench, assumptions, self.graph.with_constants(assumptions.constants))
+        solution = self.bench.solve(assumptions)
+        return Trial(self.bench, assumptions, Graph(self.bench.wiring, solution, list(assumptions.constants)))
 
-    def _blamed(self, found: Mismatch, units: Indices) -> tuple[Mismatch, Map]:
-        """What fails, and the atoms of units that come out of the operation, or go into it, or else make it fail."""
-        units_of = self.graph.units
-        kind = units_of.lossy == bool(units_of.lossy[units].any())
-        removable = np.zeros(len(self.graph.solution.classes), bool)
-        removable[units_of.classes[kind]] = True
-        atoms = passing_through(self._steps, found.step, removable[self.graph.solution.classes])
+    def attempt(self, units: Indices, modes: Modes | None = None) -> Mismatch | None:
+        """See `Bench.attempt`."""
+        return self.bench.attempt(self.graph, units, modes or self.assumptions.modes)
+
+
+@dataclass(frozen=True, eq=False)
+class Failure:
+    """A cut copy that did not fit: the input of every repair.
+
+    Attributes:
+        trial: The assumptions under which it was cut, and their graph.
+        mismatch: The first difference.
+        units: The units that were removed.
+    """
+
+    trial: Trial
+    mismatch: Mismatch
+    units: Indices
+
+    @property
+    def lossy(self) -> bool:
+        """Whether lossy units were removed: exact units are probed first, then all units."""
+        return bool(self.trial.graph.units.lossy[self.units].any())
+
+    @property
+    def step(self) -> Step:
+        """The operation that failed."""
+        return self.trial.bench.steps[max(self.mismatch.step, 0)]
+
+    def reason(self, why: str) -> Reason:
+        """A reason with the place of the operation that failed."""
+        return Reason(why, self.step.name, self.step.module, self.step.place)
+
+    @cached_property
+    def blame(self) -> tuple["Failure", Map]:
+        """The failure, and the atoms to blame: those of the outputs or inputs of the operation.
+
+        If the operation has no atoms that could be removed, the units are bisected for those that fail alone, and the
+        failure is the one that they cause. Cached, since every attempt is a forward pass.
+        """
+        graph = self.trial.graph
+        kind = graph.units.lossy == self.lossy
+        removable = np.zeros(len(graph.solution.classes), bool)
+        removable[graph.units.classes[kind]] = True
+        atoms = passing_through(self.trial.bench.steps, self.mismatch.step, removable[graph.solution.classes])
         if len(atoms):
-            return found, atoms
-        found, culprits = self._culprits(found, units)
+            return self, atoms
+        found, culprits = self.culprits()
         mine = culprits[kind[culprits]]
-        blamed: Map = units_of.classes[mine if len(mine) else culprits].astype(np.int32)
+        # Without a unit of the kind that is being probed, the others must give way, or no round would change anything.
+        blamed: Map = graph.units.classes[mine if len(mine) else culprits].astype(np.int32)
         return found, blamed
 
-    def _culprits(self, found: Mismatch, units: Indices) -> tuple[Mismatch, Indices]:
-        """The units of the spaces whose removal alone fails, found by halving, and how they fail."""
-        spaces = [np.concatenate(blocks) for blocks in self.graph.choices()]
-        spaces = [space for space in spaces if np.isin(space, units).any()]
-        while len(spaces) > 1:
-            halves = spaces[: len(spaces) // 2], spaces[len(spaces) // 2 :]
-            tries = ((half, self._attempt(np.intersect1d(np.concatenate(half), units))) for half in halves)
+    def culprits(self) -> tuple["Failure", Indices]:
+        """The units of the groups that fail when removed alone, found by bisection, and that failure."""
+        groups = [np.concatenate(blocks) for blocks in self.trial.graph.choices()]
+        groups = [group for group in groups if np.isin(group, self.units).any()]
+        mismatch = self.mismatch
+        while len(groups) > 1:
+            halves = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+            tries = ((half, self.trial.attempt(np.intersect1d(np.concatenate(half), self.units))) for half in halves)
             failing = next(((half, why) for half, why in tries if why is not None), None)
-            if failing is None:
+            if failing is None:  # they fail only in combination
                 break
-            spaces, found = failing
-        return found, np.concatenate(spaces)
+            groups, mismatch = failing
+        return replace(self, mismatch=mismatch), np.concatenate(groups)
 
-    def _alive(self, units: Indices) -> Flags:
-        removed = self.graph.edits(units).units
-        return alive_atoms(self.graph.solution.classes, self.graph.units.classes[removed])
+
+Repair: TypeAlias = Callable[[Failure], Assumptions | None]
+
+
+def follow_numbers(failure: Failure) -> Assumptions | None:
+    """Let attributes follow a size: those near the operation that have the old size, if that moves the failure on.
+
+    What helps one module is assumed for every module that ran the same operation on the same line.
+    """
+    if failure.mismatch.step < 0 or failure.mismatch.number:
+        return None
+    bench, graph, number = failure.trial.bench, failure.trial.graph, failure.mismatch.step
+    removed = graph.edits(failure.units).units
+    alive = alive_atoms(graph.solution.classes, graph.units.classes[removed])
+    # Lazily, from near to far: a search stops at the first place where something helps.
+    searched = (_most_helpful(bench.numbers.too_large(number, alive, where), failure) for where in Where)
+    best = next((constants for constants in searched if constants), [])
+    if not best:
+        return None
+    siblings = [sibling for constant in best for sibling in bench.numbers.siblings(constant, number)]
+    return failure.trial.assumptions.with_constants(siblings)
+
+
+def _most_helpful(candidates: Iterable[Constant], failure: Failure) -> list[Constant]:
+    """The constant that gets furthest, or those of all together that are needed; empty if none helps."""
+    listed, bench = list(candidates), failure.trial.bench
+    best, reached = list[Constant](), failure.mismatch.step
+    for group in [[one] for one in listed] + ([listed] if len(listed) > 1 else []):
+        key = (failure.mismatch.step, *((*_attribute(c), c.shape, c.dim) for c in group))
+        if key in bench.tried:
+            continue
+        bench.tried.add(key)
+        if (after := _reached(failure, group)) > reached:
+            best, reached = group, after
+        if reached == len(bench.steps):
+            break
+    for constant in best if len(best) > 1 else ():  # one that is not needed counts something else
+        fewer = [other for other in best if other is not constant]
+        best = fewer if _reached(failure, fewer) >= reached else best
+    return best
+
+
+def _reached(failure: Failure, constants: Sequence[Constant]) -> int:
+    """The step at which the cut copy fails when these constants follow as well."""
+    trial = failure.trial
+    graph = trial.graph.with_constants([*trial.assumptions.constants, *constants])
+    after = trial.bench.attempt(graph, failure.units, trial.assumptions.modes)
+    return len(trial.bench.steps) if after is None else after.step
+
+
+def tie_parts(failure: Failure) -> Assumptions | None:
+    """Make parts lose equal numbers if one attribute is the size of both, such as `head_dim` of queries and keys."""
+    if failure.mismatch.step < 0 or failure.mismatch.number:
+        return None
+    assumptions = failure.trial.assumptions
+    known = {_attribute(constant): constant for constant in assumptions.constants}
+    ties = {bound.array.tobytes(): bound for bound in assumptions.ties}
+    for new in failure.trial.bench.numbers.at(failure.mismatch.step):
+        old = known.get(_attribute(new))
+        if old is not None and len(rows := rows_of_both(old, new)):
+            why = f"has its size in {new.attribute!r}, as another part"
+            ties.setdefault(rows.tobytes(), Bound(rows, failure.reason(why)))
+    return replace(assumptions, ties=tuple(ties.values())) if len(ties) > len(assumptions.ties) else None
+
+
+def try_multiples(failure: Failure) -> Assumptions | None:
+    """Where torch refuses a width, require a multiple of 8 if such a width gets further."""
+    bench, step, lossy = failure.trial.bench, failure.step, failure.lossy
+    if not failure.mismatch.raised or (step.name, step.place, lossy) in bench.tried:
+        return None
+    bench.tried.add((step.name, step.place, lossy))
+    assumptions = _aligned(failure)
+    then = failure.trial.assuming(assumptions)
+    chosen, atoms = choose_unevenly(then.graph, lossy=lossy), assumptions.aligned[-1].array
+    if np.isin(then.graph.solution.classes[atoms], then.graph.units.classes[chosen]).any():
+        after = then.attempt(chosen)
+        if after is None or after.step > failure.mismatch.step:
+            return assumptions
+    return None
+
+
+def _aligned(failure: Failure) -> Assumptions:
+    """The assumption that a multiple must be left of the atoms to blame."""
+    found, atoms = failure.blame
+    graph = failure.trial.graph
+    if not np.isin(graph.solution.classes[atoms], graph.units.classes[failure.units]).any():
+        found, culprits = replace(failure, mismatch=found.mismatch).culprits()
+        atoms = graph.units.classes[culprits].astype(np.int32)
+    bound = Bound(atoms, found.reason(f"other widths do not fit: {found.mismatch.why}"[:200]))
+    return replace(failure.trial.assumptions, aligned=(*failure.trial.assumptions.aligned, bound))
+
+
+def require_multiples(failure: Failure) -> Assumptions | None:
+    """Require a multiple of 8 where all larger cuts fit and a cut of single units does not.
+
+    A cut copy with wrong channels is no matter of widths: a position is hard-coded.
+    """
+    return None if failure.mismatch.others else _aligned(failure)
+
+
+def loosen_heads(failure: Failure) -> Assumptions | None:
+    """Where heads cannot be removed as a whole, let positions within them go, equally many of each head."""
+    found, atoms = failure.blame
+    if found.mismatch.number:
+        return None
+    classes, known = failure.trial.graph.solution.classes, failure.trial.assumptions.loosened
+    blamed = np.zeros(len(classes), bool)
+    blamed[classes[atoms]] = True
+    heads = failure.trial.bench.facts.lines[Line.HEADS]
+    fresh = [lines for lines in heads if blamed[classes[lines.cells]].any() and lines not in known]
+    return replace(failure.trial.assumptions, loosened=(*known, *fresh)) if fresh else None
+
+
+def mark_lossy(failure: Failure) -> Assumptions | None:
+    """Call the units lossy if only a number changed that is computed from a size."""
+    found, atoms = failure.blame
+    if not found.mismatch.number:
+        return None
+    reason = found.reason(f"a number that depends on the size is used: {found.mismatch.why}")
+    # Rows of (atom, 0): `Facts.lossy` has rows that are normalised together, and each of these is lossy by itself.
+    bound = Bound(np.stack([atoms, np.zeros_like(atoms)], axis=1), reason)
+    return replace(failure.trial.assumptions, lossy=(*failure.trial.assumptions.lossy, bound))
+
+
+def pin(failure: Failure) -> Assumptions | None:
+    """Fix the axis at the operation that failed."""
+    found, atoms = failure.blame
+    assumptions, step = failure.trial.assumptions, found.step
+    bound = Bound(atoms, found.reason(f"the size is written in the model's Python: {found.mismatch.why}"[:200]))
+    # A slice binds its parts on the assumption that its bounds follow the width; these bounds do not.
+    literals = {(step.name, step.place)} if step.name == "aten::slice" else set()
+    return replace(assumptions, pins=(*assumptions.pins, bound), literals=assumptions.literals | literals)
+
+
+# The order matters. A number that follows its size keeps most units free, so that comes first. Ties are looked for
+# among the numbers that follow already. Multiples are tried last, because they restrict every later choice.
+REPAIRS: tuple[Repair, ...] = (follow_numbers, tie_parts, try_multiples)
+# Units that are given up, from the smallest loss to the largest.
+CONCESSIONS: tuple[Repair, ...] = (loosen_heads, mark_lossy, pin)
+
+
+def repaired(failure: Failure, repairs: Sequence[Repair]) -> Trial | None:
+    """The trial under the assumptions of the first repair that helps; None if none does."""
+    found = (repair(failure) for repair in repairs)
+    assumptions = next((it for it in found if it is not None), None)
+    return None if assumptions is None else failure.trial.assuming(assumptions)
+
+
+def settle(bench: Bench) -> Graph:
+    """Probe parts of the exact units of every group, then of all units, until every copy fits.
+
+    Raises:
+        NotRepeatable: An uncut copy differs from the first trace.
+    """
+    trial, fitting = Trial.first(bench), None
+    while trial.graph.solution is not fitting:  # a concession for lossy units may free exact ones: probe those again
+        trial = _probed(trial, lossy=False)
+        fitting = trial.graph.solution
+        trial = _probed(trial, lossy=True)
+    following = {*map(_attribute, trial.assumptions.constants)}
+    following |= {(it.module, it.attribute, it.item) for it in bench.wiring.sized}
+    beside = [*bench.numbers.beside(), *bench.numbers.ranks_beside(bench.wiring)]
+    trial.graph.beside = tuple(it for it in beside if _attribute(it) not in following)
+    return trial.graph
+
+
+def _probed(trial: Trial, *, lossy: bool) -> Trial:
+    """Cut copies until all of them fit; after `ROUNDS`, pin all units of the kind."""
+    failing = 0
+    for _ in range(ROUNDS):
+        trial, failure = _first_failure(trial, lossy=lossy)
+        if failure is not None:
+            then = repaired(failure, REPAIRS)
+            if then is None:
+                # A forward that differs from pass to pass would fail on any copy: see before units are given up.
+                trial.bench.refuse_unrepeatable(trial.graph, trial.assumptions.modes)
+                then = repaired(failure, CONCESSIONS)
+        else:
+            failure = _failure_of_one(trial, lossy=lossy)
+            if failure is None:
+                return trial
+            then = repaired(failure, (require_multiples, *CONCESSIONS))
+        assert then is not None
+        trial, failing = then, max(failure.mismatch.step, 0)
+    return _all_pinned(trial, trial.bench.steps[failing], lossy=lossy)
+
+
+def _first_failure(trial: Trial, *, lossy: bool) -> tuple[Trial, Failure | None]:
+    """The first of three cuts that does not fit: half of every group, uneven shares, and sources."""
+    for number, choose in enumerate((choose_half, choose_unevenly, choose_sources)):
+        units = choose(trial.graph, lossy=lossy)
+        of_kind = trial.graph.units.lossy[units] == lossy
+        # One of the cuts runs in train mode where that echoes eval mode: train mode is covered without another pass.
+        modes: Modes = "trained" if number == 1 and trial.assumptions.modes == "runs" else trial.assumptions.modes
+        if of_kind.any() and (found := trial.attempt(units, modes)) is not None:
+            echoed = any(found.run is run for run, _ in trial.bench.replays.echoes)
+            if echoed and (plain := trial.attempt(units)) is not None:
+                found = plain  # it fails in eval mode as well, whose steps the repairs know better
+            elif echoed:
+                # Only train mode fails, so every copy has to repeat it from now on.
+                trial = trial.assuming(replace(trial.assumptions, modes="all"))
+            return trial, Failure(trial, found, units)
+    return trial, None
+
+
+def _failure_of_one(trial: Trial, *, lossy: bool) -> Failure | None:
+    """The failure of a cut of one unit of each group, if it does not fit: odd widths, and shifted positions."""
+    units = choose_one(trial.graph, lossy=lossy)
+    of_kind = trial.graph.units.lossy[units] == lossy
+    found = trial.attempt(units) if of_kind.any() else None
+    return None if found is None else Failure(trial, found, units)
+
+
+def _all_pinned(trial: Trial, step: Step, *, lossy: bool) -> Trial:
+    """Pin every remaining unit of the kind: probing did not converge."""
+    units = trial.graph.units
+    atoms = units.classes[units.lossy == lossy].astype(np.int32)
+    reason = Reason(f"did not fit after {ROUNDS} tries on cut copies", step.name, step.module, step.place)
+    return trial.assuming(replace(trial.assumptions, pins=(*trial.assumptions.pins, Bound(atoms, reason))))

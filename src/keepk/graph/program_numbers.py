@@ -1,4 +1,15 @@
-"""Numbers in the model's Python: where they are kept, and what they count."""
+"""Numbers in the model's Python objects that repeat a size, such as ``self.num_heads``.
+
+A cut copy may fail because the model has the old width in an attribute: ``x.view(batch, self.heads, -1)`` works only
+while `heads` is the number of heads. This module finds the attributes that could be such a number for a failing
+operation, and `probe` tries which of them have to follow the width. An attribute is identified by module, name and,
+in a list or tuple, the position of the entry:
+
+>>> net = nn.Identity()
+>>> net.heads, net.sizes = 4, (4, 8)
+>>> holding(net, 4)
+[('heads', None), ('sizes', 0)]
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +24,16 @@ from keepk.graph.maps import Flags, Map, fibres, predict, support
 from keepk.graph.tracer import MAY_DIFFER, Step
 from keepk.graph.wiring import Constant, Wiring
 
-PARENTS = 3  # how far up a number may be kept
-CHILDREN = 2  # how far down
-BELOW = 16  # how many modules further down are looked at
-SIZES = 64  # how many numbers a list of sizes has at most: longer ones are tables of indices
+# The search stays near the operation: every candidate costs a forward pass, and a distant attribute with the same value
+# is more likely equal by chance.
+PARENTS = 3  # levels upwards, the module itself included
+CHILDREN = 2  # levels downwards
+BELOW = 16  # modules downwards, in all
+SIZES = 64  # entries of a list of sizes; longer lists are tables of indices
 
 
 class Where(Enum):
-    """Where a number may be kept, in the order in which it is looked for."""
+    """Where to look for a number, in order of preference."""
 
     ATTRIBUTE = "in an attribute of the module or of its parents"
     OBJECT = "in an object that one of them holds"
@@ -29,13 +42,18 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class ProgramNumbers:
-    """The numbers beside the operations of a trace: in the modules that ran them, their parents and children."""
+    """The numbers in the modules that ran the operations of a trace, and in their parents and children."""
 
     steps: Sequence[Step]
     modules: Mapping[str, nn.Module]
 
     def at(self, number: int, where: Where | None = None) -> Iterator[Constant]:
-        """Attributes around an operation that are the old size of a dim with channels; all, or those kept somewhere."""
+        """Attributes near an operation that equal the size of one of its dims with channels.
+
+        Args:
+            number: The number of the step.
+            where: Look only there; everywhere if None.
+        """
         for step in self._of_one_call(number):
             for shape, maps in step.tensors:
                 for dim in sorted({dim for index_map in maps for dim in support(index_map)}):
@@ -43,7 +61,7 @@ class ProgramNumbers:
                         yield Constant(path, attribute, item, shape, maps, dim)
 
     def _kept(self, number: int, size: int, where: Where | None) -> Iterator[tuple[str, str, int | None]]:
-        """Where a size is kept: module, attribute and item."""
+        """(module, attribute, item) of each attribute near an operation that equals `size`."""
         around = list(upwards(self.steps[number].module))
         if where in (None, Where.ATTRIBUTE):
             yield from ((path, *found) for path in around for found in holding(self.modules.get(path), size))
@@ -55,9 +73,9 @@ class ProgramNumbers:
                 yield from ((path, *found) for found in (*holding(module, size), *holding_inside(module, size)))
 
     def _below(self, number: int) -> list[str]:
-        """The modules inside an operation's module, those first that are next to what ran before it."""
+        """The modules inside an operation's module; those close to the module that ran before it come first."""
         module, before = self.steps[number].module, self.steps[max(number - 1, 0)].module.split(".")
-        inside = (child for child in self._inside(module, CHILDREN) if not _is_of_torch(child))  # their sizes are known
+        inside = (child for child in self._inside(module, CHILDREN) if not _is_of_torch(child))  # see `attributes`
         found = dict.fromkeys(self._first_path[id(child)] for child in inside)
         return sorted(found, key=lambda path: -_alike(path.split("."), before))[:BELOW]
 
@@ -69,14 +87,14 @@ class ProgramNumbers:
 
     @cached_property
     def _first_path(self) -> dict[int, str]:
-        """A module that several others hold is known by the first of its names."""
+        """By id of a module, the name by which a shared module is known."""
         return {id(module): path for path, module in self.modules.items()}
 
     def _of_one_call(self, number: int) -> Iterator[Step]:
-        """The step, and the movements that follow it on the same line.
+        """The step, and the movements after it on the same line.
 
-        A reshape that copies is a clone and a view. It fails before either of them runs, so the clone is blamed, but
-        the number in the way is a size of the view.
+        A reshape that copies is a clone and a view. On a failure the clone is blamed, because neither of them ran, but
+        the number that prevents the cut is a size of the view.
         """
         first = self.steps[number]
         yield first
@@ -86,17 +104,17 @@ class ProgramNumbers:
             yield step
 
     def too_large(self, number: int, alive: Flags, where: Where) -> Iterator[Constant]:
-        """Those of something that should have shrunk."""
+        """The attributes of `at` whose dim is smaller on the cut copy: they hold the old size."""
         for constant in self.at(number, where):
             after = predict(constant.shape, constant.maps, alive)
             if after is not None and after[constant.dim] != constant.shape[constant.dim]:
                 yield constant
 
     def beside(self) -> Iterator[Constant]:
-        """Every attribute of a module that is the size of a dim with channels in its own forward, used there or not.
+        """Attributes that equal the size of a dim with channels in their module's forward, whether used there or not.
 
-        It may be the number of these channels (``num_heads`` beside a ``view(..., -1, head_dim)``) or be equal to it by
-        chance. torch's own layers are left out: what they know of sizes is known (`attributes`).
+        Such an attribute may count these channels (``num_heads`` next to ``view(..., -1, head_dim)``) or be equal by
+        chance. torch's own layers are left out, since `attributes` lists their sizes.
         """
         own = {path: module for path, module in self.modules.items() if not _is_of_torch(module)}
         seen = set[tuple[object, ...]]()
@@ -110,7 +128,7 @@ class ProgramNumbers:
                             yield Constant(step.module, attribute, item, shape, maps, dim)
 
     def ranks_beside(self, wiring: Wiring) -> Iterator[Constant]:
-        """The ranks of adapters that peft keeps beside them: ``r`` of a layer and of its config, by adapter name."""
+        """The ranks that peft stores for its adapters: ``r`` of a layer and of the config, by adapter name."""
         configured = next((path for path, it in self.modules.items() if hasattr(it, "peft_config")), None)
         for tensor, adapter in wiring.adapters.items():
             path, _, kind = adapter.rpartition(".")
@@ -127,7 +145,7 @@ class ProgramNumbers:
                 yield Constant(configured or "", f"peft_config.{name}.r", None, shape, maps, 0)
 
     def siblings(self, constant: Constant, number: int) -> Iterator[Constant]:
-        """The same attribute in every module of that class, wherever the same line did the same operation."""
+        """The same attribute in every other module where the same line of source ran the same operation."""
         yield constant
         origin = next(
             step for step in self._of_one_call(number) if any(maps is constant.maps for _, maps in step.tensors)
@@ -151,7 +169,7 @@ class ProgramNumbers:
 
 
 def rows_of_both(one: Constant, other: Constant) -> Map:
-    """The atoms along the dims that two constants count, a row for each place in other dims; none if they are alike."""
+    """The atoms that two constants count, one row for each position in the other dims; empty if they share atoms."""
     mine, theirs = _rows(one), _rows(other)
     if not len(mine) or not len(theirs) or np.isin(mine, theirs).any():
         return np.zeros((0, 0), np.int32)
@@ -160,7 +178,7 @@ def rows_of_both(one: Constant, other: Constant) -> Map:
 
 def _rows(constant: Constant) -> Map:
     along = [index_map for index_map in constant.maps if constant.dim in support(index_map)]
-    if len(along) != 1:  # two axes that are folded into one
+    if len(along) != 1:  # two axes flattened into one dim, which no single row describes
         return np.zeros((0, 0), np.int32)
     return fibres(along[0], [dim for dim in support(along[0]) if dim != constant.dim])
 
@@ -175,7 +193,7 @@ def upwards(path: str) -> Iterator[str]:
 
 
 def _moved(path: str, origin: str, other: str) -> str | None:
-    """The path that lies to another module as this one lies to its origin; None for the model itself.
+    """The path that relates to `other` as `path` relates to `origin`; None for the model itself.
 
     >>> _moved("blocks.0.attn", "blocks.0.attn.qkv", "blocks.3.attn.qkv")
     'blocks.3.attn'
@@ -195,17 +213,17 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def _alike(path: Sequence[str], other: Sequence[str]) -> int:
-    """How many names two paths begin with in common."""
+    """The number of leading names that two paths share."""
     return next((n for n, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), min(len(path), len(other)))
 
 
 def holding(module: nn.Module | None, size: int) -> list[tuple[str, int | None]]:
-    """The attributes, and entries of attributes, that are this number."""
+    """The attributes of a module, and entries of its lists, that equal `size`: pairs of name and position."""
     return _numbers_in(vars(module), size) if module is not None else []
 
 
 def holding_inside(module: nn.Module | None, size: int) -> list[tuple[str, int | None]]:
-    """The same in objects that a module holds, such as configs and dicts: ``config.num_heads``.
+    """The same in objects that a module refers to, such as configs and dicts: ``config.num_heads``.
 
     >>> net = nn.Identity()
     >>> net.config = {"heads": 4, "sizes": (4, 8)}
@@ -222,7 +240,7 @@ def holding_inside(module: nn.Module | None, size: int) -> list[tuple[str, int |
 
 
 def _is_holder(value: object) -> bool:
-    """Whether a value is a dict, or a plain object with attributes: no module, tensor, class or function."""
+    """Whether a value is a dict or a plain object with attributes, rather than a module, tensor, class or function."""
     if type(value) is dict:
         return all(isinstance(key, str) for key in value)
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Tensor)

@@ -1,7 +1,26 @@
-"""Tracing a cut copy again: every operation must give what the maps predict, element by element.
+"""Replays: tracing a cut copy and comparing it with the first trace, operation by operation.
 
-Shapes alone would not tell a shuffled order from the right one. The copy's weights carry the ids that survived, so that
-each operation's result can be held against the first trace with the removed ids taken out.
+The first trace predicts every intermediate result of a cut copy: take its index maps and delete the removed atoms. If
+a layer has the channels ``[1 2 3 4]`` and the atoms 2 and 4 are removed, each tensor that carried this map must carry
+``[1 3]``. The weights of the copy are labelled with the atoms that survive, so a replay can check that: comparing
+shapes alone would accept ``[3 1]``, a wrong order, or ``[2 4]``, the wrong channels.
+
+Here a copy loses hidden neurons 1 and 3. With all of the edits it repeats the first trace; if one tensor is left uncut
+(the second weight), the first operation that uses it is found:
+
+>>> import keepk
+>>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+>>> graph = keepk.trace(net, torch.zeros(2, 8))
+>>> edits = graph.edits([1, 3])
+>>> workshop = Workshop(net, Example.of(torch.zeros(2, 8)), META)
+>>> graph.replays.mismatch(workshop, graph, edits) is None
+True
+>>> graph.replays.mismatch(workshop, graph, replace(edits, cuts=edits.cuts[:2]))
+Mismatch('aten::t got (3, 6), expected (3, 4)')
+
+There are two kinds of replay. `Replay` follows a cut copy; the first difference raises `Mismatch`, which `probe` turns
+into a repair. `Echo` follows an uncut copy in another mode, to see whether the pass does anything new. `Run` is one
+way of calling forward, and `Replays` is the list of all passes that a cut copy has to repeat.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,33 +44,47 @@ from keepk.graph.tracer import MAY_DIFFER, Numbers, Recorded, Step, Tracer, cons
 from keepk.graph.union import Classes
 from keepk.graph.values import CREATED, Answers
 
-# A linear layer is one operation or two (a product and a sum), and its product has a batch or not, depending on the
-# strides of its input.
+# torch computes a linear layer as one operation or two (a product and a sum), and the product with or without a batch
+# dim, depending on the strides of the input. A cut may change the strides, so each form must match the others.
 ADDMM, ADD = "aten::addmm", "aten::add"
 PRODUCTS = ("aten::mm", "aten::bmm")
-
-
+# Which passes a cut copy has to repeat; see `Replays.mismatch`.
 Modes: TypeAlias = Literal["all", "runs", "trained"]
 
 
-class Mismatch(Exception):  # noqa: N818 - it is caught at once and tells where
-    """The cut copy did something else than predicted."""
+class Mismatch(Exception):  # noqa: N818 - never leaves this room: a finding that `probe` acts on
+    """The first difference between a cut copy and the first trace.
+
+    Attributes:
+        step: The number of the step in the first trace; -1 if the cut could not be made at all.
+        why: The difference, for people.
+        run: The forward pass in which it occurred.
+        number: Whether an argument that is not a size changed (1 / sqrt(d)); shapes and channels are as predicted.
+        others: Whether the size is as predicted, and the channels are not.
+        raised: Whether torch or the user's forward raised, so that there was nothing to compare.
+    """
 
     def __init__(
         self, step: int, why: str, *, number: bool = False, others: bool = False, raised: bool = False
     ) -> None:
         super().__init__(why)
         self.step, self.why = step, why
-        self.run: Run | None = None  # the forward pass in which it happened
-        self.number, self.others = number, others  # a value is another one; the size is right, the channels are not
-        self.raised = raised  # by torch or the user's forward, before there was anything to compare
+        self.run: Run | None = None
+        self.number, self.others, self.raised = number, others, raised
 
 
 class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
-    """A trace of a cut copy, compared with the first trace as it goes.
+    """A trace of a cut copy that compares each operation with the first trace while it runs.
 
-    An axis that is down to one channel has no map, so that what it is joined with may have none either. A `lenient`
-    replay accepts that; what does have a map must be in order.
+    Args:
+        model: The cut copy.
+        first: The first trace of the same pass.
+        classes: The class of each atom; atoms of one class may stand in for each other.
+        alive: Which atoms survive the cut.
+        selections: The BatchNorms of the copy that read a selection of their input, which adds an operation.
+        same_numbers: Whether numbers that are not sizes must be unchanged; they may change where units are lossy.
+        lenient: Whether a missing map is accepted. An axis with a single channel left has no map, and results that
+            combine it with other tensors may have none either. Maps that do exist are still compared.
     """
 
     def __init__(
@@ -81,12 +114,12 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     @property
     def position(self) -> int:
-        """The step that is to blame if the next operation fails."""
+        """The step that a failure of the next operation is attributed to."""
         where = self._position if self._doubtful is None else self._doubtful
         return min(where, len(self._first.steps) - 1)
 
     def finish(self, output: Any) -> None:
-        """Refuse a copy that did less than the first trace, or that returns something else."""
+        """Raise `Mismatch` for a copy that stopped early or returns different tensors."""
         if any(step.name not in MAY_DIFFER for step in self._first.steps[self._position :]):
             raise Mismatch(self.position, "ends early")
         returned = tuple(map(origin_of, tensors_in(output)))
@@ -94,6 +127,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Mismatch(self.position, "returns another tensor", number=self._same_numbers)
 
     def _apply_rule(self, call: Call) -> None:
+        # The first trace has no such operation: a BatchNorm reads a selection only after a cut.
         if call.name == "aten::index_select" and self.module in self._selected and call["dim"] == 1:
             maps = [_selected(m, self._selected[self.module]) for m in call.maps(call.inputs[0])]
             call.label_output(maps)
@@ -101,23 +135,23 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             super()._apply_rule(call)
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
-        """Hold the numbers that a tensor is made of against the first trace."""
+        """Compare the numbers that a tensor is made from with the first trace."""
         steps, number = self._first.steps, self._next()
         if number == len(steps) or steps[number].name != CREATED:
-            raise Mismatch(self.position, f"a tensor is made of {numbers}, which was not so before")
+            raise Mismatch(self.position, f"a tensor is made from {numbers}, which the uncut model does not do")
         self._position = number + 1
         self._compare_numbers(steps[number], (("data", numbers),), number)
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:  # noqa: ARG002 - the first trace has read it
-        """Tell Python the value that it read in the first trace."""
+        """The value that Python read here in the first trace, so that the copy takes the same path."""
         known, number = self._first.reads, len(self.reads)
         if number == len(known) or known[number].place != self.place():
-            raise Mismatch(self.position, f"a value is read at {self.place()}, which was not read before")
+            raise Mismatch(self.position, f"a value is read at {self.place()}, which the uncut model does not do")
         self.reads.append(known[number])
         return known[number].value
 
     def record(self, call: Call) -> None:
-        """Hold the operation against the first trace and give its outputs the ids that they had there."""
+        """Compare the operation with the first trace and give its outputs the maps predicted from there."""
         moves, before = kind_of(call) in MAY_DIFFER, self._position
         step = self._matching_movement(call) if moves else self._matching(call)
         origins = tuple(map(origin_of, call.inputs))
@@ -137,14 +171,14 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         self._doubtful = None
 
     def _note_step(self, call: Call, *, matched: bool) -> None:
-        """Number the outputs as in the first trace; they are not known where torch took another way to the same."""
+        """Give the outputs the origins of the first trace; unknown where torch computed the same in another way."""
         if call.name == "aten::index_select" and self.module in self._selected:
             set_origin(call.outputs[0], origin_of(call.inputs[0]))
         else:
             self.note_origins(call, (self._position - 1,) if matched else None)
 
     def _compare_sources(self, step: Step, call: Call, origins: Sequence[Origin], blamed: int) -> None:
-        """Compare which results the operation gets, the constants among them and, if it has no channels, its sizes."""
+        """Compare where the inputs come from, their constants and, without channels, the size arguments."""
         if not self._same_numbers or len(origins) != len(step.origins):
             return
         if _differ(origins, step.origins):
@@ -155,7 +189,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             self._compare_numbers(replace(step, numbers=step.sizes), sizes_of(call), blamed)
 
     def _matching_movement(self, call: Call) -> Step | None:
-        """The step that an operation which only moves data repeats, if there is one with its shape."""
+        """The step repeated by an operation that only moves data, if there is one with the predicted shape."""
         steps = self._first.steps
         for number in range(self._position, len(steps)):
             step = steps[number]
@@ -164,25 +198,30 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             if step.name == kind_of(call) and self._fits(step, call):
                 self._position = number + 1
                 return step
+            # The shape is wrong, or torch moved the data in another order. The next comparison that fails decides, and
+            # then this step is the one to blame, since the number in the way is an argument of this operation.
             if step.name == kind_of(call) and self._doubtful is None:
                 self._doubtful = number
         return None
 
     def _left(self, maps: tuple[Map, ...]) -> list[Map] | None:
-        """The remaining maps of one tensor, cached: most tensors are an output of one step and an input of others."""
-        if id(maps) not in self._restricted:  # the first trace holds them, so that no other object gets their id
+        """The maps of a tensor without the removed atoms; None if the rest is not a box.
+
+        Cached, since most tensors are an output of one step and an input of others.
+        """
+        if id(maps) not in self._restricted:  # the first trace keeps the maps alive, so their ids are unique
             self._restricted[id(maps)] = restrict_all(maps, self._alive)
         return self._restricted[id(maps)]
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
-        """Do nothing: the first trace knows which entries are zero."""
+        """Do nothing: a replay collects no facts, so it needs no zero flags."""
 
     def _fits(self, step: Step, call: Call) -> bool:
         shapes = [shape_left(shape, maps, self._left(maps)) for shape, maps in step.outputs]
         return shapes == [tuple(output.shape) for output in call.outputs]
 
     def _matching(self, call: Call) -> Step | None:
-        """The step that an operation repeats; None for one that torch adds or leaves out where strides differ."""
+        """The step that an operation repeats; None for one that torch adds or omits when strides differ."""
         steps, number = self._first.steps, self._next()
         there = steps[number].name if number < len(steps) else "the end"
         if there == kind_of(call):
@@ -198,10 +237,10 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         raise Mismatch(self.position, f"{there} became {call.name}")
 
     def _steps_of_linear(self, number: int, name: str, origins: tuple[Origin, ...]) -> int | None:
-        """Where the first trace goes on after a linear layer that it computed another way; None if it did not.
+        """The step after a linear layer that the first trace computed in another form; None if it is something else.
 
         ``addmm(bias, x, weight)`` may become ``mm(x, weight)`` and ``add(product, bias)``, or the reverse, and ``mm``
-        may become ``bmm``; the tensors are the same ones.
+        may become ``bmm``. The origins of the tensors must be the same.
         """
         steps, step = self._first.steps, self._first.steps[number]
         if step.name == ADDMM and name in PRODUCTS and not _differ(origins, step.origins[1:]):
@@ -217,14 +256,14 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         return None
 
     def _next(self) -> int:
-        """The number of the next step that must be repeated."""
+        """The number of the next step that does more than move data."""
         steps, number = self._first.steps, self._position
         while number < len(steps) and steps[number].name in MAY_DIFFER:
             number += 1
         return number
 
     def _compare_numbers(self, step: Step, numbers: Numbers, blamed: int) -> None:
-        """Arguments that are no sizes must be as before: a kernel, a padding or a factor that follows a width."""
+        """Refuse a changed argument that is not a size: a kernel, a padding or a factor computed from a width."""
         if self._same_numbers and step.numbers != numbers:
             pairs = zip(step.numbers, numbers, strict=False)
             changed = next(((name, old, new) for (name, old), (_, new) in pairs if old != new), ("count", "", ""))
@@ -232,7 +271,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Mismatch(blamed, why[:200], number=True)
 
     def _compare_taken(self, step: Step, call: Call, blamed: int) -> None:
-        """A channel that was taken by its number must be the same one, unless it is the only one left."""
+        """Refuse a different channel where one was taken by index, unless it is the only one left."""
         if len(call.taken) != len(step.taken):
             return
         found, wanted = np.array([call.taken, step.taken], np.int32)
@@ -241,7 +280,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Mismatch(blamed, f"{call.name} takes another channel", others=True)
 
     def _compare_inputs(self, step: Step, call: Call, blamed: int) -> None:
-        """Movements are matched loosely, so that what they moved is looked at where it is used."""
+        """Compare the shapes of the inputs: movements are matched loosely, so their results are checked at the use."""
         sizes = [*call.input_shapes(), *((number,) for number, _ in call.counts)]
         if len(sizes) != len(step.inputs):
             return
@@ -255,7 +294,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         expected = shape_left(shape, maps, left)
         if expected != tuple(output.shape):
             if not maps and output is not call.outputs[0]:
-                return  # statistics that nobody follows
+                return  # a secondary output without maps, such as the statistics of a norm
             raise Mismatch(blamed, f"{call.name} gave {tuple(output.shape)}, expected {expected}")
         left = left or []
         found = [m for m in map(compress, (*label_of(output).maps, *_passed_on(call, output.ndim))) if support(m)]
@@ -266,11 +305,16 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             if not any(self._same(index_map, other) for other in known):
                 raise Mismatch(blamed, f"{call.name} puts the channels in another order", others=True)
         label = label_of(output)
-        # No facts are collected here: the flags only tell weights from buffers.
+        # The predicted maps replace those found, so that a later difference is blamed on the operation that makes it.
+        # The zero flags do not matter, since a replay collects no facts.
         set_label(output, replace(label, maps=tuple(left), zeros=(any(label.zeros),) * len(left)))
 
     def _same(self, wanted: Map, found: Map) -> bool:
-        """Whether the ids are those predicted; what is down to one channel carries none (0), and could not be moved."""
+        """Whether a map has the predicted atoms.
+
+        Id 0 matches anything: it marks an axis with one channel left, which cannot be in a wrong order. Ids that the
+        replay created match if each of them corresponds to one predicted class.
+        """
         known, fresh = (found > 0) & (found < self._known), found >= self._known
         if (self._classes[found[known]] != self._classes[wanted[known]]).any():
             return False
@@ -281,17 +325,17 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _differ(found: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Whether tensors come from somewhere else, or have other values, as far as that is known of both."""
+    """Whether two lists of origins or constants differ; None is unknown and matches anything."""
     return len(found) != len(known) or any(
         one != other for one, other in zip(found, known, strict=True) if None not in (one, other)
     )
 
 
 def _passed_on(call: Call, rank: int) -> Iterator[Map]:
-    """The maps of what an operation combines element by element: each holds for the result as well.
+    """The maps of the inputs of an elementwise operation: each of them is valid for the result as well.
 
-    With one head left, a weight that all heads share has the shape of what it scales, so that the result carries the
-    weight's ids; a table without channels leaves it none.
+    With one head left, a weight shared by all heads has the shape of the tensor that it scales, so that the result
+    carries the atoms of the weight instead of those predicted.
     """
     if is_pointwise(call.operation):
         for tensor in call.inputs:
@@ -302,36 +346,37 @@ def _selected(index_map: Map, channels: Indices) -> Map:
     return np.take(index_map, channels, axis=1) if index_map.shape[1] > 1 else index_map
 
 
-class Differs(Exception):  # noqa: N818 - it is caught at once
-    """A forward pass does something else than another one."""
+class Differs(Exception):  # noqa: N818 - a signal, caught by the trace
+    """Raised by an `Echo` that differs from the pass that it was compared with."""
 
 
+# Operations that allocate the mask of a dropout; see `Echo`.
 NOISE = ("aten::empty_like", "aten::empty", "aten::new_empty")
-NOT_IN_TRAINING = ("training", "momentum")  # arguments of a BatchNorm that differ between the modes
+NOT_IN_TRAINING = ("training", "momentum")  # arguments of a BatchNorm that differ between train and eval mode
 
 
 class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
-    """A forward pass of the same model that is expected to do what another one did, but for dropout.
+    """A forward pass that is expected to repeat another pass of the same model, dropout aside.
 
-    No rule is applied: an operation with the same arguments, on the same inputs, makes the same. Dropout and stochastic
-    depth multiply by a mask of random zeros, made by `empty`, `bernoulli` and `div`, and pass on what they multiply.
-    The steps are written down, those of dropout with them, so that cut copies can be made to repeat this pass, too;
-    the facts are those about the masks.
+    No rules are applied: the same operation on the same inputs has the same result, so labels are copied from the other
+    pass. Dropout and stochastic depth multiply by a random mask, made by `empty`, `bernoulli` and `div`; these
+    operations are skipped in the comparison. All steps are recorded, including those of dropout, so that cut copies
+    can repeat this pass, too. The only new facts are those about the masks.
 
     Raises:
-        Differs: It does something else.
+        Differs: The pass differs from the other one.
     """
 
     def __init__(self, model: nn.Module, first: Recorded, answers: Answers) -> None:
         super().__init__(model, first.groups, answers)
         self._first, self._position = first, 0
         self._noise: dict[int, Tensor] = {}
-        self._there: dict[int, Origin] = {}  # by the number of a step here, what the other pass has in its place
+        self._there: dict[int, Origin] = {}  # by the number of a step here, the same result in the other pass
         self.label_tensors(first.tensors)
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
-        """Answer as in the other pass, if that was asked there."""
-        facts, self.facts = self.facts, Facts()  # those of the read are known from the other pass
+        """The value that Python reads, if the other pass reads one at the same place."""
+        facts, self.facts = self.facts, Facts()  # the facts about this read are known from the other pass
         value = super().answer(tensors, boolean=boolean, read=read)
         self.facts = facts
         known, number = self._first.reads, len(self.reads) - 1
@@ -340,10 +385,10 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         return value
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
-        """Compare the numbers that a tensor is made of."""
+        """Compare the numbers that a tensor is made from."""
         step = self._next()
         if step is None or (step.name, step.numbers) != (CREATED, (("data", numbers),)):
-            raise Differs("a tensor is made of other numbers")
+            raise Differs("a tensor is made from other numbers")
         self._repeat(step)
 
     def _next(self) -> Step | None:
@@ -355,13 +400,13 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         self._position += 1
 
     def _apply_rule(self, call: Call) -> None:
-        """Labels come from the other pass; see `record`."""
+        """Do nothing: `record` copies the labels of the other pass."""
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
-        """So do their flags."""
+        """Do nothing: the zero flags of the other pass apply."""
 
     def record(self, call: Call) -> None:
-        """Compare an operation with the next one of the other pass, and give its outputs the labels of that."""
+        """Compare an operation with the next one of the other pass, and copy the labels of its outputs."""
         if self._is_dropout(call) or self._counts_batches(call):
             return
         step, kind = self._next(), kind_of(call)
@@ -370,7 +415,8 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if sizes_of(call) != step.sizes or _differ(constants_of(call), step.constants):
             raise Differs(f"{call.name} has other sizes or constants")
         shapes, expected = call.input_shapes(), step.inputs[: len(call.inputs)]
-        written = set(map(id, call.outputs))  # in place: the other pass wrote down the label that it has afterwards
+        # An in-place operation changes the label of its input, and the step has the label from after the write.
+        written = set(map(id, call.outputs))
         if len(shapes) != len(expected) or any(
             shape != known or (label_of(tensor).maps is not maps and id(tensor) not in written)
             for tensor, shape, (known, maps) in zip(call.inputs, shapes, expected, strict=True)
@@ -385,7 +431,7 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         self._repeat(replace(step, numbers=numbers_of(call), origins=origins))
 
     def _in_the_other(self, origin: Origin) -> Origin:
-        """Where a tensor of this pass comes from, in the numbers of the other one."""
+        """An origin of this pass in the step numbers of the other pass."""
         if not isinstance(origin, tuple) or origin[0] == "input":
             return origin
         if origin[0] == "detached":
@@ -407,14 +453,14 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         return True
 
     def _add(self, call: Call, there: Origin) -> None:
-        """Write down an operation that the other pass does not have, and what that has in the place of its result."""
+        """Record an operation that the other pass lacks, and the result there that corresponds to its output."""
         step = self.step_of(call)
         self._there[len(self.steps)] = there
         self.note_origins(call, (len(self.steps),))
         self.steps.append(step)
 
     def _is_dropout(self, call: Call) -> bool:
-        """Whether an operation makes or applies a mask of dropout; what it is applied to is passed on."""
+        """Whether an operation makes or applies a dropout mask; applying one keeps the label of the input."""
         step = self._next()
         if call.name in NOISE and (step is None or step.name != call.name):
             return self._makes_noise(call)
@@ -426,19 +472,19 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if call.name != "aten::mul" or noisy != [False, True]:
             raise Differs(f"{call.name} of random numbers")
         label = label_of(call.inputs[0])
-        super()._apply_rule(call)  # the mask goes with what it is multiplied with
+        super()._apply_rule(call)  # a fact: the channels of the mask are removed with those of its input
         set_label(call.outputs[0], label)
         self._add(call, self._in_the_other(origin_of(call.inputs[0])))
         return True
 
     def _makes_noise(self, call: Call) -> bool:
-        super()._apply_rule(call)  # the mask has the channels of what it is made like
+        super()._apply_rule(call)  # `empty_like` copies the channels of its input
         self._noise[id(call.outputs[0])] = call.outputs[0]
         self._add(call, None)
         return True
 
     def finish(self, output: Any) -> None:
-        """Compare the end: nothing is left to do, and the same tensors are returned."""
+        """Check that no step of the other pass is missing, and that the same tensors are returned."""
         if self._position < len(self._first.steps) or len(self.reads) < len(self._first.reads):
             raise Differs("ends early")
         if tuple(self._in_the_other(origin_of(tensor)) for tensor in tensors_in(output)) != self._first.returned:
@@ -447,12 +493,12 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A forward pass that a trace knows.
+    """One way of calling the model's forward.
 
     Attributes:
         example: The arguments of forward.
-        training: In train mode.
-        answers: The truth values that Python is told instead of the true ones.
+        training: Whether the model is in train mode.
+        answers: The truth values that Python is told instead of the real ones.
     """
 
     example: Example
@@ -460,7 +506,7 @@ class Run:
     answers: Answers = field(default_factory=Answers)
 
     def __str__(self) -> str:
-        """When the model's forward is called like this."""
+        """For messages, such as "in train mode"."""
         mode = "in train mode" if self.training else "in eval mode"
         other = f", on the other side of the branch at {', '.join(self.answers.places)}" if self.answers else ""
         return f"{mode}{other}"
@@ -471,10 +517,10 @@ class Replays:
     """The forward passes that every cut copy must repeat.
 
     Attributes:
-        runs: Each with the trace of the uncut copy.
-        echoes: Passes in train mode that do what one of the runs does, but for dropout. A cut copy repeats them, too.
-        device: Where cut copies run: the meta device, or None for where the model is, if sizes depend on values.
-        fitting: The shapes of all tensors with which the model was found to repeat every pass.
+        runs: Passes, each with its trace on the uncut copy.
+        echoes: Passes in train mode that repeat one of the runs except for dropout, each with its record.
+        device: Where cut copies run: the meta device, or None for the model's own device if sizes depend on values.
+        fitting: A cache for callers: the shapes of all tensors with which a cut model repeated every pass.
     """
 
     runs: tuple[tuple[Run, Recorded], ...]
@@ -483,7 +529,7 @@ class Replays:
     fitting: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
-        return self  # a record of the past
+        return self  # immutable apart from the cache, and large
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -493,15 +539,18 @@ class Replays:
     def mismatch(
         self, workshop: Workshop, graph: Graph, edits: Edits, *, lenient: bool = False, modes: Modes = "all"
     ) -> Mismatch | None:
-        """Where a copy cut by edits leaves the way of the uncut one; None if it never does.
+        """The first difference between a cut copy and the traces; None if the copy repeats every pass.
 
         Args:
             workshop: Makes the copy.
             graph: The graph of the model.
             edits: The cut.
             lenient: Accept a missing map; see `Replay`.
-            modes: Which passes it has to repeat: "all", without the "echoes" as long as they are not needed ("runs"),
-                or each echo in the place of the run that it echoes ("trained").
+            modes: The passes to repeat: "all"; "runs", without the echoes; or "trained", each run replaced by its echo
+                where it has one, which covers train mode in the time of the runs alone.
+
+        Returns:
+            The mismatch; its `step` counts through `steps`, the operations of all passes.
         """
         passes = (*self.runs, *(self.echoes if modes == "all" else ()))
         if modes == "trained":
@@ -519,7 +568,7 @@ class Replays:
         return [] if run.training else list(same)
 
     def _offset(self, wanted: Recorded) -> int:
-        """The place of a pass in `steps`."""
+        """The index in `steps` at which a pass begins."""
         offset = 0
         for _, recorded in (*self.runs, *self.echoes):
             if recorded is wanted:
@@ -529,7 +578,7 @@ class Replays:
 
 
 def _selecting(model: nn.Module, edits: Edits) -> Iterator[Selection]:
-    """The BatchNorms that read a selection already, and go on with it."""
+    """The selections of earlier cuts that this cut does not change."""
     changed = {selection.module for selection in edits.selections}
     for path, module in model.named_modules():
         channels = getattr(module, SELECTED, None)
@@ -540,12 +589,13 @@ def _selecting(model: nn.Module, edits: Edits) -> Iterator[Selection]:
 def _followed(
     workshop: Workshop, run: Run, first: Recorded, graph: Graph, edits: Edits, *, lenient: bool
 ) -> Mismatch | None:
+    """Replay one pass on a cut copy."""
     alive = graph.alive_after(edits.units)
     try:
         twin = workshop.copy(edits, training=run.training)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a module of the user's that does not let its numbers be set
+    except Exception as error:  # a user's module may refuse a new value for an attribute
         return Mismatch(-1, f"{type(error).__name__}: {error}")
     exact = not graph.units.lossy[edits.units].any()
     classes, selections = graph.solution.classes, (*edits.selections, *_selecting(workshop.model, edits))
@@ -557,6 +607,6 @@ def _followed(
         return mismatch
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever the user's forward raises, a size that it cannot have made it do so
+    except Exception as error:  # the uncut copy ran, so whatever forward raises is caused by a size
         return Mismatch(replay.position, f"{type(error).__name__}: {error}", raised=True)
     return None

@@ -1,4 +1,8 @@
-"""Copies of a model to trace: without weights where that works, and cut by edits where that is wanted."""
+"""`Workshop`: copies of a model for tracing, without weights where possible, and cut by edits on request.
+
+The user's model is never run, labelled or changed. `Workshop.copy` makes a copy, and `Workshop.running` sets up torch
+so that a forward pass on it is deterministic, consists of plain operations and leaves nothing behind.
+"""
 
 import copy
 import functools
@@ -25,14 +29,14 @@ from keepk.graph.values import LARGEST, keep_buffers_beside, keep_value_beside
 
 @dataclass(frozen=True)
 class Example:
-    """What forward is called with."""
+    """The positional and keyword arguments of forward."""
 
     arguments: tuple[Any, ...]
     by_name: dict[str, Any]
 
     @staticmethod
     def of(given: object) -> "Example":
-        """From a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
+        """An example from a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
         if isinstance(given, Tensor):
             return Example((given,), {})
         if isinstance(given, tuple | list):
@@ -45,7 +49,10 @@ class Example:
         )
 
     def on(self, device: torch.device | None) -> "Example":
-        """The same with all tensors on a device; None: copies where they are."""
+        """A copy with all tensors on a device; None keeps each tensor's device.
+
+        On the meta device, small tensors carry their values with them, so that masks can be read.
+        """
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -65,12 +72,12 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Workshop:
-    """Makes copies of one model that may be labelled, run and cut; the model itself is never touched.
+    """Makes copies of one model, to be labelled, run and cut; the model itself is never changed.
 
     Args:
         model: The user's model.
-        example: What its forward is called with.
-        device: Where the copies live: the meta device, or None for where the model is.
+        example: The arguments of its forward.
+        device: The device of the copies: the meta device, or None for the model's own device.
     """
 
     model: nn.Module
@@ -78,8 +85,13 @@ class Workshop:
     device: torch.device | None
 
     def copy(self, edits: Edits | None = None, *, training: bool = False) -> nn.Module:
-        """A copy, cut by edits if there are any."""
+        """A copy in eval or train mode, cut by edits if there are any.
+
+        Raises:
+            TraceError: The model cannot be deep-copied.
+        """
         cuts = {cut.tensor: cut for cut in edits.cuts} if edits else {}
+        # deepcopy takes tensors from the memo, so a copy on the meta device never allocates weights.
         memo = dict[int, Any]()
         for name, tensor, parameter in named_tensors(self.model):
             made = self._tensor(tensor.detach(), cuts.get(name))
@@ -105,7 +117,7 @@ class Workshop:
 
     @functools.cached_property
     def _caches(self) -> list[Any]:
-        """The `functools` caches of the packages that the model's classes come from."""
+        """The `functools` caches in the packages that define the model's classes."""
         kinds = {type(module) for module in self.model.modules()}
         packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch", "builtins"}
         modules = [
@@ -115,9 +127,10 @@ class Workshop:
         return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
 
     def _clear_caches(self) -> None:
-        """Empty them: a cached function runs once, so that the second forward pass would look different.
+        """Empty the caches before and after each pass.
 
-        And it would hand tensors of a trace, which have no values, to the model itself.
+        A cached function runs only once, so the second pass would have fewer operations. Worse, the user's model would
+        later get the cached tensors of a trace, which have no values.
         """
         for cache in self._caches:
             if cache.cache_info().currsize:
@@ -125,30 +138,32 @@ class Workshop:
 
     @contextmanager
     def running(self, example: Example | None = None) -> Iterator[Example]:
-        """The surroundings of a forward pass that is watched: no gradients, no fused kernels, no trace left behind.
+        """The context for a traced forward pass; gives the example on the workshop's device.
 
-        Random numbers are the same in every pass, so that two traces of a model find the same.
+        No gradients, no fused kernels, and the same random numbers in every pass, so that two traces of a model agree.
         """
         self._clear_caches()
         with ExitStack() as stack:
             stack.callback(self._clear_caches)
             stack.enter_context(torch.no_grad())
+            # Fused attention is a single operation, in which channels cannot be followed.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_fused_attention_off())
             stack.enter_context(_random_state_kept(self.model))
             if any(isinstance(module, nn.RNNBase) for module in self.model.modules()):
                 stack.enter_context(_mkldnn_off())
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            if self.device is not None:
+            if self.device is not None:  # tensors that forward creates are then made on the meta device as well
                 stack.enter_context(self.device)
             yield (example or self.example).on(self.device)
 
 
 def _adapt(twin: nn.Module, edits: Edits | None) -> None:
-    """Attentions take their sizes from their weights, as they do once they have lost heads; then the settings."""
+    """Apply the parts of edits that are not tensors: attributes, selections, and the class of attentions."""
     modules = dict(twin.named_modules())
     for module in modules.values():
         if type(module) is nn.MultiheadAttention and HeadwiseAttention.fits(module):
+            # torch's forward asserts the original embedding size; this class takes its sizes from the weights.
             module.__class__ = HeadwiseAttention
     if edits is None:
         return
@@ -162,7 +177,7 @@ def _adapt(twin: nn.Module, edits: Edits | None) -> None:
 
 
 def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Tensors that modules keep as plain attributes, or one level deeper in lists and dicts."""
+    """Tensors in plain attributes of modules, or one level deeper in lists and dicts; not parameters or buffers."""
     own = ("_parameters", "_buffers")
     for value in (value for module in model.modules() for name, value in vars(module).items() if name not in own):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
@@ -171,6 +186,7 @@ def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
 
 @contextmanager
 def _fused_attention_off() -> Iterator[None]:
+    """Disable the fast path of `nn.MultiheadAttention`, which runs a whole layer as one operation in eval mode."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -181,7 +197,7 @@ def _fused_attention_off() -> Iterator[None]:
 
 @contextmanager
 def _mkldnn_off() -> Iterator[None]:
-    """Without oneDNN, which runs a whole recurrent layer as one operation, torch takes it apart."""
+    """Disable oneDNN, which runs a whole recurrent layer as one operation; torch then runs it step by step."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -192,6 +208,7 @@ def _mkldnn_off() -> Iterator[None]:
 
 @contextmanager
 def _random_state_kept(model: nn.Module) -> Iterator[None]:
+    """Seed all random generators for a pass, and restore their states afterwards."""
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # a user's forward may draw from both
     try:

@@ -1,4 +1,33 @@
-"""`trace`: find what one channel is in any network."""
+"""`keepk.trace`: find the channels of any model by watching its forward passes.
+
+A channel is rarely one slice of one tensor. Output channel 3 of a convolution is also entry 3 of the BatchNorm that
+follows it, and input channel 3 of the next convolution: all of these slices have to be removed together. The trace
+finds such sets without knowing any layer class, from the operations that run:
+
+1. **Copy.** `shell.Workshop` copies the model to the meta device, where tensors have shapes and no values.
+2. **Watch.** `_Watched` runs forward on the copies. A `tracer.Tracer` gives an id (an *atom*) to every index of every
+   axis of every parameter, moves the ids through each operation, and collects facts such as "atoms 3 and 17 are
+   removed together". Each example is run in eval mode, in train mode, and once for each branch that depends on a value
+   (`values.Outcomes`). All passes share one set of atoms, so their facts add up.
+3. **Solve.** `solve.solve` merges atoms into classes. A class that contains a slice of a parameter, and that no fact
+   pins, is a *unit*.
+4. **Probe.** `probe.settle` removes some units from a copy and traces the copy again (`replay.Replays`). Where the copy
+   does something else than the atoms predict, a repair changes the assumptions and the loop starts over.
+5. **Result.** The `graph.Graph` that survives this lists the units and knows how to remove them.
+
+Two linear layers show what comes out. A hidden neuron is a row of the first weight, an entry of the first bias and a
+column of the second weight; the inputs and outputs of the model are fixed:
+
+>>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+>>> graph = trace(net, torch.zeros(2, 8))
+>>> graph.slices(4)
+[('0.weight', 0, 4), ('0.bias', 0, 4), ('2.weight', 1, 4)]
+>>> for fixed in graph.fixed:
+...     print(f"{fixed.tensor} axis {fixed.axis}: {fixed.reason.why}")
+0.weight axis 1: is multiplied with an axis that has no channels
+2.weight axis 0: is an output of the model
+2.bias axis 0: is an output of the model
+"""
 
 import inspect
 from collections.abc import Hashable, Iterator, Sequence
@@ -20,8 +49,9 @@ from keepk.graph.graph import Graph
 from keepk.graph.label import tensors_in
 from keepk.graph.layers import HeadwiseAttention
 from keepk.graph.maps import support
-from keepk.graph.probe import NotRepeatable, Probe
+from keepk.graph.probe import Bench, NotRepeatable, settle
 from keepk.graph.replay import Differs, Echo, Replays, Run
+from keepk.graph.shares import choose_half, choose_unevenly
 from keepk.graph.shell import META, Example, Workshop
 from keepk.graph.solve import solve
 from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
@@ -29,13 +59,16 @@ from keepk.graph.values import Asked, Outcomes, ValueRead, asked_in, fails_with_
 from keepk.graph.wiring import Wiring
 from keepk.graph.wrappers import adapters_of, unwrap
 
-ATTEMPTS = 3  # to trace a model whose forward fills caches
-BRANCHES = 24  # passes in which truth values are answered the other way, for each example and mode
-PAIRS = 16  # how many of these there may be before pairs of truth values are tried no more
+# A forward that fills a cache in its first pass runs other operations in the second pass, and repeats from then on.
+ATTEMPTS = 3
+# The most passes with flipped truth values, for each example and mode. It bounds the time of a trace; a model with more
+# places that branch on values is refused, or its other branches are reported as unknown.
+BRANCHES = 24
+PAIRS = 16  # of these passes, the number after which no more pairs of truth values are flipped
 
 
 class TrainForwardError(TraceError):
-    """forward fails in train mode, so that code that runs only in training is not known."""
+    """Raised when forward fails in train mode, so that code that runs only in training cannot be traced."""
 
 
 def trace(
@@ -49,31 +82,34 @@ def trace(
 ) -> Graph:
     """Find the channels of a model: which slices of which tensors go together, what is fixed, and why.
 
-    Forward passes are watched, in eval and in train mode, on copies without weights; nothing of the model changes.
-    Where the model's Python reads values that depend on the weights, the copies have weights. Where it branches on a
-    truth value (``if mask.any()``), the other branch is run as well.
+    The model itself is not changed: forward passes run in eval and in train mode on copies without weights. If the
+    model's Python code reads values that depend on the weights, the copies get weights. Where the code branches on a
+    truth value (``if mask.any()``), both branches are run.
 
     Args:
         model: Any module whose forward works on the example.
-        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments. Two or more pictures or
-            sequences, so that the batch dimension can be told apart from dimensions of size 1.
-        examples: Several of these, for a forward that takes different paths. Unused parameters keep their size.
+        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with a batch size of at
+            least 2, so that the batch dimension can be told apart from dimensions of size 1.
+        examples: Several examples, for a forward that takes different paths. Parameters that no path uses keep their
+            size.
         training_example: The input of forward in train mode, if it differs (a detector's targets).
-        train_mode: "check" refuses a forward that fails in train mode on the example. "accept" goes as far as it gets;
-            code behind that point may fail or compute something else after a cut, and what only it uses keeps its size.
+        train_mode: "check" refuses a forward that fails in train mode on the example. "accept" traces train mode up to
+            the failure; code after it may fail or compute something else once channels are removed, and parameters
+            that only this code uses keep their size.
         value_branches: "check" refuses a forward that reads numbers from tensors, or that branches on values and fails
-            on the side that no example takes. "accept" traces the paths of the examples and leaves the others unknown.
+            on the branch that no example takes. "accept" traces the paths of the examples; the others stay unknown and
+            are listed in `Graph.unknown`.
 
     Returns:
         The graph of the model's units.
 
     Raises:
-        TraceError: forward fails on an example, or what it does cannot be known from the examples.
+        TraceError: forward fails on an example, or the examples do not determine its behaviour.
 
     Examples:
         >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
         >>> graph = trace(net, torch.zeros(2, 8))
-        >>> [(space.name, len(space.units)) for space in graph.spaces]
+        >>> [(space.name, len(space.units)) for space in graph.groups]
         [('0', 6)]
         >>> graph.slices(0)
         [('0.weight', 0, 0), ('0.bias', 0, 0), ('2.weight', 1, 0)]
@@ -83,17 +119,17 @@ def trace(
 
 
 def trace_inputs(model: nn.Module, inputs: TraceInputs) -> Graph:
-    """`trace` with arguments that were checked before."""
+    """`trace` with arguments that have been checked already."""
     _refuse_strange(model, inputs)
-    with torch.inference_mode(False):  # whose tensors tell nothing of where they come from
+    with torch.inference_mode(False):  # inference tensors lack `_version` and `_base`, which are read here
         try:
             return _traced(unwrap(model), inputs, META)
         except _NotOnMeta:
             return _traced(unwrap(model), inputs, None)
 
 
-class _NotOnMeta(Exception):  # noqa: N818 - says only that the copy needs weights
-    """The forward pass does not work without values."""
+class _NotOnMeta(Exception):  # noqa: N818 - a signal: trace again on copies with weights
+    """Raised when the forward pass does not work on the meta device, without values."""
 
 
 def _traced(model: nn.Module, inputs: TraceInputs, device: torch.device | None) -> Graph:
@@ -103,22 +139,23 @@ def _traced(model: nn.Module, inputs: TraceInputs, device: torch.device | None) 
         try:
             return _settled(model, workshop, watched)
         except NotRepeatable as error:
-            # Python keeps something from one forward pass for the next, such as a dict of tables: it is filled now.
+            # The model keeps state between forward passes, such as a dict of tables, which is filled by now.
             if attempt + 1 == ATTEMPTS:
                 raise TraceError(
-                    f"model {type(model).__name__}: its forward does something else each time it runs on the same "
-                    f"example ({error}). Make it repeatable: take out counters and random choices, or trace it in a "
-                    f"state in which they no longer change."
+                    f"model {type(model).__name__}: its forward is not repeatable: on the same example it runs "
+                    f"different operations each time ({error}). Remove counters and random choices, or trace the "
+                    f"model in a state in which they no longer change."
                 ) from error
     raise AssertionError("unreachable")
 
 
 def _settled(model: nn.Module, workshop: Workshop, watched: "_Watched") -> Graph:
+    """Solve the facts of all passes and probe the result until every pass repeats on cut copies."""
     wiring, atoms = _wiring(model, watched), watched.tracers[0].atoms.count
     light = _for_replays(workshop, watched.replays, wiring, watched)
     while True:
         replays = Replays(tuple(watched.runs), tuple(watched.echoes))
-        graph = Probe(light, replays, watched.facts, atoms, wiring, pins=[], lossy=[], constants=[]).settle()
+        graph = settle(Bench(light, replays, watched.facts, atoms, wiring))
         if watched.is_repeated_by_others(light, graph):
             graph.replays = replace(watched.replays, device=light.device)
             graph.unknown = tuple(dict.fromkeys(watched.unknown))
@@ -126,9 +163,10 @@ def _settled(model: nn.Module, workshop: Workshop, watched: "_Watched") -> Graph
 
 
 def _for_replays(workshop: Workshop, replays: Replays, wiring: Wiring, watched: "_Watched") -> Workshop:
-    """Cut copies need no weights, even where the first trace did: Python gets the answers that it got there.
+    """A workshop without weights for the cut copies, even if the first trace needed weights.
 
-    The exception is a forward in which sizes depend on values, as with ``x[mask]``.
+    A replay repeats the values that Python read in the first trace, so most models need no weights any more. A forward
+    in which sizes depend on values (``x[mask]``) still does: then the given workshop is returned.
     """
     if workshop.device is not None:
         return workshop
@@ -139,9 +177,15 @@ def _for_replays(workshop: Workshop, replays: Replays, wiring: Wiring, watched: 
 
 @dataclass(eq=False)
 class _Watched:
-    """The forward passes of a model, traced over the same atoms.
+    """The forward passes of a model, traced over one set of atoms.
 
-    Most models do in training what they do in eval mode, but for dropout: such a pass is not kept.
+    Attributes:
+        runs: Passes that cut copies are probed on.
+        echoes: Passes in train mode that repeat a run except for dropout and BatchNorm statistics; most models have
+            nothing else in train mode. They are replayed less often than runs.
+        spare: Passes with flipped truth values in which no new operation ran; they are checked once, at the end.
+        facts: The facts of all passes.
+        unknown: Messages about behaviour that the trace has not seen and the user accepted.
     """
 
     workshop: Workshop
@@ -149,8 +193,8 @@ class _Watched:
     groups: dict[str, int] = field(default_factory=dict)
 
     def all_runs(self) -> "_Watched":
-        """Trace every pass; begun again if weights turn out to belong to grouped convolutions."""
-        while True:
+        """Trace every pass; start over when a pass finds new grouped convolutions."""
+        while True:  # the atoms of a grouped weight depend on its number of groups, which only its operation tells
             known = len(self.groups)
             self.runs, self.tracers, self.facts = list[tuple[Run, Recorded]](), list[Tracer](), Facts()
             self.echoes = list[tuple[Run, Recorded]]()
@@ -180,14 +224,14 @@ class _Watched:
             except TrainForwardError as error:
                 self._not_known(error, accepted=self.inputs.train_mode == "accept")
                 self._trains = False
-                # The facts up to the failure stay: they fix what goes into layers that keep their size.
+                # The facts up to the failure still count: they fix the inputs of layers that keep their size.
                 tracer, cause = self._latest, error.__cause__
                 self.facts.extend(tracer.facts)
                 why = f"is used in training at most, where forward fails: {type(cause).__name__}: {cause}"[:200]
                 self._pin_unused(why)
 
     def _not_known(self, error: TraceError, *, accepted: bool = False) -> None:
-        """Write down something that the trace cannot know; it is refused unless the user accepts it."""
+        """Record behaviour that the trace cannot see; raise the error unless the user accepts it."""
         self.unknown.append(str(error))
         if not accepted and not self.inputs.reports:
             raise error
@@ -199,7 +243,7 @@ class _Watched:
         self.runs.append((run, recorded))
 
     def _traced(self, run: Run) -> Recorded:
-        """Trace a pass and take over its facts."""
+        """Trace a pass and add its facts to those of the other passes."""
         self._latest = tracer = self._new_tracer(run)
         try:
             with self.workshop.running(run.example) as example:
@@ -221,7 +265,7 @@ class _Watched:
         return tracer.recorded(output)
 
     def _followed(self, tracer: Tracer, example: Example) -> Any:
-        """Run forward, and write down which buffers it changed."""
+        """Run forward, and note which buffers it writes: a number read from one of them may change."""
         before = {name: (buffer, buffer._version) for name, buffer in tracer.model.named_buffers()}
         output = tracer.follow(example.arguments, example.by_name)
         for name, buffer in tracer.model.named_buffers():
@@ -235,7 +279,8 @@ class _Watched:
     def _new_tracer(self, run: Run) -> Tracer:
         tracer = Tracer(self.workshop.copy(training=run.training), self.groups, run.answers)
         if self.tracers:
-            tracer.atoms = self.tracers[0].atoms  # the same ids, and new ones for what this pass makes up
+            # Parameters keep their ids in every pass, so that facts can be merged; only constants get new ones.
+            tracer.atoms = self.tracers[0].atoms
             tracer.label_tensors(self.tracers[0].tensors)
         else:
             tracer.label_tensors()
@@ -244,14 +289,17 @@ class _Watched:
         return tracer
 
     def _echo(self, run: Run, recorded: Recorded, kind: type[Echo] = Echo) -> Sequence[ValueRead] | None:
-        """The values that a pass reads, if it repeats a known pass but for dropout and BatchNorm flags; else None."""
+        """The values that a pass reads if it repeats a known pass, dropout and BatchNorm flags aside; else None.
+
+        An echo applies no rules, so it costs less than a trace.
+        """
         echo = kind(self.workshop.copy(training=run.training), recorded, run.answers)
-        echo.atoms = self.tracers[0].atoms  # the same ids, and new ones for masks
+        echo.atoms = self.tracers[0].atoms
         try:
             with self.workshop.running(run.example) as example:
                 output = self._followed(echo, example)
             echo.finish(output)
-        except Exception:  # it differs, or fails, which a full trace finds out
+        except Exception:  # it differs or fails; the full trace that follows tells which
             return None
         self._note_outcomes(run, echo.reads)
         if kind is Echo:
@@ -260,7 +308,7 @@ class _Watched:
         return [*echo.reads]
 
     def _watch_other_branches(self) -> None:
-        """Wherever Python read a truth value, run the forward again with the opposite one."""
+        """Run forward again with flipped truth values wherever Python read one; see `values.Outcomes`."""
         self._failing = list[tuple[Run, BaseException | None]]()
         for run, recorded in list(self.runs):
             outcomes = Outcomes(recorded.reads, BRANCHES, PAIRS)
@@ -268,7 +316,7 @@ class _Watched:
                 place = next(read.place for read in recorded.reads if read.boolean)
                 error = self._refused(place, f"forward branches on values in more than {BRANCHES - 1} places", "")
                 self._not_known(error, accepted=self._accepts_branches)
-            known = dict[tuple[Any, ...], Recorded]()  # by the outcomes that were forced
+            known = dict[tuple[Any, ...], Recorded]()  # by the outcomes that were forced, for comparisons below
             for answers in outcomes:
                 other, similar = replace(run, answers=answers), known.get(answers.goals[:-1], recorded)
                 found = self._watch_branch(other, [recorded] if similar is recorded else [similar, recorded])
@@ -280,7 +328,7 @@ class _Watched:
         self._refuse_failing()
 
     def _watch_branch(self, run: Run, similar: Sequence[Recorded]) -> Recorded | None:
-        """Trace a pass with other answers, unless it does what a similar one does; None if it fails."""
+        """Trace a pass with flipped answers, unless it repeats a similar pass; None if it fails."""
         for recorded in similar:
             if (reads := self._echo(run, recorded, _StrictEcho)) is not None:
                 found = replace(recorded, reads=reads)
@@ -289,11 +337,12 @@ class _Watched:
         try:
             found = self._traced(run)
         except TraceError as error:
-            # A branch that ends in the program's own `raise` is a check of the input: nothing is computed there.
+            # A branch that ends in a `raise` of the model's own code validates the input and computes nothing.
             cause = error.__cause__
             if not (isinstance(cause, Exception) and is_raised_by_program(cause)):
                 self._failing.append((run, cause))
             return None
+        # Replaying a pass costs time in every probe. One whose operations all ran elsewhere is kept for the last check.
         known = {_what(step) for _, recorded in self.runs for step in recorded.steps}
         if known.issuperset(map(_what, found.steps)):
             self.spare.append((run, found))
@@ -302,18 +351,19 @@ class _Watched:
         return found
 
     def _watch_branch_in_training(self, run: Run, in_eval: Recorded | None) -> None:
-        """The same answers in train mode, where that does what eval mode does as long as answers are true."""
+        """Give the same answers in train mode, for a model whose train mode echoes its eval mode so far."""
         if in_eval is None or self._echo(run, in_eval) is None:
             self._watch_branch(run, [])
 
     def _refuse_failing(self) -> None:
-        """Refuse outcomes on which forward fails, unless another pass had them and came to its end.
+        """Refuse outcomes on which forward fails, unless another pass had them and completed.
 
-        Truth values may depend on each other, so that one of them alone never has its other outcome.
+        Truth values may depend on each other: with ``if n > 4`` and ``if n > 2``, flipping only the second answer gives
+        a combination that no input produces.
         """
         for run, cause in self._failing:
             asked, outcome = run.answers.goals[-1]
-            # If forward fails where nothing is selected, it takes no such input, cut or not.
+            # A forward that fails when a mask selects nothing does not accept such inputs, cut or not.
             selects = any(goal.size for goal, _ in run.answers.goals)
             if not selects and (run.training, asked, outcome) not in self._seen:
                 what = f"forward branches on a value, and fails on the side that the example does not take ({cause})"
@@ -321,15 +371,15 @@ class _Watched:
 
     @property
     def replays(self) -> Replays:
-        """All passes."""
+        """All passes, as a cut must repeat them before it is applied."""
         return Replays((*self.runs, *self.spare), tuple(self.echoes))
 
     def is_repeated_by_others(self, workshop: Workshop, graph: Graph) -> bool:
-        """Whether cut copies repeat the passes that seem to do nothing new; one that they do not is tried out as well.
+        """Whether cut copies repeat the spare passes; one that differs becomes a run, to be probed like the others.
 
-        In ``h / (16 if mask.any() else h.shape[1])`` both outcomes are the same until something is cut.
+        In ``h / (16 if mask.any() else h.shape[1])`` with 16 channels, both branches do the same until one is cut.
         """
-        chosen = [graph.choose_half(lossy=False), graph.choose_unevenly(lossy=False), graph.choose_half(lossy=True)]
+        chosen = [choose_half(graph), choose_unevenly(graph), choose_half(graph, lossy=True)]
         for number, run in enumerate(self.spare):
             if any(len(units) and _does_not_repeat(workshop, graph, run, units) for units in chosen):
                 self.runs.append(self.spare.pop(number))
@@ -345,9 +395,9 @@ class _Watched:
         what = f"({type(error).__name__}: {error})"[:300]
         if run.training and not run.answers:
             return TrainForwardError(
-                f"model {name}: its forward works on the example in eval mode and fails in train mode {what}, so that "
-                f"code that runs only in training is not known. Give training_example=..., on which it works in train "
-                f'mode; or say train_mode="accept" if a cut may break what runs only in training.'
+                f"model {name}: its forward works on the example in eval mode and fails in train mode {what}, so code "
+                f"that runs only in training cannot be traced. Pass training_example=..., an input that works in train "
+                f'mode, or train_mode="accept" if a cut may break code that runs only in training.'
             )
         return TraceError(
             f"model {name}: its forward failed on the example {what}. Give an example on which model(*example) works."
@@ -357,13 +407,13 @@ class _Watched:
     def _refused(self, place: str, what: str, more: str) -> TraceError:
         return TraceError(
             f"model {type(self.workshop.model).__name__}: {what}, at {place}{more}. Other inputs may take a path that "
-            f"the trace has not seen. Give examples=[...] that take all paths, or say "
+            f"the trace has not seen. Pass examples=[...] that take all paths, or "
             f'value_branches="accept" if all inputs take the path of the example.'
         )
 
     def _refuse_numbers_read(self) -> None:
-        """A number that is read from a tensor may decide anything; only a truth value has one other answer."""
-        # Without a place it is torch's own code that reads, such as an observer of ranges.
+        """Refuse numbers that Python reads from tensors: unlike a truth value, a number has too many other outcomes."""
+        # A read without a place in the user's code is torch's own, such as that of a quantization observer.
         reads = [read for _, recorded in self.replays.runs for read in recorded.reads if not read.boolean]
         reads = [it for it in reads if it.place and (not it.constant or it.constant in self._rewritten)]
         for read in {read.place: read for read in reads}.values():
@@ -379,12 +429,12 @@ class _Watched:
         return TraceError(
             f"model {type(self.workshop.model).__name__}: forward reads a number from its own parameters or buffers, "
             f"at {read.place}{shown}. Training may change it, and forward may then take a path that the trace has not "
-            f"seen. Keep a constant as a Python number or in a buffer of integers that forward does not write, or say "
+            f"seen. Keep a constant as a Python number or in a buffer of integers that forward does not write, or pass "
             f'value_branches="accept" if the number never changes.'
         )
 
     def _pin_unused(self, why: str) -> None:
-        """A parameter or buffer that no forward pass used keeps its size."""
+        """Pin the parameters and buffers that no forward pass has used so far."""
         place = _place_of_forward(self.workshop.model)
         tensors = self.tracers[0].tensors
         for name in set(tensors) - self._touched:
@@ -393,7 +443,7 @@ class _Watched:
 
 
 class _StrictEcho(Echo):  # type: ignore[no-untyped-call]  # torch's own
-    """An echo in the same mode, where dropout must match too, and all sizes are equal, those of selections included."""
+    """An echo in the same mode: dropout must match too, and so must the sizes of selections (``x[mask]``)."""
 
     def record(self, call: Call) -> None:
         super().record(call)
@@ -409,7 +459,7 @@ class _StrictEcho(Echo):  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _what(step: Step) -> Hashable:
-    """An operation with all that a cut copy could do otherwise there."""
+    """A key for an operation: two steps with one key behave alike on every cut copy."""
     shapes = tuple(shape for shape, _ in step.tensors)
     return step.name, step.module, step.place, shapes, repr(step.numbers)
 
@@ -417,13 +467,13 @@ def _what(step: Step) -> Hashable:
 def _does_not_repeat(workshop: Workshop, graph: Graph, run: tuple[Run, Recorded], units: Indices) -> bool:
     try:
         edits = graph.edits(units)
-    except ShrinkError:  # which the passes that were tried out would have met
+    except ShrinkError:  # an impossible choice says nothing about this pass
         return False
     return Replays((run,)).mismatch(workshop, graph, edits) is not None
 
 
 def _cache_in(output: Any) -> Any:
-    """The keys and values of past tokens among what a language model of transformers returns."""
+    """The keys and values of past tokens in the output of a language model of transformers."""
     if isinstance(output, tuple | list):
         return [part for part in output if type(part).__name__.endswith("Cache")]
     held = output if isinstance(output, dict) else getattr(output, "__dict__", {})
@@ -431,7 +481,7 @@ def _cache_in(output: Any) -> Any:
 
 
 def _place_of_forward(model: nn.Module) -> str:
-    """File and line where the model's forward begins."""
+    """File and line of the model's forward; its class name if there is no source."""
     try:
         source, line = inspect.getsourcefile(type(model).forward), inspect.getsourcelines(type(model).forward)[1]
     except (OSError, TypeError):
@@ -440,7 +490,7 @@ def _place_of_forward(model: nn.Module) -> str:
 
 
 def _bind_recurrent(tracer: Tracer) -> None:
-    """Recurrent layers of torch have one hidden size for all layers and directions."""
+    """Bind the hidden units of torch's recurrent layers: one hidden size serves all layers and directions."""
     for path, module in tracer.model.named_modules():
         if isinstance(module, nn.RNNBase):
             prefix = f"{path}." if path else ""
@@ -495,8 +545,8 @@ def _refuse_strange_example(model: nn.Module, example: Example) -> None:
         for tensor in tensors_in([argument]):
             if tensor.numel() == 0:
                 raise TraceError(
-                    f"example: argument {place!r} has a tensor of shape {tuple(tensor.shape)}, without elements, in "
-                    f"which nothing can be followed. Give two or more pictures or sequences, none of them empty."
+                    f"example: argument {place!r} has a tensor of shape {tuple(tensor.shape)}, without elements, so "
+                    f"nothing can be traced. Give an example with a batch size of at least 2 and no empty tensors."
                 )
     given = list(tensors_in([*example.arguments, example.by_name]))
     shaped = [tensor for tensor in given if tensor.ndim]

@@ -1,4 +1,30 @@
-"""One forward pass under a dispatch mode: every operation is seen, whatever the Python around it."""
+"""`Tracer`: one forward pass under a dispatch mode, which sees every ATen operation.
+
+Before the pass, each index of each axis of each parameter and buffer gets an id, its *atom*. A tensor carries index
+maps (`maps`), which say to which atom each of its elements belongs. For each operation a rule (`table`) computes the
+maps of the outputs from those of the inputs, and adds facts about atoms that have met (`facts`). The operation itself
+is kept as a `Step`, so that a later pass over a cut copy can be compared with this one (`replay`).
+
+With two linear layers, atoms 1 to 3 are the rows of the first weight:
+
+>>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+>>> tracer = Tracer(net, groups={})
+>>> tracer.label_tensors()
+>>> {name: [index_map.ravel().tolist() for index_map in maps] for name, maps in tracer.tensors.items()}
+{'0.weight': [[1, 2, 3], [4, 5, 6, 7]], '0.bias': [[8, 9, 10]],
+ '2.weight': [[11, 12], [13, 14, 15]], '2.bias': [[16, 17]]}
+
+The output of the first layer has one map, over its second dim, with the atoms of those rows. ReLU passes it on:
+
+>>> output = tracer.follow((torch.zeros(5, 4),), {})
+>>> [(step.name, step.outputs[0][1][0].tolist()) for step in tracer.steps if "relu" in step.name]
+[('aten::relu', [[1, 2, 3]])]
+
+Where maps meet, atoms are equated: rows with entries of the bias, and rows with columns of the second weight.
+
+>>> [(lines.parents.tolist(), lines.cells.tolist()) for lines in tracer.facts.equal]
+[([1, 2, 3], [8, 9, 10]), ([1, 2, 3], [13, 14, 15]), ([11, 12], [16, 17])]
+"""
 
 import functools
 import os
@@ -45,13 +71,15 @@ from keepk.graph.values import (
     value_of,
 )
 
+# Frames of these files are skipped when looking for the line of the user's program.
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
-# Constants and copies have atoms even where nothing that they are made of has any.
+# These make tensors that need atoms even if no input has any: a zero tensor of the width of a layer follows that width,
+# and the copies that `expand` makes may meet channels later.
 MAKES_ATOMS = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
                "new_empty_strided", "scalar_tensor", "expand", "repeat")  # fmt: skip
 
-# Arguments that are sizes: where they follow a width, so do the shapes and channels of the outputs, and those are
-# compared one by one. Every other argument must be the same on a cut copy.
+# Arguments that are sizes, by operation. They may change when a width does, because a replay compares the shapes and
+# channels of the outputs anyway. Every other argument must be the same on a cut copy.
 SIZES = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "expand", "zeros", "ones", "full", "empty",
                      "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided", "new_empty_strided", "rand",
@@ -67,16 +95,19 @@ SIZES = {
     **dict.fromkeys(("arange", "range"), ("end",)),
     "randperm": ("n",),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "rms_norm"), ("normalized_shape",)),
-    "native_group_norm": ("N", "C", "HxW", "group"),  # the rule declares how many groups there are
-    # The shapes of weight and input say how many groups there are.
+    "native_group_norm": ("N", "C", "HxW", "group"),  # the rule checks the number of groups
+    # A replay sees the number of groups in the shapes of weight and input.
     **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution"), ("groups",)),
 }  # fmt: skip
-# Operations that only move data. Whether a reshape copies depends on sizes, so these come and go between two runs.
+# Operations that only move data. Whether a reshape copies depends on sizes and strides, so that a cut copy may run more
+# or fewer of these than the first trace; `replay` matches them loosely.
 MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
 MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
+# Arguments that do not affect values or shapes, and may depend on where the copy lives.
 NOT_VALUES = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "implicit")
+# Operations that take a part of a dim, with the argument that says where it begins.
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
-TENSORS = object()
+TENSORS = object()  # in place of an argument that contains tensors, which are compared by their origins
 NO_ATOMS = np.zeros(0, np.int32)
 Numbers: TypeAlias = tuple[tuple[str, Any], ...]
 Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
@@ -84,18 +115,18 @@ Shaped: TypeAlias = tuple[tuple[int, ...], tuple[Map, ...]]
 
 @dataclass(frozen=True)
 class Step:
-    """One operation as it was seen.
+    """One operation of a traced forward pass.
 
     Attributes:
         name: The operation.
         outputs: Shape and maps of each output.
         inputs: Shape and maps of each input, and of each count among its arguments.
-        taken: The atoms of single channels that it took by their numbers.
+        taken: The atoms of single channels that it took by index, as ``x[:, 3]`` does.
         numbers: By name, its arguments that are neither tensors nor sizes.
         sizes: By name, its arguments that are sizes.
-        origins: Where each of its inputs comes from.
-        constants: The values of each input that no operation made, such as a tensor in a global; None if not known.
-        module: In whose forward it ran.
+        origins: For each input, the parameter, model input or earlier step that it comes from.
+        constants: For each input that no operation made, such as a global tensor, its values; None if unknown.
+        module: The path of the module in whose forward it ran.
         place: File and line in the user's program.
     """
 
@@ -112,12 +143,12 @@ class Step:
 
     @property
     def has_channels(self) -> bool:
-        """Whether any of its tensors has channels."""
+        """Whether any of its tensors has an index map."""
         return any(maps for _, maps in self.tensors)
 
     @property
     def tensors(self) -> tuple[Shaped, ...]:
-        """Of each output, then of each input."""
+        """Shape and maps of each output, then of each input."""
         return (*self.outputs, *self.inputs)
 
 
@@ -126,9 +157,9 @@ class Written:
     """A tensor that was written in place, directly or through a view.
 
     Attributes:
-        tensor: The tensor; held here so that its memory is not used again.
+        tensor: The tensor; the reference keeps its memory, which identifies it, from being reused.
         nonzero: The atoms along which it is not zero.
-        constant: All of it is one constant.
+        constant: Whether all of its elements are one constant.
     """
 
     tensor: Tensor
@@ -138,15 +169,15 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A forward pass as it was traced.
+    """The record of a traced forward pass.
 
     Attributes:
-        steps: Its operations, one after the other.
+        steps: Its operations in order.
         reads: The values that Python read from tensors.
         tensors: By name, the maps of each parameter and buffer.
-        touched: The names of those that it used.
-        atoms: All atoms that were given out by its end.
-        groups: By name of a weight, the groups of the convolution that uses it.
+        touched: The names of the parameters and buffers that it used.
+        atoms: The atoms in use at its end.
+        groups: By name of a weight, the number of groups of the convolution that uses it.
         returned: For each tensor that the model returned, where it comes from.
     """
 
@@ -160,12 +191,12 @@ class Recorded:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Follows index maps through a forward pass and writes down facts and steps.
+    """Follows index maps through a forward pass, collecting facts and steps.
 
     Args:
         model: A copy of the user's model that may be labelled.
-        groups: By name of a weight, the groups of the convolution that uses it, as far as they are known.
-        answers: The truth values to answer instead of the true ones.
+        groups: By name of a weight, the number of groups of the convolution that uses it; filled by the rules.
+        answers: Truth values that Python is told instead of the real ones.
     """
 
     def __init__(self, model: nn.Module, groups: dict[str, int], answers: Answers | None = None) -> None:
@@ -184,14 +215,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._modules = dict(model.named_modules())
 
     def recorded(self, output: Any) -> Recorded:
-        """The pass that was followed, without the copy of the model that it ran on."""
+        """The record of the pass, which does not keep the traced copy alive."""
         atoms, touched = self.atoms.branch(), frozenset(self.touched)
         returned = tuple(map(origin_of, tensors_in(output)))
         return Recorded(self.steps, self.reads, self.tensors, touched, atoms, self.groups, returned)
 
     @property
     def module(self) -> str:
-        """The path of the module whose forward is under way."""
+        """The path of the module whose forward is running."""
         return self._stack[-1]
 
     def is_batch_norm(self, module: str) -> bool:
@@ -199,7 +230,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return isinstance(self._modules.get(module), nn.modules.batchnorm._BatchNorm)
 
     def place(self) -> str:
-        """File and line of the innermost frame that is the user's own."""
+        """File and line of the innermost frame outside torch and keepk; empty if there is none."""
         frame = sys._getframe(1)
         while frame is not None:
             if not frame.f_code.co_filename.startswith(FOREIGN):
@@ -210,7 +241,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return ""
 
     def label_tensors(self, maps: Mapping[str, tuple[Map, ...]] | None = None) -> None:
-        """Give atoms to every parameter and buffer, or those of an earlier trace."""
+        """Give every parameter and buffer fresh atoms, or the maps of an earlier trace."""
         for name, tensor, parameter in named_tensors(self.model):
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
@@ -219,6 +250,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             set_origin(tensor, name)
 
     def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
+        """One map for each axis larger than 1.
+
+        In the weight of a convolution with 2 groups, column 0 is a different input channel in the two halves of the
+        rows: the second axis gets ``groups * size`` atoms and a map over rows and columns.
+        """
         groups = self.groups.get(name, 1)
         maps = []
         for dim, size in enumerate(tensor.shape):
@@ -238,7 +274,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return self.model(*arguments, **by_name)
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
-        """Tell Python a value that it reads, and write that down."""
+        """The value that Python reads from tensors: the true one, or a given answer; it is recorded."""
         place = self.place()
         value: Any = self._answers.told(self.reads, place) if boolean else None
         if value is None:
@@ -254,11 +290,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return value
 
     def _constant_of(self, tensors: Sequence[Tensor]) -> str:
-        """The buffer of integers that was read, itself or a part of it; empty if it is anything else."""
+        """The name of the integer buffer that was read, in whole or in part; empty for any other tensor.
+
+        Training never changes such a buffer unless forward writes it, so a number read from it may be relied on.
+        """
         found = tensors[0] if tensors[0]._base is None else tensors[0]._base
         name = self._names.get(id(found), "")
-        plain = found.is_floating_point() or found.is_complex() or isinstance(found, nn.Parameter) or len(tensors) > 1
-        return "" if plain else name
+        trained = found.is_floating_point() or found.is_complex() or isinstance(found, nn.Parameter)
+        return "" if trained or len(tensors) > 1 else name
 
     @contextmanager
     def _watching_modules(self) -> Iterator[None]:
@@ -280,17 +319,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (args, kwargs or {})
-        if func is torch.ops.aten._local_scalar_dense.default:  # torch's own code reads a value
+        if func is torch.ops.aten._local_scalar_dense.default:  # a read in C++, which WatchedValues does not see
             return self.answer(args, boolean=False, read=lambda values: func(*values))
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
         if (selection := SizedByValues.of(func, args, arguments[1])) is not None:
             result = self._sized(selection, result)
-        with torch._C.DisableTorchFunction():  # values that the trace itself reads are not the model's affair
+        with torch._C.DisableTorchFunction():  # values that rules read are not reads of the model
             self._follow_operation(func, arguments, result)
         return result
 
     def _sized(self, selection: SizedByValues, result: Any) -> Any:
-        """The result of an operation whose size depends on values: Python can branch on that size."""
+        """The result of an operation whose size depends on values, which Python can branch on like a truth value."""
         found = selection.finds_some(result)
         some = self.answer((), boolean=True, read=lambda _: found)
         return result if some == found else selection.with_other_outcome(some=some)
@@ -307,11 +346,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.record(call)
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
-        """Memory was written through a tensor: all tensors that share it are nonzero where this one is."""
+        """Note that memory was written through a tensor: all views of it are nonzero where this one is."""
         for tensor in outputs:
             memory, label = _memory(tensor), label_of(tensor)
             atoms = [m.ravel() for m, zero in zip(label.maps, label.zeros, strict=True) if not zero]
-            if tensor._base is None:  # all of it was written
+            if tensor._base is None:  # no view, so all of the memory was overwritten
                 constant = label.neutral
             else:
                 constant = False
@@ -320,7 +359,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self._refresh_views([tensor if tensor._base is None else tensor._base])
 
     def _refresh_views(self, tensors: Sequence[Tensor]) -> None:
-        """Correct the flags of tensors whose memory was written through another view since they were labelled."""
+        """Correct the zero flags of tensors whose memory was written through another view after they were labelled."""
         for tensor in tensors if self._written else ():
             found, label = self._written.get(_memory(tensor)), label_of(tensor)
             if found is None or found.constant or not (any(label.zeros) or label.neutral):
@@ -336,7 +375,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if rule is not None:
             try:
                 rule(call)
-            except Exception as error:  # a user's rule may raise anything, and must not end the trace
+            except Exception as error:  # a user's rule may raise anything; that pins its inputs and nothing else
                 why = f"the rule of {call.name} failed: {type(error).__name__}: {error}"
             else:
                 return
@@ -345,17 +384,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             set_label(output, Label())
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
-        """Write down that a tensor was made of these."""
+        """Record that a tensor was made from Python numbers."""
         self.steps.append(Step(CREATED, (), (), (), (("data", numbers),), (), (), (), self.module, self.place()))
 
     def record(self, call: Call) -> None:
-        """Write the operation down."""
+        """Append the operation to the steps."""
         step = self.step_of(call)
         self.note_origins(call, (len(self.steps),))
         self.steps.append(step)
 
     def step_of(self, call: Call) -> Step:
-        """The operation as it was seen."""
+        """The `Step` that describes an operation."""
         outputs = tuple((tuple(tensor.shape), label_of(tensor).maps) for tensor in call.outputs)
         inputs = list(zip(call.input_shapes(), (label_of(tensor).maps for tensor in call.inputs), strict=True))
         inputs += [((number,), rows) for number, rows in call.counts]
@@ -373,22 +412,28 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         )
 
     def note_origins(self, call: Call, origin: Origin) -> None:
-        """Write down where the outputs come from: what only moves data passes on where its input comes from."""
+        """Set the origin of the outputs; an operation that only moves data passes on the origin of its input.
+
+        A cut copy may run more or fewer such operations, so they must not appear in origins.
+        """
         moved = kind_of(call) in MAY_DIFFER and len(call.inputs) == 1
         for place, tensor in enumerate(call.outputs):
             known = origin_of(call.inputs[0]) if moved else origin
             if call.name == "aten::detach" and known is not None:
-                known = ("detached", known)  # gradients end here
+                known = ("detached", known)  # a detached tensor has the same values and different gradients
             set_origin(tensor, (*known, place) if not moved and isinstance(known, tuple) else known)
 
 
 def _memory(tensor: Tensor) -> int:
-    """A number for the memory that a tensor lies in; views, ``.data`` and ``detach()`` share it, on meta as well."""
+    """An id of the tensor's storage; views, ``.data`` and ``detach()`` share it, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """What a BatchNorm gives on the meta device; torch works that out in Python, at a third of a trace's time."""
+    """The outputs of a BatchNorm on the meta device; None for other operations.
+
+    torch computes these shapes with a Python decomposition, which took a third of the time of a trace.
+    """
     if operation is not torch.ops.aten.native_batch_norm.default or not arguments[0].is_meta:
         return None
     pictures, *carriers = arguments[:5]
@@ -399,7 +444,7 @@ def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tenso
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every parameter and buffer once, under its first name; whether it is a parameter."""
+    """Every parameter and buffer once, under its first name, and whether it is a parameter."""
     for name, parameter in model.named_parameters():
         yield name, parameter, True
     for name, buffer in model.named_buffers():
@@ -407,14 +452,14 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def kind_of(call: Call) -> str:
-    """The operation's name; a copy to another dtype does more than move data."""
+    """The operation's name; a copy to another dtype gets a separate name, since it does more than move data."""
     if call.name == "aten::_to_copy" and call.outputs[0].dtype != call.inputs[0].dtype:
         return f"{call.name} to {call.outputs[0].dtype}"
     return call.name
 
 
 def sizes_of(call: Call) -> Numbers:
-    """The arguments of an operation that are sizes."""
+    """The arguments of an operation that are sizes; see `SIZES`."""
     names = SIZES.get(call.name.removeprefix("aten::"), ())
     found = [(name, _plain(call.arguments[name])) for name in names if name in call.arguments]
     return tuple((name, value) for name, value in found if value is not TENSORS)
@@ -431,7 +476,7 @@ def numbers_of(call: Call) -> Numbers:
 
 
 def constants_of(call: Call) -> tuple[tuple[float, ...] | None, ...]:
-    """For each input its values, if no operation made it; None for the others, and where they are not known."""
+    """For each input that no operation made, its values; None for other inputs and for unknown values."""
     values = (value_of(tensor) if origin_of(tensor) is None else None for tensor in call.inputs)
     return tuple(None if value is None else _made_of(value) for value in values)
 
@@ -440,12 +485,12 @@ def constants_of(call: Call) -> tuple[tuple[float, ...] | None, ...]:
 def _value_arguments(operation: Any) -> tuple[str, ...]:
     sizes = SIZES.get(base_name(operation).removeprefix("aten::"), ())
     if base_name(operation).startswith("aten::_assert"):
-        return ()  # messages may name sizes
+        return ()  # the message of an assertion may contain sizes, which change with a cut
     return tuple(a.name for a in operation._schema.arguments if a.name not in (*sizes, *NOT_VALUES))
 
 
 def _plain(value: Any) -> Any:
-    """An argument as a value that can be compared; `TENSORS` if there are tensors in it."""
+    """An argument as a comparable value; `TENSORS` if it contains tensors."""
     if isinstance(value, Tensor):
         return TENSORS
     if isinstance(value, list | tuple):
@@ -455,7 +500,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made_of(tensor: Tensor) -> tuple[float, ...]:
-    """The values of a small tensor that no operation made; of what a model holds, nothing comes this way."""
+    """The values of a small tensor, or a hash of those of a large one; parameters and buffers never get here."""
     if tensor.is_meta or tensor.is_complex():
         return ()
     numbers = tensor.double().ravel()
@@ -463,7 +508,7 @@ def _made_of(tensor: Tensor) -> tuple[float, ...]:
 
 
 def _taken_at(call: Call) -> tuple[float, ...]:
-    """Where a part is taken of a dim without channels: the maps do not tell."""
+    """Where a part of a dim without channels begins; empty where maps show which part was taken."""
     source, place = call.inputs[0], call.get(TAKES_AT[call.name], 0)
     dim = call.get("dim", 0) % source.ndim
     if source.shape[dim] == 1 or any(index_map.shape[dim] > 1 for index_map in call.maps(source)):
@@ -472,6 +517,6 @@ def _taken_at(call: Call) -> tuple[float, ...]:
 
 
 def output_maps(output: Any) -> Iterator[Map]:
-    """The maps of everything that a model returns."""
+    """The maps of all tensors in a model's output."""
     for tensor in tensors_in(output):
         yield from label_of(tensor).maps

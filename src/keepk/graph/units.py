@@ -1,5 +1,11 @@
-"""Units as arrays: which slices of which tensors go together, and the spaces that units fall into."""
+"""Units: sets of slices that are removed together, as arrays; and the groups that units fall into.
 
+A *unit* is a class of atoms (`solve`) with at least one slice of a parameter, none of which is pinned. A *group* is the
+set of all units that have their slices in the same axes: usually the output channels of one layer. Lossy and exact
+units are in different groups, and so are the kinds of `Group.kind`.
+"""
+
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +20,14 @@ from keepk.graph.solve import ALIGNED, Solution
 
 @dataclass(frozen=True)
 class Fixed:
-    """An axis, or a part of one, that cannot shrink."""
+    """An axis that cannot shrink, or not in all of its channels.
+
+    Attributes:
+        tensor: The name of the parameter or buffer.
+        axis: Its dim.
+        channels: The number of channels that cannot be removed.
+        reason: Why.
+    """
 
     tensor: str
     axis: int
@@ -23,28 +36,29 @@ class Fixed:
 
     @property
     def why(self) -> str:
-        """The reason in a line."""
+        """The reason, as one line."""
         return str(self.reason)
 
     @property
     def place(self) -> str:
-        """File and line, where there is one."""
+        """File and line in the user's program; empty if unknown."""
         return self.reason.place
 
 
 @dataclass(frozen=True)
-class GraphSpace:
+class Group:
     """Units that have their slices in the same axes.
 
     Attributes:
-        name: The module that produces them; the tensor they come from where no module does.
-        units: Their ids.
+        name: A unique name: `module`, with a number if several groups have one module.
+        units: Their numbers.
         axes: (tensor, axis, role) of their slices.
-        kind: "channel"; "read", a BatchNorm's reading of a channel that others read too; or "source", such a channel,
-            which goes when nobody reads it any more.
-        lossy: Why removing one changes more than setting it to zero would; empty where it does not.
-        multiple: If any go, a multiple of this must be left.
-        aligned: Why that is more than 1; empty where it is not.
+        kind: "channel"; "read", a BatchNorm's reading of a channel that has other readers; or "source", such a channel,
+            which is removed when its last reading is.
+        lossy: Why removing a unit changes more than setting it to zero; empty if it does not.
+        module: The path of the module that produces the units; the tensor they come from where no module does.
+        multiple: After a removal, the number of units left must be divisible by this.
+        aligned: Why `multiple` is more than 1; empty if it is 1.
     """
 
     name: str
@@ -52,25 +66,26 @@ class GraphSpace:
     axes: tuple[tuple[str, int, Role | None], ...]
     kind: str
     lossy: str
+    module: str
     multiple: int = 1
     aligned: str = ""
 
 
 @dataclass(frozen=True)
 class Units:
-    """All units of a graph, no object for each.
+    """All units of a graph, as arrays: a network may have 100,000 of them.
 
     Attributes:
         classes: The class of atoms of each unit.
-        space: The number of its space.
-        lossy: Whether removing it changes more than zeroing it would.
-        starts: Where its slices begin in `axis` and `index`; one entry more than units.
+        group: The number of its group.
+        lossy: Whether removing it changes more than setting it to zero.
+        starts: Where its slices begin in `axis` and `index`; one entry more than there are units.
         axis: For each slice, the number of its axis in the list of axes.
         index: For each slice, its index in the axis.
     """
 
     classes: Indices
-    space: Indices
+    group: Indices
     lossy: NDArray[np.bool_]
     starts: Indices
     axis: Indices
@@ -86,7 +101,7 @@ class Units:
 
 
 def find_units(axes: list[Axis], parameters: set[str], solution: Solution) -> Units:
-    """Every class that has an atom of a parameter and is not pinned."""
+    """Every class that has an atom of a parameter and is not pinned, ordered by group, then by class."""
     numbers = [number for number, axis in enumerate(axes) if axis.tensor]
     classes = np.concatenate([_classes(axes[n], solution) for n in numbers] or [np.zeros(0, np.int32)]).astype(np.int64)
     axis = np.concatenate([np.full(axes[n].size, n) for n in numbers] or [np.zeros(0, np.int64)])
@@ -97,17 +112,18 @@ def find_units(axes: list[Axis], parameters: set[str], solution: Solution) -> Un
     for number in numbers:
         if axes[number].tensor in parameters:
             owned[_classes(axes[number], solution)] = True
+    # A class that has only slices of buffers, such as a table of positions, is no choice: nothing is learned there.
     kept = (free & owned)[classes]
     classes, axis, index = classes[kept], axis[kept], index[kept]
     lossy = np.zeros(len(solution.classes), bool)
     lossy[list(solution.lossy)] = True
-    space = _space_numbers(classes, axis, lossy[classes] + 2 * _kinds(solution)[classes], len(axes))
-    order = np.lexsort((index, axis, classes, space))
-    classes, axis, index, space = classes[order], axis[order], index[order], space[order]
+    group = _group_numbers(classes, axis, lossy[classes] + 2 * _kinds(solution)[classes], len(axes))
+    order = np.lexsort((index, axis, classes, group))
+    classes, axis, index, group = classes[order], axis[order], index[order], group[order]
     firsts = np.flatnonzero(np.r_[True, classes[1:] != classes[:-1]]) if len(classes) else np.zeros(0, np.int64)
     return Units(
         classes=classes[firsts],
-        space=space[firsts],
+        group=group[firsts],
         lossy=lossy[classes[firsts]],
         starts=np.r_[firsts, len(classes)],
         axis=axis,
@@ -123,7 +139,7 @@ KINDS = ("channel", "read", "source")
 
 
 def _kinds(solution: Solution) -> Indices:
-    """For each class the number of its kind; what is read and reads itself is a source."""
+    """For each class the index of its kind in `KINDS`; a class that reads and is read is a source."""
     kinds = np.zeros(len(solution.classes), np.int64)
     for number, side in ((1, "readers"), (2, "sources")):
         for read in solution.reads:
@@ -131,42 +147,74 @@ def _kinds(solution: Solution) -> Indices:
     return kinds
 
 
-def _space_numbers(classes: Indices, axis: Indices, sort: Indices, axes: int) -> Indices:
-    """A number for each set of axes, in the order of their first axes; units of different sorts are apart."""
+def _group_numbers(classes: Indices, axis: Indices, sort: Indices, axes: int) -> Indices:
+    """For each slice the number of its group: units with the same set of axes and of the same sort.
+
+    Groups are in the order of their first axes. Here classes 1 and 2 have slices in axes 0 and 2, class 5 in axis 1:
+
+    >>> classes, axis = np.array([1, 1, 2, 2, 5]), np.array([0, 2, 0, 2, 1])
+    >>> _group_numbers(classes, axis, np.zeros(5, np.int64), axes=3)
+    array([0, 0, 0, 0, 1])
+    """
     if not len(classes):
         return np.zeros(0, np.int64)
     pairs = np.sort(classes * axes + axis)
-    pairs = pairs[np.r_[True, pairs[1:] != pairs[:-1]]]
-    # A sum of random numbers, one for each axis, tells sets of axes apart.
-    marks = np.random.default_rng(0).integers(1, 2**62, size=axes, dtype=np.int64)
-    sums = np.zeros(int(classes.max()) + 1, np.int64)
-    np.add.at(sums, pairs // axes, marks[pairs % axes])
-    first = np.full(len(sums), axes, np.int64)
-    np.minimum.at(first, classes, axis)
-    sorts = np.zeros(len(sums), np.int64)
-    sorts[classes] = sort
-    members = np.flatnonzero(first < axes)
-    keys = np.stack([first, sums, sorts])[:, members]
-    order = np.lexsort(keys[::-1])
-    begins = np.r_[False, (keys[:, order[1:]] != keys[:, order[:-1]]).any(axis=0)]
-    numbers = np.zeros(len(sums), np.int64)
-    numbers[members[order]] = np.cumsum(begins)
-    return numbers[classes]
+    pairs = pairs[np.r_[True, pairs[1:] != pairs[:-1]]]  # np.unique hashes, which takes 40 times as long
+    owner, found = np.divmod(pairs, axes)
+    starts = np.flatnonzero(np.r_[True, owner[1:] != owner[:-1]])
+    kinds = int(sort.max()) + 1
+    keys = np.zeros(int(owner[-1]) + 1, np.int64)  # by class
+    keys[classes] = sort
+    keys[owner[starts]] += kinds * _axis_sets(found, starts, axes)
+    used = np.bincount(keys[owner[starts]]) > 0
+    return (np.cumsum(used) - 1)[keys[classes]]
 
 
-def find_spaces(
-    units: Units, axes: list[Axis], solution: Solution, roles: dict[tuple[str, int], Role]
-) -> list[GraphSpace]:
-    """The spaces, with the name of the module that produces their units."""
+def _axis_sets(found: Indices, starts: Indices, axes: int) -> Indices:
+    """For each class the number of its set of axes, in the order of their first axes.
+
+    Args:
+        found: The axes of all classes, one class after the other, each in ascending order.
+        starts: Where each class begins in `found`.
+        axes: The number of axes.
+    """
+    lengths = np.diff(np.r_[starts, len(found)])
+    random = np.random.default_rng(0).integers(1, 2**62, size=axes, dtype=np.int64)
+    marks = np.add.reduceat(random[found], starts)
+    # Sorted by marks, classes with equal axes become neighbours. Unequal neighbours begin a new run; they are compared
+    # axis by axis, which makes that exact whatever the marks are.
+    order = np.argsort(marks)
+    sizes = lengths[order]
+    begins = np.r_[0, np.cumsum(sizes)[:-1]]
+    place = np.arange(len(found)) - begins.repeat(sizes)
+    ordered = found[place + starts[order].repeat(sizes)]
+    before = ordered[place + np.r_[0, begins[:-1]].repeat(sizes)]
+    same = np.logical_and.reduceat(ordered == before, begins) & (sizes == np.r_[-1, sizes[:-1]])
+    # Two sets with one mark may alternate, so that a set has several runs: a dict gives these one number.
+    known, runs = dict[bytes, int](), np.flatnonzero(~same)
+    sets = [known.setdefault(ordered[begins[n] : begins[n] + sizes[n]].tobytes(), len(known)) for n in runs]
+    _, firsts = np.unique(sets, return_index=True)
+    firsts = runs[firsts]
+    # Sets with the same first axis are in the order of their marks. Saved states contain unit numbers, so this order,
+    # which has no meaning, must stay as it is.
+    rank = np.argsort(np.lexsort((marks[order[firsts]], ordered[begins[firsts]])))
+    numbers = np.zeros(len(starts), np.int64)
+    numbers[order] = rank[sets][np.cumsum(~same) - 1]
+    return numbers
+
+
+def find_groups(units: Units, axes: list[Axis], solution: Solution, roles: dict[tuple[str, int], Role]) -> list[Group]:
+    """The groups of units, each named after the module that produces it."""
     kinds = _kinds(solution)
-    spaces = []
-    for number in range(int(units.space.max()) + 1 if len(units) else 0):
-        members = np.flatnonzero(units.space == number)
+    groups, names = [], Counter[str]()
+    for number in range(int(units.group.max()) + 1 if len(units) else 0):
+        members = np.flatnonzero(units.group == number)
         first = int(members[0])
         numbers = dict.fromkeys(axis for axis, _ in units.slices(first))
         described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
         homes = [tensor for tensor, _, role in described if role is Role.PRODUCER]
-        homes += [tensor for tensor, _, role in described if role is not Role.READER]  # such as a table that is read
+        # Without a producer, such as for a learned table that layers read, any tensor but a reader gives the name.
+        homes += [tensor for tensor, _, role in described if role is not Role.READER]
         home = next(iter(homes), described[0][0])
         kind = KINDS[kinds[units.classes[first]]]
         lossy, aligned = (
@@ -175,12 +223,15 @@ def find_spaces(
         )
         name = home.rpartition(".")[0] if home.endswith((".weight", ".bias")) else home
         multiple = ALIGNED if aligned else 1
-        spaces.append(GraphSpace(name or home, members, described, kind, lossy, multiple, aligned))
-    return spaces
+        module = name or home
+        names[module] += 1
+        unique = module if names[module] == 1 else f"{module} ({names[module]})"
+        groups.append(Group(unique, members, described, kind, lossy, module, multiple, aligned))
+    return groups
 
 
 def find_fixed(axes: list[Axis], solution: Solution) -> list[Fixed]:
-    """The axes of parameters and buffers that cannot shrink, or only in part."""
+    """The axes of parameters and buffers that cannot shrink, in whole or in part."""
     found = []
     for axis in axes:
         if axis.tensor:

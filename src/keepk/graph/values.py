@@ -1,11 +1,26 @@
-"""Values in a traced forward pass: numbers that become tensors, and tensors that Python looks at.
+"""Values in a traced forward pass: numbers that become tensors, and values that Python reads from tensors.
 
-A trace runs on the meta device, where tensors have shapes and no values. Two things bring values back:
+A trace runs on the meta device, where tensors have shapes and no values. Values still matter in three ways:
 
-* Tensors that depend on the example alone (token ids, positions, masks) carry their values beside the meta tensor, so
-  that ``if mask.all()`` can be answered without the model's weights.
-* Whatever Python reads from a tensor is written down as a `ValueRead`. A cut copy gets the same answers, and another
-  run of the trace gets the opposite ones, so that both branches are known.
+* Tensors that depend on the example alone (token ids, positions, masks) carry their values beside the meta tensor
+  (`keep_values`), so that ``if mask.all()`` can be answered without the model's weights.
+* Each value that Python reads from a tensor is recorded as a `ValueRead`. A cut copy gets the same answers, so that it
+  takes the same path.
+* For each truth value that Python reads, forward runs again with the opposite answer (`Outcomes`), so that both
+  branches are traced.
+
+Suppose that forward contains ``if mask.any():`` on line 3 and ``if mask.all():`` on line 7, and that the example
+answers yes to the first and no to the second. Then three more passes are planned: each answer flipped alone, and both.
+
+>>> reads = [ValueRead(True, "net.py:3", True, False), ValueRead(False, "net.py:7", True, False)]
+>>> for answers in Outcomes(reads, passes=24, pairs=16):
+...     print(dict(answers.numbered), dict(answers.placed))
+{0: False} {}
+{1: True} {}
+{} {'net.py:3': (False, False, False, False), 'net.py:7': (True, True, True, True)}
+
+`Answers.numbered` flips one read by its number in the pass; `Answers.placed` flips all reads at a line, and a few more
+than the first pass had, since a flipped answer may lead to more of them.
 """
 
 import os
@@ -31,11 +46,12 @@ from keepk.graph.facts import Bound, Facts, Reason
 from keepk.graph.label import Label, label_of, tensors_in
 from keepk.graph.maps import fibres
 
-CREATED = "torch.tensor"
+CREATED = "torch.tensor"  # the name of the step that makes a tensor from Python numbers
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+# Functions that make a tensor from Python numbers, by the position of the argument that has them.
 _DATA_AT = {torch.tensor: 0, torch.as_tensor: 0, torch.asarray: 0, torch.Tensor.new_tensor: 1, torch.Tensor.new: 1}
-# What Python may call to learn a value; true of those that answer with a truth value.
 _INDEXES = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+# Functions that let Python read a value, and whether they return a truth value.
 _READS = {
     torch.Tensor.__bool__: True, torch.Tensor.is_nonzero: True, torch.is_nonzero: True,
     torch.equal: True, torch.Tensor.equal: True, torch.allclose: True, torch.Tensor.allclose: True,
@@ -45,22 +61,23 @@ _READS = {
     torch.Tensor.__repr__: False, torch.Tensor.__format__: False, torch.Tensor.__dlpack__: False,
     torch.Tensor.storage: False, torch.Tensor.untyped_storage: False,
 }  # fmt: skip
-# Of a truth value in a tensor without dims, these give a plain one.
+# These read a truth value, too, if the tensor is a boolean scalar; the type that they return.
 _PLAIN = {torch.Tensor.item: bool, torch.Tensor.tolist: bool, torch.Tensor.__int__: int, torch.Tensor.__index__: int,
           torch.Tensor.__float__: float, torch.Tensor.__complex__: complex}  # fmt: skip
-FEW = 64  # longer ones are tables, and not computed from a size
-LARGEST = 1 << 20  # numbers of a tensor that keeps its values beside it
-LARGEST_BUFFER = 1 << 16
-REPEATED = 3  # how often the opposite answer is given where the first run did not ask; bounds loops
-_VALUE = "_keepk_value"  # lives on tensors of traced copies only
-
-
+FEW = 64  # longer lists of numbers are tables, not numbers computed from a size; only their hash is kept
+LARGEST = 1 << 20  # elements up to which a meta tensor carries its values; bounds memory and time of a trace
+LARGEST_BUFFER = 1 << 16  # the same for buffers, which are copied for every pass
+# How often an opposite answer is repeated beyond the reads of the first pass. ``while x.any()`` would never end if the
+# flipped answer were given without limit.
+REPEATED = 3
+_VALUE = "_keepk_value"  # an attribute of tensors of traced copies; the user's tensors never get it
+# Files of torch whose reads are known to be harmless, such as a BatchNorm's read of its counter.
 LAYERS_OF_TORCH = f"{Path(nn.modules.__file__).parent}{os.sep}"
 KEEPK = f"{Path(__file__).parent}{os.sep}"
 
 
-class NeedsValues(Exception):  # noqa: N818 - it says only that the copy needs weights
-    """Python reads a value that is not known without the model's weights."""
+class NeedsValues(Exception):  # noqa: N818 - a signal: trace again on copies with weights
+    """Raised when Python reads a value that depends on the model's weights."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +85,13 @@ class ValueRead:
     """A value that the model's Python read from a tensor.
 
     Attributes:
-        value: The answer.
+        value: The value that Python got.
         place: File and line in the user's program.
-        boolean: It was asked for as a truth value, so that there is exactly one other answer.
-        own: It was read from the model's own buffers or parameters, which no input changes.
-        constant: It was read from this buffer of integers, which only code outside of the trace may change; or "torch",
-            where one of torch's own layers read it, as a BatchNorm reads its counter.
-        size: It is the size of what an operation selected by values (``x[mask]``): whether there is anything.
+        boolean: Whether it was read as a truth value, which has exactly one other outcome.
+        own: Whether it was read from the model's own buffers or parameters, which no input changes.
+        constant: The name of the integer buffer that it was read from; "torch" if one of torch's own layers read it, as
+            a BatchNorm reads its counter; empty otherwise.
+        size: Whether it says if an operation that selects by values (``x[mask]``) selected anything.
     """
 
     value: Any
@@ -87,9 +104,12 @@ class ValueRead:
 
 @dataclass(frozen=True)
 class Asked:
-    """A truth value that is read: the place, and how often one was read there before in the same pass.
+    """A truth value that a pass reads, identified independently of the pass.
 
-    `size`: It is whether an operation selected anything by values.
+    Attributes:
+        place: File and line.
+        earlier: How many truth values were read at the same place before, in the same pass.
+        size: Whether it says if an operation that selects by values selected anything.
     """
 
     place: str
@@ -98,7 +118,7 @@ class Asked:
 
 
 def asked_in(reads: Sequence[ValueRead]) -> dict[int, Asked]:
-    """By their numbers, the truth values among the reads of a pass.
+    """The truth values among the reads of a pass, by the number of the read.
 
     >>> asked_in([ValueRead(True, "net.py:3", True, False)] * 2)[1]
     Asked(place='net.py:3', earlier=1, size=False)
@@ -113,12 +133,12 @@ def asked_in(reads: Sequence[ValueRead]) -> dict[int, Asked]:
 
 @dataclass(frozen=True)
 class Answers:
-    """Truth values that Python is told in one forward pass instead of the true ones.
+    """Truth values that Python is told in one forward pass instead of the real ones.
 
     Attributes:
-        numbered: By the number of a read in the sequence of all reads of the pass.
-        placed: By place, one after the other, for reads that are not in `numbered`.
-        goals: The outcomes that are to be seen, the one that was chosen last at the end.
+        numbered: Answers by the number of a read among all reads of the pass.
+        placed: By place, the answers to its reads in order, for reads that are not in `numbered`.
+        goals: The outcomes that this pass is meant to show; the one that was added last comes last.
     """
 
     numbered: Mapping[int, bool] = field(default_factory=dict)
@@ -130,11 +150,11 @@ class Answers:
 
     @property
     def places(self) -> list[str]:
-        """Where they are given."""
+        """The places of the outcomes."""
         return list(dict.fromkeys(asked.place for asked, _ in self.goals))
 
     def told(self, reads: Sequence[ValueRead], place: str) -> bool | None:
-        """The answer to the truth value that is read next, at this place; None if it is the true one.
+        """The answer to the next read, at this place; None if Python should get the real value.
 
         >>> earlier = [ValueRead(True, "net.py:3", True, False)]
         >>> Answers({1: False}).told(earlier, "net.py:3"), Answers({1: False}).told([], "net.py:3")
@@ -147,15 +167,15 @@ class Answers:
         return outcomes[earlier] if earlier < len(outcomes) else None
 
     def and_not(self, reads: Sequence[ValueRead], number: int) -> "Answers":
-        """These answers, and the opposite one to a read of the pass in which they were given."""
+        """These answers and one more: the opposite of a value read in the pass that these answers produced."""
         flipped = {**self.numbered, number: not reads[number].value}
         return Answers(flipped, self.placed, (*self.goals, (asked_in(reads)[number], flipped[number])))
 
 
 def all_opposite(reads: Sequence[ValueRead], places: Sequence[str]) -> Answers:
-    """The opposite answers to all truth values that were read at some places; a few more of the last one at each.
+    """The opposite answers to all truth values read at some places; the last one at each place is repeated.
 
-    ``if a or b`` asks for b only once a is false, which the first run may not have done.
+    ``if a or b`` reads b only if a is false, so a flipped pass may read more values than the first pass did.
 
     >>> all_opposite([ValueRead(False, "net.py:3", True, False)], ["net.py:3"]).placed
     {'net.py:3': (True, True, True, True)}
@@ -169,20 +189,22 @@ def all_opposite(reads: Sequence[ValueRead], places: Sequence[str]) -> Answers:
 class Outcomes:
     """Chooses the forward passes that show both outcomes of every truth value that Python reads.
 
-    First each truth value of the first pass is answered the other way, alone; then all of them. A truth value that is
-    read for the first time in one of these passes is answered the other way in turn, and pairs follow, while the number
-    of passes allows it. Where there are too many truth values for that, all of a place are answered the other way
-    together, then the first and the last one of each place, alone.
+    Each truth value of the first pass is flipped alone, then all of them together. A truth value that one of these
+    passes reads for the first time is flipped next, then pairs, as long as the number of passes allows. If the first
+    pass reads too many truth values for that (a loop), all reads at a place are flipped together, then the first and
+    the last one at each place.
+
+    Iterating gives the `Answers` of each pass. Report the result of each pass with `learn` before asking for the next.
 
     Args:
         reads: The values that the first pass read.
-        passes: How many passes there may be.
-        pairs: How many there may be before a pair is tried no more.
+        passes: The maximum number of passes.
+        pairs: The number of passes after which no more pairs are tried.
     """
 
     def __init__(self, reads: Sequence[ValueRead], passes: int, pairs: int) -> None:
         self._left, self._for_pairs = passes, pairs
-        self.too_many = False  # places, so that not all of them are seen to have the other outcome
+        self.too_many = False  # places: there are not enough passes to flip each of them
         asked = asked_in(reads)
         self._seen, self._often = set(asked.values()), Counter(it.place for it in asked.values())
         places = list(self._often)
@@ -209,10 +231,10 @@ class Outcomes:
         return None
 
     def learn(self, answers: Answers, reads: Sequence[ValueRead]) -> None:
-        """A pass with these answers read these values: choose from them."""
+        """Plan further passes from the values that a pass with these answers read."""
         last = max(answers.numbered, default=-1)
         for number, asked in asked_in(reads).items():
-            if number <= last:
+            if number <= last:  # read before the latest flip, so another pass covers it
                 continue
             if asked not in self._seen and asked.earlier < self._often[asked.place] + REPEATED:
                 self._new.append(answers.and_not(reads, number))
@@ -222,13 +244,13 @@ class Outcomes:
 
 
 def _first_and_last(asked: Mapping[int, Asked]) -> list[int]:
-    """The numbers of the first and the last truth value at each place that has several."""
+    """The numbers of the first and the last read at each place that has several."""
     first = {it.place: number for number, it in asked.items() if it.earlier == 0}
     last = {it.place: number for number, it in asked.items()}
     return [number for place in first if first[place] < last[place] for number in (first[place], last[place])]
 
 
-# Operations whose results have sizes that depend on values, by the argument that decides.
+# Operations whose results have a size that depends on values, by the position of the argument with these values.
 _SELECTING = {
     torch.ops.aten.nonzero.default: 0, torch.ops.aten.masked_select.default: 1, torch.ops.aten.index.Tensor: 1,
     torch.ops.aten.repeat_interleave.Tensor: 0, torch.ops.aten.bincount.default: 0,
@@ -239,10 +261,10 @@ _SELECTING = {
 
 @dataclass(frozen=True)
 class SizedByValues:
-    """An operation that selects by values, so that Python can learn about them from the size of the result.
+    """An operation whose result has a size that depends on values, so that Python can branch on it.
 
-    A mask selects something or nothing. `unique` always finds one value, and may find more; `bincount` has at least
-    as many counts as it was asked for, and may have more.
+    The two outcomes are the smallest possible size and a larger one. A mask selects nothing or something; `unique`
+    finds one value or several; `bincount` returns `minlength` counts or more.
     """
 
     operation: Any
@@ -251,7 +273,7 @@ class SizedByValues:
 
     @staticmethod
     def of(operation: Any, arguments: Sequence[Any], by_name: Mapping[str, Any]) -> "SizedByValues | None":
-        """The selection that an operation makes; None if the size of its result depends on no values."""
+        """The operation as a selection; None if the size of its result does not depend on values."""
         if operation not in _SELECTING or by_name.get("output_size") is not None:
             return None
         found = SizedByValues(operation, arguments, by_name)
@@ -275,13 +297,13 @@ class SizedByValues:
         return int("unique" in self.operation._schema.name)
 
     def finds_some(self, result: Any) -> bool:
-        """Whether there is more in the result than there always is."""
+        """Whether the result is larger than the smallest possible one."""
         first = next(iter(tensors_in(result)))
         along = self._argument("dim") if "unique" in self.operation._schema.name else 0
         return first.numel() > 0 and first.shape[along] > self._least
 
     def with_other_outcome(self, *, some: bool) -> Any:
-        """The result for values with which it finds something, or nothing more than it always finds."""
+        """The result for made-up values with which the operation has the given outcome."""
         forced = {id(tensor): self._forced(tensor, some=some) for tensor in self._deciding}
 
         def put(entry: Any) -> Any:
@@ -297,24 +319,28 @@ class SizedByValues:
 
 
 class Watcher(Protocol):
-    """The trace that is told what happens."""
+    """The trace to which `WatchedValues` reports."""
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
-        """A tensor was made of these numbers."""
+        """Called when a tensor is made from Python numbers."""
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
-        """Python wants to know something about the values of these tensors; `read` finds it out."""
+        """Called when Python reads a value from tensors; `read` computes it. Returns the value for Python."""
 
 
 class WatchedValues(TorchFunctionMode):
-    """Tells a trace the numbers that tensors are made of, and asks it for the values that Python reads."""
+    """Reports to a trace the Python numbers that tensors are made from, and the values that Python reads.
+
+    A function mode, because a dispatch mode sees neither the list in ``torch.tensor([2, 3])`` nor whether a truth value
+    is read.
+    """
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self._watcher = watcher
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function, and tell what it made a tensor of; or let the trace answer what it reads."""
+        """Run the function and report its numbers, or let the trace answer a read."""
         by_name = kwargs or {}
         if func in _READS:
             tensors = [argument for argument in (*args, *by_name.values()) if isinstance(argument, Tensor)]
@@ -345,7 +371,7 @@ class WatchedValues(TorchFunctionMode):
 
 
 def numbers_in(data: Any) -> Iterator[float]:
-    """The plain numbers of nested lists or an array.
+    """The numbers in nested lists or an array, as floats.
 
     >>> list(numbers_in([[1, 2.5], (True, np.float32(3)), 4 + 1j]))
     [1.0, 2.5, 1.0, 3.0, 4.0, 1.0]
@@ -362,14 +388,14 @@ def numbers_in(data: Any) -> Iterator[float]:
 
 
 def _listed_in(index: Any) -> Iterator[float]:
-    """The numbers of lists and arrays in an index, which torch makes a tensor of: 2 and 3 of ``x[:, [2, 3]]``."""
+    """The numbers of lists and arrays in an index, which torch turns into tensors: 2 and 3 of ``x[:, [2, 3]]``."""
     for entry in index if isinstance(index, tuple) else (index,):
         if isinstance(entry, list | tuple | np.ndarray):
             yield from numbers_in(entry)
 
 
 def is_read_by_torch() -> bool:
-    """Whether the code that reads a value is that of one of torch's own layers."""
+    """Whether the frame that reads a value belongs to one of torch's own layers."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -380,10 +406,10 @@ def is_read_by_torch() -> bool:
 
 
 def add_read(facts: Facts, tensors: Sequence[Tensor], reason: Callable[[str], Reason], *, boolean: bool) -> None:
-    """Bind the channels of tensors whose values Python reads.
+    """Add the facts that follow from a read: removing channels of these tensors may change the value.
 
-    A comparison of two tensors does not notice channels that are zero in both. It does notice others, and a list or an
-    array has the values of all channels, and as many as there are.
+    A comparison of two tensors does not change with channels that are zero in both. It changes with others, and a list
+    or an array contains the values of all channels.
     """
     labels = [label_of(tensor) for tensor in tensors]
     maps = [index_map for label in labels for index_map in label.maps]
@@ -400,13 +426,13 @@ def _has_atoms_of(label: Label, other: Label) -> bool:
 
 
 def keep_value_beside(tensor: Tensor, value: Tensor) -> None:
-    """Let a meta tensor carry its values, unless there are too many of them."""
+    """Attach values to a meta tensor, unless there are more than `LARGEST`."""
     if tensor.is_meta and not value.is_meta and value.numel() <= LARGEST:
         setattr(tensor, _VALUE, value)
 
 
 def keep_buffers_beside(copied: nn.Module, model: nn.Module) -> None:
-    """Let counters, masks and tables of positions among the buffers of a copy carry the model's values."""
+    """Attach the model's values to the integer and boolean buffers of a copy: counters, masks, position tables."""
     own = dict(model.named_buffers())
     for name, buffer in copied.named_buffers():
         value = own.get(name)
@@ -415,19 +441,23 @@ def keep_buffers_beside(copied: nn.Module, model: nn.Module) -> None:
 
 
 def value_of(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor: its own, or those that a meta tensor carries; None if they are not known."""
+    """The values of a tensor, or those attached to a meta tensor; None if they are unknown."""
     return getattr(tensor, _VALUE, None) if tensor.is_meta else tensor
 
 
 def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Do to the values what an operation did to meta tensors, where all of its inputs carry values."""
+    """Repeat an operation on the values attached to its inputs, and attach the results to its outputs.
+
+    Does nothing unless all inputs have values. The outputs of an operation without inputs (``torch.arange``) have
+    values; those of `empty` do not.
+    """
     made = list(tensors_in(result))
     if not made or not all(tensor.is_meta and tensor.numel() <= LARGEST for tensor in made):
         return
     given = list(tensors_in([list(args), dict(kwargs)]))
     known = all(not tensor.is_meta or hasattr(tensor, _VALUE) for tensor in given)
     if not known or (not given and "device" not in kwargs) or "empty" in operation._schema.name:
-        for tensor in made:  # an in-place operation with a tensor whose values are not known
+        for tensor in made:  # an in-place operation on unknown values leaves the attached ones out of date
             if hasattr(tensor, _VALUE):
                 delattr(tensor, _VALUE)
         return
@@ -440,13 +470,13 @@ def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     try:
         values = operation(*tree_map(real, list(args)), **tree_map(real, dict(kwargs)))
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
-        return  # devices that do not meet; the values are then not known
+        return  # such as two devices in one operation: the values stay unknown
     for tensor, value in zip(made, tensors_in(values), strict=True):
         keep_value_beside(tensor, value)
 
 
 def fails_with_values_too(error: BaseException) -> bool:
-    """Whether a forward pass that failed without the model's weights would fail with them.
+    """Whether a forward pass that failed on the meta device would also fail with weights.
 
     >>> fails_with_values_too(IndexError("list index out of range")), fails_with_values_too(NeedsValues())
     (True, False)
@@ -455,7 +485,7 @@ def fails_with_values_too(error: BaseException) -> bool:
 
 
 def is_raised_by_program(error: BaseException) -> bool:
-    """Whether an exception comes from a ``raise`` or ``assert`` outside of torch: a check that the program makes.
+    """Whether an exception comes from a ``raise`` or ``assert`` outside of torch: a check in the user's code.
 
     >>> try:
     ...     raise ValueError("no token is masked")

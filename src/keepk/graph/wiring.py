@@ -1,4 +1,4 @@
-"""What a trace found of a model's wiring, before anything is removed."""
+"""`Wiring`: the tensors, axes and size attributes of a model, as traced; the immutable part of a `Graph`."""
 
 from dataclasses import dataclass, field
 
@@ -10,15 +10,15 @@ from keepk.graph.maps import Map
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A number in a module that must follow a size of the forward pass, found by trying.
+    """An attribute of a module that must follow a size of the forward pass; `probe` finds these by trying.
 
     Attributes:
         module: The module's path.
         attribute: Its attribute.
-        item: Which entry, if the attribute is a tuple or list.
-        shape: The shape of the tensor whose size it is.
+        item: The position of the number, if the attribute is a tuple or list.
+        shape: The shape of the tensor whose size it repeats.
         maps: The maps of that tensor.
-        dim: Which of its dims.
+        dim: The dim of that tensor.
     """
 
     module: str
@@ -31,15 +31,15 @@ class Constant:
 
 @dataclass(frozen=True)
 class Wiring:
-    """What a trace found, before anything is removed; never changes.
+    """The wiring of a model before anything is removed.
 
     Attributes:
-        axes: Every run of atoms.
+        axes: Every run of atoms; an atom is an index into one axis of one tensor.
         tensors: By name, the maps of each parameter and buffer.
         shapes: By name, its shape.
         parameters: The names that are parameters.
-        roles: What each axis does.
-        sized: Attributes that repeat sizes.
+        roles: By (tensor, dim), whether the axis produces, carries or reads channels.
+        sized: Attributes of known layers that repeat sizes, such as ``out_channels``.
         headwise: By path of an attention, the names of its in-projections.
         adapters: By name of an adapter's parameter (LoRA), the adapter's path.
     """

@@ -14,7 +14,7 @@ from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags
-from keepk.graph.units import GraphSpace
+from keepk.graph.units import Group
 from keepk.graph.weight_norm import lengths_of, weight_grad_of, weight_of
 from keepk.rank.changed import changed_model
 
@@ -124,7 +124,7 @@ class Parameters:
         return self.lengths.get(self.by_name[name])
 
 
-def layers_of(graph: Graph, own: Parameters, spaces: Iterable[GraphSpace], alive: Flags, at: At) -> list[Layer]:
+def layers_of(graph: Graph, own: Parameters, spaces: Iterable[Group], alive: Flags, at: At) -> list[Layer]:
     """The layers of some of the graph's spaces, as the model is now.
 
     Units of a space that have different numbers of slices (an uneven head) are a layer of their own.
@@ -144,7 +144,7 @@ def layers_of(graph: Graph, own: Parameters, spaces: Iterable[GraphSpace], alive
                 slices = Slices(tensor, module, own.by_name[tensor], own.length(tensor), places)
                 by_role.setdefault(role or Role.CARRIER, []).append(slices)
             sides = (tuple(by_role.get(role, ())) for role in (Role.PRODUCER, Role.CARRIER, Role.READER))
-            found.append(Layer(space.name, units[members], at, *sides))
+            found.append(Layer(space.module, units[members], at, *sides))
     return found
 
 

@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 from keepk.errors import SpaceError
 from keepk.graph.edits import Indices
 from keepk.graph.graph import Graph
-from keepk.graph.units import GraphSpace
+from keepk.graph.units import Group
 from keepk.plan.spaces import ChannelSpace
 from keepk.rank.links import Links
 
 
-def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[GraphSpace]) -> Links:
+def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[Group]) -> Links:
     """The links between channels of a space, if a number of them can be kept exactly."""
     mine = np.zeros(len(graph.units), bool)
     for layer in layers:
@@ -37,7 +37,7 @@ def refuse_bound_links(graph: Graph, space: ChannelSpace, links: Links, free: In
 
 def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
     """By unit, the length of the longest chain of layers that read its layer."""
-    homes = graph.units.space[pairs]
+    homes = graph.units.group[pairs]
     readers: dict[int, set[int]] = {}
     for source, reading in np.unique(homes, axis=0).tolist():
         readers.setdefault(source, set()).add(reading)
@@ -49,12 +49,12 @@ def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDA
     heights = dict[int, int]()
     for layer in order:
         heights[layer] = max((heights[reader] + 1 for reader in readers.get(layer, ())), default=0)
-    by_layer = np.array([heights.get(number, 0) for number in range(len(graph.spaces))])
-    return by_layer[graph.units.space]
+    by_layer = np.array([heights.get(number, 0) for number in range(len(graph.groups))])
+    return by_layer[graph.units.group]
 
 
 def _uncountable(graph: Graph, space: ChannelSpace, pair: Indices, why: str) -> SpaceError:
-    source, reading = (graph.spaces[int(graph.units.space[unit])].name for unit in pair)
+    source, reading = (graph.groups[int(graph.units.group[unit])].name for unit in pair)
     return SpaceError(
         f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels go with them and are in "
         f"the space too; {why}, and the count could not be kept. Exclude one of the two, or count readings instead: "

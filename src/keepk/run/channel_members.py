@@ -12,7 +12,7 @@ from keepk.graph.edits import Indices
 from keepk.graph.facts import Role
 from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
-from keepk.graph.units import GraphSpace
+from keepk.graph.units import Group
 from keepk.plan.names import matches, nearest
 from keepk.plan.portions import Portion, nearest_totals
 from keepk.plan.spaces import ChannelSpace
@@ -54,7 +54,7 @@ class ChannelMembers:
     """
 
     space: ChannelSpace
-    layers: tuple[GraphSpace, ...]
+    layers: tuple[Group, ...]
     units: Indices
     total: int
     keep: int
@@ -104,21 +104,21 @@ def _refuse_metric_of_weights(space: ChannelSpace) -> None:
         )
 
 
-def modules_of(layer: GraphSpace, at: str) -> list[str]:
+def modules_of(layer: Group, at: str) -> list[str]:
     """The modules that produce the channels of a layer, or those that read them; and the name it has in the graph."""
     wanted = {Role.PRODUCER if at == "output" else Role.READER}
     if layer.kind == "read":
         wanted.add(Role.CARRIER)  # its BatchNorm is what reads
     names = dict.fromkeys(_module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
-    return list(dict.fromkeys([*names, layer.name])) if _is_side(layer, at) else [*names]
+    return list(dict.fromkeys([*names, layer.module])) if _is_side(layer, at) else [*names]
 
 
-def _is_side(layer: GraphSpace, at: str) -> bool:
+def _is_side(layer: Group, at: str) -> bool:
     """Whether the graph's name of a layer, which is of what produces its channels or reads them, is of this side."""
     return at == "output" or layer.kind == "read"
 
 
-def _has_side(graph: Graph, layer: GraphSpace, at: str) -> bool:
+def _has_side(graph: Graph, layer: Group, at: str) -> bool:
     """Whether some layer outputs these channels: columns that read a buffer, as of coordinates, are inputs only."""
     own = [role for tensor, _, role in layer.axes if tensor in graph.wiring.parameters]
     return at == "input" or any(role is not Role.READER for role in own)
@@ -130,8 +130,8 @@ def _module_of(tensor: str) -> str:
     return path.replace("._orig_mod", "").removeprefix(".")
 
 
-def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[GraphSpace, ...]:
-    layers = [layer for layer in graph.spaces if layer.kind in KINDS[space.at] and _has_side(graph, layer, space.at)]
+def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[Group, ...]:
+    layers = [layer for layer in graph.groups if layer.kind in KINDS[space.at] and _has_side(graph, layer, space.at)]
     candidates = [(layer, modules_of(layer, space.at)) for layer in layers]
     known = [*modules, *(name for _, names in candidates for name in names)]
     for option, globs in (("select", space.select), ("exclude", space.exclude)):
@@ -151,7 +151,7 @@ def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[
     return tuple(layer for layer in named if space.lossy or not layer.lossy)
 
 
-def _is_meant(graph: Graph, layer: GraphSpace, names: Sequence[str], globs: Sequence[str]) -> bool:
+def _is_meant(graph: Graph, layer: Group, names: Sequence[str], globs: Sequence[str]) -> bool:
     """Whether a layer counts: the ranks of an adapter (LoRA) do so only where a glob names the adapter itself.
 
     It does if it would not match under another name: ``*.lora_A*`` does, ``*.self_attn*`` does not.
@@ -178,7 +178,7 @@ def _any(names: Iterable[str], globs: Iterable[str]) -> bool:
     return any(matches(name, globs) for name in names)
 
 
-def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequence[GraphSpace]) -> None:
+def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequence[Group]) -> None:
     where = f"space {space.name!r}: select={glob!r}"
     role = Role.PRODUCER if space.at == "output" else Role.READER
     fixed = [
@@ -187,7 +187,9 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
         if matches(_module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
     ]
     # Every model has outputs; they are worth a word only where the glob names no lossy layer by its own name.
-    telling = [it for it in fixed if not is_output(it.reason)] or fixed * (not _any([it.name for it in lossy], [glob]))
+    telling = [it for it in fixed if not is_output(it.reason)] or fixed * (
+        not _any([it.module for it in lossy], [glob])
+    )
     if lossy and telling:
         raise SpaceError(
             f"{where}: axis {telling[0].axis} of {telling[0].tensor!r} ({len(telling)} such axes) is fixed, "
@@ -199,14 +201,14 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
             f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
         )
-    ranks = [layer for layer in graph.spaces if graph.adapter_of(layer) and _any(modules_of(layer, space.at), [glob])]
+    ranks = [layer for layer in graph.groups if graph.adapter_of(layer) and _any(modules_of(layer, space.at), [glob])]
     if ranks:
         adapter = graph.adapter_of(ranks[0]).rpartition(".")[2]
         raise SpaceError(
             f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
             f"which are left out unless a glob names them. Say {f'*.{adapter}*'!r} to prune ranks."
         )
-    sided = [it for it in graph.spaces if it.kind in KINDS[space.at] and _has_side(graph, it, space.at)]
+    sided = [it for it in graph.groups if it.kind in KINDS[space.at] and _has_side(graph, it, space.at)]
     names = [name for layer in sided for name in modules_of(layer, space.at)]
     if _any(names, [glob]):
         raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
@@ -221,7 +223,7 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
     )
 
 
-def _counted(graph: Graph, space: ChannelSpace, layers: tuple[GraphSpace, ...]) -> ChannelMembers:
+def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> ChannelMembers:
     units = np.sort(np.concatenate([layer.units for layer in layers]))
     total = len(units)
     keep = space.count_kept(total)
@@ -248,7 +250,7 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[GraphSpace, ...]) 
     return ChannelMembers(space, layers, units, total, keep, choices, sources, links)
 
 
-def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[GraphSpace]) -> Iterator[Uncounted]:
+def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group]) -> Iterator[Uncounted]:
     """The channels of selected layers that stay because of something that the model does with them."""
     axes = {(axis.tensor, axis.dim): axis for axis in graph.wiring.axes}
     role, seen = Role.PRODUCER if space.at == "output" else Role.READER, set[int]()
@@ -295,7 +297,7 @@ def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:
     bound = [blocks for blocks in graph.bindings if mine & set(np.concatenate(blocks).tolist())]
     reasons = [f"{len(blocks)} parts must keep equally many" for blocks in bound[:1]]
     reasons += [f"round_to={space.round_to} binds the width of each layer"] if space.round_to else []
-    aligned = [layer for layer in graph.spaces if layer.multiple > 1 and mine & set(layer.units.tolist())]
+    aligned = [layer for layer in graph.groups if layer.multiple > 1 and mine & set(layer.units.tolist())]
     reasons += [f"{layer.name!r} must keep a multiple of {layer.multiple} ({layer.aligned})" for layer in aligned[:1]]
     return " and ".join(reasons)
 
@@ -303,7 +305,7 @@ def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:
 def _choices(
     graph: Graph,
     space: ChannelSpace,
-    layers: Sequence[GraphSpace],
+    layers: Sequence[Group],
     units: Indices,
     sources: Sequence[Indices],
     links: Links,
@@ -344,7 +346,7 @@ def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int
 
 def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
     if len(outside):
-        other = graph.spaces[int(graph.units.space[outside[0]])]
+        other = graph.groups[int(graph.units.group[outside[0]])]
         remedy = "Say lossy=True" if other.lossy and not space.lossy else "Select that module as well"
         raise SpaceError(
             f"space {space.name!r}: its channels must go in equal numbers with those of {other.name!r}, which are not "
@@ -356,12 +358,12 @@ def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices],
     """Equally many go of each block; a block keeps the floor of every layer that it has a part of."""
     sizes = [len(block) for block in blocks]
     floors = [
-        space.layer_floor * len(np.unique(graph.units.space[block])) + _count_read(graph, sources, block)
+        space.layer_floor * len(np.unique(graph.units.group[block])) + _count_read(graph, sources, block)
         for block in blocks
     ]
     most = min(size - min(floor, size) for size, floor in zip(sizes, floors, strict=True))
-    homes = {int(graph.units.space[block[0]]) for block in blocks}
-    any_width = all(_step(graph, graph.spaces[home], space.round_to) == 1 for home in homes)
+    homes = {int(graph.units.group[block[0]]) for block in blocks}
+    any_width = all(_step(graph, graph.groups[home], space.round_to) == 1 for home in homes)
     lost = [number for number in range(most, -1, -1) if any_width or _fits(graph, space, blocks, number)]
     return Portion(tuple(sum(sizes) - len(blocks) * number for number in lost))
 
@@ -372,12 +374,12 @@ def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: in
         return True
     widths = dict[int, int]()
     for block in blocks:
-        home = int(graph.units.space[block[0]])
+        home = int(graph.units.group[block[0]])
         widths[home] = widths.get(home, 0) + len(block) - lost
-    return all(count % _step(graph, graph.spaces[home], space.round_to) == 0 for home, count in widths.items())
+    return all(count % _step(graph, graph.groups[home], space.round_to) == 0 for home, count in widths.items())
 
 
-def _step(graph: Graph, layer: GraphSpace, round_to: int | None) -> int:
+def _step(graph: Graph, layer: Group, round_to: int | None) -> int:
     """By how many channels a layer falls so that its width, in numbers, is a multiple, and one that fits the model."""
     if round_to is None:
         return layer.multiple
@@ -397,7 +399,7 @@ def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:
     mine = np.zeros(len(graph.units), bool)
     mine[units] = True
     links = graph.links()
-    for space in graph.spaces:
+    for space in graph.groups:
         if space.kind == "source":
             readings = links[np.isin(links[:, 0], space.units), 1]
             if len(readings) and mine[readings].all():
@@ -411,7 +413,7 @@ def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMember
         home |= dict.fromkeys(members.units.tolist(), name)
     for source, reading in graph.links().tolist():
         if source in home and reading in home and home[source] != home[reading]:
-            layer, reader = (graph.spaces[int(graph.units.space[unit])].name for unit in (source, reading))
+            layer, reader = (graph.groups[int(graph.units.group[unit])].name for unit in (source, reading))
             raise SpaceError(
                 f"spaces {home[source]!r} and {home[reading]!r}: channels of {layer!r} are read by {reader!r}, whose "
                 f"channels go with them. Count either outputs or inputs; outputs of both layers in one space."

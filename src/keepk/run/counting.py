@@ -15,7 +15,7 @@ from keepk.cut.record import Places, packed
 from keepk.errors import ShrinkError
 from keepk.graph.facts import Role
 from keepk.graph.maps import Flags
-from keepk.graph.units import GraphSpace
+from keepk.graph.units import Group
 from keepk.graph.weight_norm import lengths_of
 from keepk.graph.wrappers import named_parameters
 from keepk.plan.names import matches
@@ -115,7 +115,7 @@ def _revived_units(side: ChannelSide, silenced: Masks, model: nn.Module) -> Flag
     return back & side.dead & side.graph.alive
 
 
-def _width_gained(side: ChannelSide, layer: GraphSpace, back: Flags, model: nn.Module) -> int:
+def _width_gained(side: ChannelSide, layer: Group, back: Flags, model: nn.Module) -> int:
     """By how many channels a layer is wider than the Pruner left it; negative where it is narrower or gone."""
     axes = [it for it in layer.axes if it[0] in side.graph.wiring.parameters]
     # The channels of a layer are counted at what produces them, if that has parameters.

@@ -75,7 +75,7 @@ def read_masks(
 def _described(members: Mapping[str, Members], channels: ChannelSide | None, plan: Plan) -> dict[str, Any]:
     spaces: dict[str, Any] = {name: {"parameters": it.shapes, "plan": list(plan[name])} for name, it in members.items()}
     for name, found in (channels.members if channels else {}).items():
-        layers = {layer.name: len(layer.units) for layer in found.layers}
+        layers = {layer.module: len(layer.units) for layer in found.layers}
         spaces[name] = {"parameters": layers, "plan": list(plan[name])}
     return spaces
 

@@ -136,7 +136,7 @@ class _Sorts:
     ) -> None:
         most_gone = (sum(map(len, blocks)) - counts[0]) // len(blocks)
         for block in blocks:
-            homes = self._graph.units.space[block]
+            homes = self._graph.units.group[block]
             for home in np.unique(homes).tolist():
                 layer = block[homes == home]
                 kept = max(len(layer) - most_gone, min(members.space.layer_floor, len(layer)) * (len(blocks) == 1))
@@ -150,7 +150,7 @@ class _Sorts:
     def _add_loose(self, marks: Indices) -> None:
         """Units of no space that may go, though no plan counts them: at most as many as others that go before them."""
         links = self._graph.links()
-        for space in self._graph.spaces:
+        for space in self._graph.groups:
             for mark in np.unique(marks[space.units]).tolist():
                 units = space.units[(marks[space.units] == mark) & self._mortal[space.units]]
                 if len(units):
@@ -172,7 +172,7 @@ def _mortal(graph: Graph, counted: Flags) -> Flags:
     used = np.isin(graph.units.classes, graph.solution.used)
     mortal = np.zeros(len(counted), bool)
     mortal[:-1] = (np.bincount(sources, minlength=len(used)) > 0) & ~used & ~counted[:-1]
-    for _ in range(len(graph.spaces)):  # a source stays if a unit that reads it stays
+    for _ in range(len(graph.groups)):  # a source stays if a unit that reads it stays
         mortal[sources[~(mortal | counted)[readers]]] = False
     several = np.flatnonzero(np.bincount(readers, minlength=len(used)) > 1)
     mortal[several[~counted[several]]] = True
@@ -184,7 +184,7 @@ def _leaders(graph: Graph, independent: Flags) -> Indices:
     leader = np.arange(len(independent))
     sources, readers = graph.links().T
     follows = ~independent[readers]
-    for _ in range(len(graph.spaces)):  # a source may be a reading of another
+    for _ in range(len(graph.groups)):  # a source may be a reading of another
         before = leader.copy()
         leader[readers[follows]] = leader[sources[follows]]
         if (leader == before).all():

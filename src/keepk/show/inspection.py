@@ -26,7 +26,7 @@ from keepk.graph.findings import (
 from keepk.graph.given import TraceInputs, quantised_module
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
-from keepk.graph.units import GraphSpace
+from keepk.graph.units import Group
 from keepk.graph.wrappers import unwrap
 from keepk.run.channel_members import single_channels
 from keepk.show.tables import Table, percent
@@ -169,7 +169,7 @@ def inspect(
     inputs = TraceInputs.of(example, examples, training_example)
     graph = trace_inputs(inner, replace(inputs, reports=True))
     example = examples[0] if example is None and examples else example
-    whole = {number: group for number, group in enumerate(map(partial(_as_a_whole, graph), graph.spaces)) if group}
+    whole = {number: group for number, group in enumerate(map(partial(_as_a_whole, graph), graph.groups)) if group}
     costs = model_costs(inner, example)
     return Inspection(
         model=type(inner).__name__,
@@ -184,7 +184,7 @@ def inspect(
     )
 
 
-def _as_a_whole(graph: Graph, space: GraphSpace) -> FixedGroup | None:
+def _as_a_whole(graph: Graph, space: Group) -> FixedGroup | None:
     """A space of one unit that has an axis to itself, as what it is: nothing would be left of the axis without it."""
     if len(space.units) > 1:
         return None
