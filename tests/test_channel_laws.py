@@ -620,7 +620,7 @@ def test_channels_that_leave_too_few_weights_change_nothing(shrink, monkeypatch)
     """Such a plan is refused before the run; an event that meets it nevertheless is refused as well."""
     with pytest.raises(PlanError, match="Keep at most 975 weights, or more channels"):
         Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
-    monkeypatch.setattr("keepk.run.pruner.refuse_undercut", lambda *_: None)
+    monkeypatch.setattr("keepk.run.parties.refuse_undercut", lambda *_: None)
     run = Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
     step(run.model, run.example, run.optimizer)
     before = state_of(run)

@@ -386,7 +386,7 @@ def test_all_of_these_are_errors_of_values():
 
 def test_weights_that_would_end_before_the_channels_do_are_refused():
     spaces = [keepk.weights("0.weight", keep=3), keepk.channels("0", keep=2, schedule=[4, 3, 2])]
-    words = r"space '0.weight': reaches its 3 weights at epoch 1, but channels of '0' go until epoch 3 and would take"
+    words = r"space '0.weight': reaches its 3 weights at epoch 1, but channels of '0' go until epoch 3, and their"
     with pytest.raises(PlanError, match=words):
         keepk.Pruner(small(), spaces, example=inputs())
     later = [keepk.weights("0.weight", keep=3, schedule=[9, 6, 3]), spaces[1]]

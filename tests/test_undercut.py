@@ -13,7 +13,7 @@ from torch import nn
 import keepk
 from keepk.errors import PlanError, RankError
 from keepk.plan.least import Count, Factor, Product, least
-from keepk.run import pruner as pruner_module
+from keepk.run import parties as checks_module
 from keepk.run.undercut import find_rooms
 
 # The bound by itself -------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_the_bound_is_the_least_of_all_choices_of_channels(name, globs):
     waiting = keepk.weights(globs, keep=1, name="weights", schedule=[total, 1])
     pruner = keepk.Pruner(model, [*channels, waiting], example=example)
     side, weights = pruner._sides.channels, pruner._sides.weights
-    room = find_rooms(model, weights, side)["weights"]
+    room = find_rooms(model, weights.members, side.graph, side.members)["weights"]
     tried = 0
     for kept in product(*(range(it.keep, it.total + 1) for it in side.members.values())):
         wanted = dict(zip(side.members, kept, strict=True))
@@ -324,7 +324,7 @@ def test_an_accepted_plan_is_kept_or_the_event_is_refused_and_nothing_changed(ru
 def test_without_the_check_such_a_plan_undercuts():
     """The events of the first plan above would keep fewer, so the check is what refuses it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pruner_module, "refuse_undercut", lambda *_: None)
+        patch.setattr(checks_module, "refuse_undercut", lambda *_: None)
         pruner = keepk.Pruner(pair(), undercut_spaces(), example=torch.zeros(2, 2))
     with pytest.raises(RankError, match="have only 40 of its weights, fewer than the 70"):
         pruner.step()

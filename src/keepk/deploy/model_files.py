@@ -27,7 +27,7 @@ from keepk.graph.tracer import named_tensors
 from keepk.graph.wrappers import unwrap
 from keepk.run.files import place
 from keepk.run.packing import pack
-from keepk.run.pruner import live_pruner
+from keepk.run.parties import live_pruner
 from keepk.run.watch import told_untrue
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -14,7 +14,8 @@ from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
 from keepk.graph.units import GraphSpace
 from keepk.plan.names import matches, nearest
-from keepk.plan.portions import Portion, nearest_totals
+from keepk.plan.phases import Plan
+from keepk.plan.portions import Portion, nearest_totals, snapped
 from keepk.plan.spaces import ChannelSpace
 from keepk.rank.choices import Choice
 from keepk.rank.factories import refuse_uncalled
@@ -66,6 +67,11 @@ class ChannelMembers:
     def fixed(self) -> int:
         """How many channels its layers have besides the counted ones."""
         return sum(it.channels for it in self.uncounted)
+
+    @property
+    def portions(self) -> list[Portion]:
+        """How many channels of each choice may stay."""
+        return [choice.portion for choice in self.choices]
 
 
 class NoChannelsError(SpaceError):
@@ -414,3 +420,8 @@ def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMember
                 f"spaces {home[source]!r} and {home[reading]!r}: channels of {layer!r} are read by {reader!r}, whose "
                 f"channels go with them. Count either outputs or inputs; outputs of both layers in one space."
             )
+
+
+def settled(channels: Mapping[str, ChannelMembers], plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The plans of the channel spaces, each count moved to one that the network can have."""
+    return {name: snapped(it.portions, plan[name]) for name, it in channels.items()}

@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from keepk.errors import RankError, StateError
 from keepk.graph.edits import Cut, Indices
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags
-from keepk.graph.tracer import named_tensors
 from keepk.plan.phases import Plan
-from keepk.plan.portions import Split, chain, has_even_steps, snapped
-from keepk.rank.channel_metrics import channel_scores, default_metric, product, reads_weights_alone
+from keepk.plan.portions import Split, chain, has_even_steps
+from keepk.rank.channel_metrics import channel_scores, default_metric, product
 from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, Parameters, layers_of
 from keepk.run.channel_members import ChannelMembers
@@ -34,32 +33,27 @@ class ChannelEvent:
 class ChannelSide:
     """The channel spaces of a run over one graph."""
 
-    def __init__(self, graph: Graph, model: nn.Module, members: Mapping[str, ChannelMembers], surgery: Surgery) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        model: nn.Module,
+        members: Mapping[str, ChannelMembers],
+        surgery: Surgery,
+        plan: Plan,
+        watch: Watch,
+    ) -> None:
         self.graph, self.members, self.surgery = graph, members, surgery
-        self.watch = Watch()
+        self.watch = watch
         self._model, self._parameters = model, Parameters.of(model)
         self.dead: Flags = np.zeros(len(graph.units), bool)
-        self._plan: Plan = {}
+        self._plan = {name: plan[name] for name in members}
         self._chains = dict[str, tuple[Split, ...]]()
-        self.certified = self.kept  # at the last event, before anybody swept what is dead
-
-    def settle(self, plan: Plan) -> dict[str, tuple[int, ...]]:
-        """The plan moved to counts that can be met, which is followed from now on."""
-        self._plan = {name: snapped(_portions(it), plan[name]) for name, it in self.members.items()}
-        for name, it in self.members.items():
-            if not has_even_steps(_portions(it)):
-                found = chain(_portions(it), self._plan[name])
-                assert found is not None  # the plan was snapped along one
+        for name, it in members.items():
+            if not has_even_steps(it.portions):
+                found = chain(it.portions, self._plan[name])
+                assert found is not None  # the plan was snapped to a chain
                 self._chains[name] = found
-        return dict(self._plan)
-
-    def try_metrics(self) -> None:
-        """Rank once by every metric that needs weights alone, so that what it misses is refused before training."""
-        for name, it in self.members.items():
-            layers = self.layers(name)
-            metric = it.space.metric or default_metric(layers)
-            if reads_weights_alone(metric):
-                channel_scores(metric, layers)
+        self.certified = self.kept  # at the last event, before anybody swept what is dead
 
     def warn_of_uncounted(self) -> None:
         """Warn of layers that have channels which their space does not count."""
@@ -70,13 +64,6 @@ class ChannelSide:
     def kept(self) -> dict[str, int]:
         """By space, how many channels are left."""
         return {name: it.total - int(self.dead[it.units].sum()) for name, it in self.members.items()}
-
-    @property
-    def touched(self) -> dict[str, Tensor]:
-        """By name, the tensors that have something of the channels."""
-        layers = (layer for it in self.members.values() for layer in it.layers)
-        names = {tensor for layer in layers for tensor, _, _ in layer.axes}
-        return {name: tensor for name, tensor, _ in named_tensors(self._model) if name in names}
 
     def layers(self, name: str) -> list[Layer]:
         """The channels of a space that are left, layer by layer, as a metric sees them."""
@@ -222,7 +209,3 @@ class ChannelSide:
                 forced[living[np.argsort(-values[living], kind="stable")[:least]]] = True
                 forced = members.links.raised(forced)
         return forced
-
-
-def _portions(members: ChannelMembers) -> list[Any]:
-    return [choice.portion for choice in members.choices]

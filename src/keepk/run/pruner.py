@@ -1,11 +1,8 @@
 """The `Pruner`: the paper's algorithm beside a user's own training loop."""
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import count as count_up
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,38 +10,25 @@ from torch.utils.hooks import RemovableHandle
 
 from keepk.cut.certificate import Certificate, certificate_of, certified, certify, masked_places
 from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
-from keepk.cut.followers import Follower, followed, refuse_no_followers, refuse_strange_followers
+from keepk.cut.followers import Follower, followed
 from keepk.cut.hold import without_updates
 from keepk.cut.optimizer_state import restart_flat_history
 from keepk.cut.record import Places
 from keepk.cut.undo import Undo, undone_by
-from keepk.errors import KeepkError, PlanError, SpaceError
-from keepk.graph.given import TraceInputs, TrainMode, ValueBranches
-from keepk.graph.wrappers import named_parameters, unwrap
-from keepk.plan.numbers import count
-from keepk.plan.phases import Goal, Phase, check_phases, timeline
+from keepk.errors import KeepkError
+from keepk.graph.given import TrainMode, ValueBranches
+from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.agree import agreed, are_several, carried_out
-from keepk.run.parties import (
-    channel_side,
-    checked_optimizers,
-    frozen_by_epoch,
-    listed_spaces,
-    refuse_masked_directions,
-    refuse_unfit_followers,
-    refuse_weights_that_end_before_channels,
-    refuse_wrong_types,
-)
-from keepk.run.resolve import find_members
-from keepk.run.sides import Event, Shrink, Sides, certificate
+from keepk.run.channel_side import ChannelSide
+from keepk.run.parties import Shrink, register_live, run_spec
+from keepk.run.sides import Event, Sides, certificate
 from keepk.run.state import pruner_state, read_pruner_state
-from keepk.run.surgery import Replayed
-from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
+from keepk.run.surgery import Surgery
+from keepk.run.watch import Watch
 from keepk.run.weight_side import WeightSide
 
 Wrapper = TypeVar("Wrapper")
-_LIVE: WeakValueDictionary[int, "Pruner"] = WeakValueDictionary()  # in the order in which they were made
-_NUMBERS = count_up()
 
 
 class Pruner:
@@ -119,57 +103,41 @@ class Pruner:
         replay: bool = True,
         followers: Sequence[Follower] = (),
     ) -> None:
-        refuse_wrong_types(model, spaces, phases, shrink)
-        refuse_no_followers(followers, model, "Pruner")
-        if epochs is not None:
-            count(epochs, "Pruner: epochs", PlanError, least=1)
-        of_weights, of_channels = listed_spaces(spaces)
-        self._model, self._example = unwrap(model), examples[0] if example is None and examples else example
-        weights = WeightSide(self._model, find_members(model, of_weights))
-        names = {parameter: name for name, parameter in weights.parameters.items()}
-        self._frozen_by_epoch = frozen_by_epoch(model, phases or ())
-        self._optimizers = checked_optimizers(model, optimizer, names, any(self._frozen_by_epoch))
-        self._followers = followers
-        refuse_strange_followers(followers, named_parameters(model))
-        inputs = None
-        if of_channels and self._example is not None:
-            inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
-        # Channels that are masked until the end are replayed at once: later they cannot come back.
-        replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
-        channels = channel_side(model, inputs, of_channels, self._optimizers, followers, replayed)
-        _refuse_second(model)
-        refuse_unfit_followers(followers, weights, channels)
-        members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
-        goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
-        self._totals = {name: goal.total for name, goal in goals.items()}
-        rooms = find_rooms(self._model, weights, channels)
-        if phases is not None and channels is not None:
-            check_phases(goals, epochs, phases)
-            goals |= late_goals(goals, channels, rooms, phases)
-        plan = timeline(goals, epochs=epochs, phases=phases)
-        plan |= channels.settle(plan) if channels else {}
-        self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
-        refuse_weights_that_end_before_channels(self._plan, weights, channels)
-        refuse_undercut(self._plan, rooms)
-        refuse_masked_directions(self._model, weights, channels, shrink)
-        self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
-        self._watch = weights.watch
-        if channels is not None:
-            channels.watch = self._watch
+        spec = run_spec(
+            model,
+            spaces,
+            optimizer,
+            epochs=epochs,
+            phases=phases,
+            example=example,
+            examples=examples,
+            training_example=training_example,
+            train_mode=train_mode,
+            value_branches=value_branches,
+            shrink=shrink,
+            replay=replay,
+            followers=followers,
+        )
+        self._spec, self._watch = spec, Watch()
+        weights, channels = WeightSide(spec.model, spec.weights, self._watch), None
+        if spec.graph is not None:
+            surgery = Surgery(spec.model, spec.graph, spec.optimizers, followers, spec.replayed)
+            channels = ChannelSide(spec.graph, spec.model, spec.channels, surgery, spec.plan, self._watch)
             channels.warn_of_uncounted()
+        self._sides = Sides(spec.model, weights, channels, spec.optimizers, followers, shrink)
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
-        _LIVE[next(_NUMBERS)] = self
+        register_live(self)
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
         """By space: how many units are left after epochs 1, 2, ... of the run."""
-        return dict(self._plan)
+        return dict(self._spec.plan)
 
     @property
     def epochs(self) -> int:
         """How many events the plan has."""
-        return len(next(iter(self._plan.values())))
+        return len(next(iter(self._spec.plan.values())))
 
     @property
     def epoch(self) -> int:
@@ -209,7 +177,7 @@ class Pruner:
     def counted_certificate(self, asked_by: str) -> Certificate:
         """The certificate by the model's tensors; it warns once of each space whose count is not true, per asker."""
         found = certificate(self._sides, self._counted(asked_by))
-        return {name: found[name] for name in self._plan}
+        return {name: found[name] for name in self._spec.plan}
 
     @property
     def closed(self) -> bool:
@@ -219,12 +187,12 @@ class Pruner:
     @property
     def model(self) -> nn.Module:
         """The model, without wrappers."""
-        return self._model
+        return self._spec.model
 
     @property
     def example(self) -> Any:
         """The example that was given."""
-        return self._example
+        return self._spec.example
 
     @torch.no_grad()
     def step(self, wrapper: Wrapper | None = None) -> Wrapper | None:
@@ -242,7 +210,7 @@ class Pruner:
             self._refuse_unusable(wrapper)
             self._zero_masked()
             return wrapper
-        device = next(self._model.parameters()).device
+        device = next(self._spec.model.parameters()).device
         event = agreed(lambda: self._decide(wrapper), lambda it: it.told, device)
         before, now = self._planned(self._epoch), self._planned(self._epoch + 1)
         rewraps: Any = wrapper if event.cuts else None
@@ -286,17 +254,17 @@ class Pruner:
         if self._sides.behind:
             return {}
         claimed, found = self._sides.kept, self._sides.counted
-        return {name: (claimed[name], found[name]) for name in self._plan if claimed[name] != found[name]}
+        return {name: (claimed[name], found[name]) for name in self._spec.plan if claimed[name] != found[name]}
 
     def warn_of_save_before_step(self) -> None:
         """Warn, once, of a model that is saved before its first event."""
-        space = next((name for name, total in self._totals.items() if self._plan[name][-1] < total), None)
+        space = next((name for name, total in self._spec.totals.items() if self._spec.plan[name][-1] < total), None)
         if self._epoch == 0 and space is not None:
             self._watch.once(
                 ("unpruned",),
                 f"save: the model's Pruner has not made a step yet, so nothing is pruned: space {space!r} has all its "
-                f"{self._totals[space]:,} units, asked for are {self._plan[space][-1]:,}. Call pruner.step() first. To "
-                f"save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
+                f"{self._spec.totals[space]:,} units, asked for are {self._spec.plan[space][-1]:,}. Call "
+                f"pruner.step() first. To save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,7 +272,7 @@ class Pruner:
         self._follow_cuts()
         self._sides.refuse_revived()
         self._sides.refuse_cut_elsewhere()
-        return pruner_state(self._sides.weights, self._sides.channels, self._plan, self._epoch)
+        return pruner_state(self._sides.weights, self._sides.channels, self._spec.plan, self._epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` stood. A state of another model, plan or version is refused, and nothing changes.
@@ -318,17 +286,17 @@ class Pruner:
     def take_shape(self, state: Mapping[str, Any]) -> Undo:
         """The first half of `load_state_dict`: cut the model to its size. What is returned takes that back."""
         self._refuse_closed()
-        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._plan)
-        return self._sides.take_shape(saved, self._plan)
+        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._spec.plan)
+        return self._sides.take_shape(saved, self._spec.plan)
 
     @torch.no_grad()
     def take_masks(self, state: Mapping[str, Any]) -> Undo:
         """The second half of `load_state_dict`, over a model of that size. What is returned forgets the masks again."""
-        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._plan)
+        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._spec.plan)
         with ExitStack() as way_back:
             way_back.callback(self._enter_epoch, self._epoch)
             way_back.callback(self._sides.snapshot())
-            self._sides.take_masks(saved, self._plan)
+            self._sides.take_masks(saved, self._spec.plan)
             self._enter_epoch(saved.epoch)
             self._watch.restart()
             for module in self._certified_modules():
@@ -354,8 +322,8 @@ class Pruner:
 
     def _hook(self) -> list[RemovableHandle]:
         self._enter_epoch(0)
-        handles = [optimizer.register_step_pre_hook(self._before_update) for optimizer in self._optimizers]
-        return handles + [optimizer.register_step_post_hook(self._after_update) for optimizer in self._optimizers]
+        handles = [optimizer.register_step_pre_hook(self._before_update) for optimizer in self._spec.optimizers]
+        return handles + [optimizer.register_step_post_hook(self._after_update) for optimizer in self._spec.optimizers]
 
     def _before_update(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -374,14 +342,14 @@ class Pruner:
             certify(module, *self._with_others(module))
 
     def _certified_modules(self) -> list[nn.Module]:
-        return [self._model, *(followed(it) for it in self._followers if isinstance(it, nn.Module))]
+        return [self._spec.model, *(followed(it) for it in self._spec.followers if isinstance(it, nn.Module))]
 
     def _with_others(self, module: nn.Module) -> tuple[Certificate, dict[str, Places]]:
         """The certificate and the places of masked channels, beside those of other runs over the same model."""
-        others = {name: entry for name, entry in certificate_of(module).items() if name not in self._plan}
+        others = {name: entry for name, entry in certificate_of(module).items() if name not in self._spec.plan}
         mine = certificate(self._sides, self._sides.kept)
         masked = {name: places for name, places in masked_places(module).items() if name in others}
-        return {**others, **{name: mine[name] for name in self._plan}}, {**masked, **self._sides.masked_places}
+        return {**others, **{name: mine[name] for name in self._spec.plan}}, {**masked, **self._sides.masked_places}
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._watch.updated(optimizer)
@@ -395,19 +363,21 @@ class Pruner:
         self._follow_cuts()
         found = self._sides.counted
         self._watch.untrue_counts(asked_by, self._sides.kept, found)
-        return {name: found[name] for name in self._plan}
+        return {name: found[name] for name in self._spec.plan}
 
     def _planned(self, epoch: int) -> dict[str, int]:
         """By space: how many units the plan leaves after a number of events."""
-        return {name: counts[epoch - 1] if epoch else self._totals[name] for name, counts in self._plan.items()}
+        return {
+            name: counts[epoch - 1] if epoch else self._spec.totals[name] for name, counts in self._spec.plan.items()
+        }
 
     def _decide(self, wrapper: Any) -> Event:
         """What the event does; all that one process may refuse is refused here, so that no other waits for it."""
         self._follow_cuts()
         self._refuse_unusable(wrapper)
-        if self._optimizers:
+        if self._spec.optimizers:
             self._watch.hasty(self._planned(self._epoch), self._planned(self._epoch + 1), self.epochs)
-        return self._sides.decide(self._plan, self._epoch, wrapper)
+        return self._sides.decide(self._spec.plan, self._epoch, wrapper)
 
     def _carry_out(self, event: Event) -> Undo:
         """Apply the decision, all or nothing, and return a function that undoes it if another process fails."""
@@ -422,9 +392,9 @@ class Pruner:
     def _enter_epoch(self, epoch: int) -> None:
         """So many events are behind us: freeze what the phase of the coming epoch freezes."""
         self._epoch = epoch
-        frozen = self._frozen_by_epoch[epoch] if epoch < len(self._frozen_by_epoch) else ()
+        frozen = self._spec.frozen_by_epoch[epoch] if epoch < len(self._spec.frozen_by_epoch) else ()
         if frozen is not self._frozen:
-            for optimizer in self._optimizers:
+            for optimizer in self._spec.optimizers:
                 restart_flat_history(optimizer)
         self._frozen = frozen
 
@@ -432,38 +402,8 @@ class Pruner:
         self._refuse_closed()
         self._sides.refuse_revived()
         if wrapper is not None:
-            refuse_other_wrapper(wrapper, self._model)
+            refuse_other_wrapper(wrapper, self._spec.model)
 
     def _refuse_closed(self) -> None:
         if self._handles is None:
             raise KeepkError("Pruner: it was closed, so masks are no longer held. Make a new one.")
-
-
-def live_pruner(model: nn.Module) -> Pruner | None:
-    """The latest Pruner of an unwrapped model that was not closed; None if it has none."""
-    found = [pruner for pruner in list(_LIVE.values()) if pruner.model is model and not pruner.closed]
-    return found[-1] if found else None
-
-
-def _refuse_second(model: nn.Module) -> None:
-    """Refuse a model that another Pruner is at work on: each would take what the other has promised to keep."""
-    own = {id(parameter) for parameter in model.parameters()}
-    if _at_work(own):
-        gc.collect()  # an unreferenced one does not count
-    for other in _at_work(own):
-        spaces = other.plan
-        named = ", ".join(f"{name!r}" for name in spaces)
-        where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
-        raise SpaceError(
-            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; two would take "
-            f"from each other what they keep. Give one Pruner all the spaces, or close the first: "
-            f"pruner.close(). If no "
-            f"variable refers to it any more, its optimizer does: delete that too."
-        )
-
-
-def _at_work(parameters: set[int]) -> list[Pruner]:
-    """The Pruners at work on a model that has any of these parameters."""
-    return [
-        it for it in list(_LIVE.values()) if it._is_at_work and any(id(p) in parameters for p in it.model.parameters())
-    ]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +24,11 @@ from keepk.rank.changed import changed_model
 from keepk.rank.pieces import one_thread
 from keepk.run.channel_side import ChannelEvent, ChannelSide
 from keepk.run.counting import count_channels, count_weights, masked_places
+from keepk.run.parties import Shrink
 from keepk.run.state import Saved, read_masks
 from keepk.run.surgery import Operation, Surgery, by_plain_name, nothing
 from keepk.run.weight_side import WeightSide
 
-Shrink = Literal["each", "end", "never"]
 NONE = np.zeros(0, np.int64)
 
 

@@ -19,10 +19,8 @@ from keepk.graph.tracer import named_tensors
 from keepk.plan.least import Count, Factor, Product, least
 from keepk.plan.names import matches
 from keepk.plan.phases import Goal, Phase, Plan, through_phases
-from keepk.run.channel_members import ChannelMembers
-from keepk.run.channel_side import ChannelSide
+from keepk.run.channel_members import ChannelMembers, settled
 from keepk.run.resolve import Members
-from keepk.run.weight_side import WeightSide
 
 SHOWN = 12  # counts of a plan in an error
 
@@ -30,12 +28,14 @@ SHOWN = 12  # counts of a plan in an error
 class Room:
     """How many weights of a space the channels leave at least, for given numbers of channels."""
 
-    def __init__(self, model: nn.Module, members: Members, channels: ChannelSide) -> None:
-        self.members, self.channels = members, channels.members
+    def __init__(
+        self, model: nn.Module, members: Members, graph: Graph, channels: Mapping[str, ChannelMembers]
+    ) -> None:
+        self.members, self.channels = members, channels
         self._known = dict[tuple[tuple[int, ...], int | None], int]()
         names = {parameter: name for name, parameter, is_one in named_tensors(model) if is_one}
         own = [names[parameter] for parameter in members.parameters.values()]
-        self._sorts = _Sorts(channels.graph, channels.members, own)
+        self._sorts = _Sorts(graph, channels, own)
         self._products = [self._sorts.product(name) for name in own]
         self.is_shared = any(factor.multiples for product in self._products for factor in product.factors)
 
@@ -193,14 +193,17 @@ def _leaders(graph: Graph, independent: Flags) -> Indices:
 
 
 def late_goals(
-    goals: Mapping[str, Goal], channels: ChannelSide, rooms: Mapping[str, Room], phases: Sequence[Phase]
+    goals: Mapping[str, Goal],
+    channels: Mapping[str, ChannelMembers],
+    rooms: Mapping[str, Room],
+    phases: Sequence[Phase],
 ) -> dict[str, Goal]:
     """The goals of weights whose phases come after channels went: they start from what is sure to be left by then.
 
     A schedule that started from all of its weights would ask for more than there are. Lists of counts are left alone.
     """
     found = dict[str, Goal]()
-    plan = channels.settle({name: through_phases(name, goals[name], phases) for name in channels.members})
+    plan = settled(channels, {name: through_phases(name, goals[name], phases) for name in channels})
     for name, room in rooms.items():
         first = next(place for place, phase in enumerate(phases) if matches(name, phase.prune))
         begin = sum(phase.epochs for phase in phases[:first])
@@ -269,9 +272,11 @@ def _short(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, counts[:half]))}, ..., {', '.join(map(str, counts[-half:]))}"
 
 
-def find_rooms(model: nn.Module, weights: WeightSide, channels: ChannelSide | None) -> dict[str, Room]:
-    """By weight space that has weights of channels that may go: how few of them may be left."""
-    if channels is None:
+def find_rooms(
+    model: nn.Module, weights: Mapping[str, Members], graph: Graph | None, channels: Mapping[str, ChannelMembers]
+) -> dict[str, Room]:
+    """By weight space with weights in channels that may be removed: how few of its weights may be left."""
+    if graph is None:
         return {}
-    rooms = {name: Room(model, members, channels) for name, members in weights.members.items()}
+    rooms = {name: Room(model, members, graph, channels) for name, members in weights.items()}
     return {name: room for name, room in rooms.items() if room.is_shared}

@@ -19,9 +19,9 @@ from keepk.run.watch import Watch
 class WeightSide:
     """The weight spaces of a run."""
 
-    def __init__(self, model: nn.Module, members: Mapping[str, Members]) -> None:
+    def __init__(self, model: nn.Module, members: Mapping[str, Members], watch: Watch) -> None:
         self.members = members
-        self.watch = Watch()
+        self.watch = watch
         self._model = model
         self.dead: Masks = {}
         self.kept = {name: it.total for name, it in members.items()}
