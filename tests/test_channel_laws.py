@@ -83,7 +83,7 @@ class Run:
         self.keys = list(self.model.state_dict())
         self.rows = {name: len(it) for name, it in self.model.named_parameters() if it.dim()}
         self.pruner = keepk.Pruner(self.model, spaces, self.optimizer, example=self.example, **options)
-        self.side = self.pruner._sides.channels
+        self.side = self.pruner._session.channels
 
     def epoch(self):
         step(self.model, self.example, self.optimizer)
@@ -430,7 +430,7 @@ def chain_of(unit, below, living):
 
 
 class ReadByNormsAlone(nn.Module):
-    """Both BatchNorms read the first layer, nobody else does, and are read by one more each."""
+    """Both BatchNorms read the first layer, nothing else does, and are read by one more each."""
 
     def __init__(self):
         super().__init__()
@@ -454,7 +454,7 @@ def test_links_that_cannot_be_counted_are_refused():
     )
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(branches()[0], keepk.channels("*", keep=8, round_to=2), example=branches()[1])
-    words = r"channels of 'first' are read by 'norms.0', .*; nobody else does, so they would go with their last reading"
+    words = r"channels of 'first' are read by 'norms.0', .*; nothing else reads them, so they would go with their last"
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(ReadByNormsAlone(), keepk.channels("*", prune=0.5), example=torch.randn(2, 3, 4, 4))
 

@@ -350,9 +350,9 @@ def test_the_shape_of_a_run_is_taken_back_by_hand():
     run.run(None, 3)
     state = run.pruner.state_dict()
     before, dense = everything(fresh), shapes(Convnet())
-    larger = fresh.pruner.take_shape(state)
+    larger = fresh.pruner._session.take_shape(state)
     assert shapes(fresh.model) == shapes(run.model) != dense
-    unmasked = fresh.pruner.take_masks(state)
+    unmasked = fresh.pruner._session.take_masks(state)
     assert fresh.pruner.epoch == 3
     unmasked()
     assert fresh.pruner.epoch == 0

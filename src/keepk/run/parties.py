@@ -58,10 +58,11 @@ class RunSpec:
 
     Attributes:
         model: The model without wrappers.
-        example: The first example, for counting multiply-accumulates; None if there is none.
+        example: The first example, for counting multiply-accumulates; None without one.
         weights: The weight spaces by name, with their parameters.
         channels: The channel spaces by name, with their units of `graph`.
         graph: The traced model; None without channel spaces.
+        totals: By space, M: its units before the first event.
         plan: By space, in the user's order, the counts after epochs 1, 2, ...
         optimizers: The optimizers that train the model.
         followers: Copies of the weights that are cut and zeroed with the model.
@@ -75,17 +76,13 @@ class RunSpec:
     weights: Mapping[str, Members]
     channels: Mapping[str, ChannelMembers]
     graph: Graph | None
+    totals: Mapping[str, int]
     plan: Plan
     optimizers: tuple[torch.optim.Optimizer, ...]
     followers: Sequence[Follower]
     frozen_by_epoch: Sequence[tuple[nn.Parameter, ...]]
     shrink: Shrink
     replayed: Replayed
-
-    @property
-    def totals(self) -> dict[str, int]:
-        """By space: M, the number of units before the first event."""
-        return {name: it.total for name, it in both_kinds(self.weights, self.channels).items()}
 
 
 def run_spec(
@@ -129,7 +126,8 @@ def run_spec(
     refuse_unfit_followers(followers, parameters, touched_tensors(inner, channels))
 
     # The plan of each space, then the checks of the plans against each other.
-    found = both_kinds(weights, channels)
+    found: dict[str, Members | ChannelMembers] = {**weights, **channels}
+    totals = {name: it.total for name, it in found.items()}
     goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in found.items()}
     rooms = find_rooms(inner, weights, graph, channels)
     if phases is not None and channels:
@@ -144,14 +142,9 @@ def run_spec(
         refuse_masked_directions(inner, weights)
     # Channels masked until the end are replayed when they are masked: at the end it would be too late to refuse.
     replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
-    return RunSpec(inner, first, weights, channels, graph, plan, optimizers, followers, tuple(frozen), shrink, replayed)
-
-
-def both_kinds(
-    weights: Mapping[str, Members], channels: Mapping[str, ChannelMembers]
-) -> dict[str, Members | ChannelMembers]:
-    """All spaces by name."""
-    return {**weights, **channels}
+    return RunSpec(
+        inner, first, weights, channels, graph, totals, plan, optimizers, followers, tuple(frozen), shrink, replayed
+    )
 
 
 def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object) -> None:
@@ -240,7 +233,7 @@ def register_live(pruner: "Pruner") -> None:
 
 
 def live_pruner(model: nn.Module) -> "Pruner | None":
-    """The latest open `Pruner` of an unwrapped model; None if there is none."""
+    """The latest open `Pruner` of an unwrapped model; None if all are closed."""
     found = [pruner for pruner in list(_LIVE.values()) if pruner.model is model and not pruner.closed]
     return found[-1] if found else None
 
@@ -321,7 +314,9 @@ def checked_optimizers(
         refuse_foreign_state(optimizer, names)
     refuse_wrapping(optimizers)
     if freezes and not optimizers:
-        raise PlanError("Pruner: a phase freezes parameters, but there is no optimizer. Give the one that trains them.")
+        raise PlanError(
+            "Pruner: a phase freezes parameters, but no optimizer was given. Give the one that trains them."
+        )
     return optimizers
 
 

@@ -73,7 +73,7 @@ class PrunerPart:
 
         What is returned takes that back, and the masks before it if they were restored.
         """
-        undo: Undo = self._pruner.take_shape(saved)
+        undo: Undo = self._pruner._session.take_shape(saved)
 
         def take_back() -> None:
             self._forget_masks()
@@ -83,7 +83,7 @@ class PrunerPart:
 
     def restore(self, saved: Any) -> None:
         """See `Part`."""
-        self._forget_masks = self._pruner.take_masks(saved)
+        self._forget_masks = self._pruner._session.take_masks(saved)
 
 
 class ModulePart:
