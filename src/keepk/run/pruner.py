@@ -25,7 +25,7 @@ Before all that, `Pruner.__init__` has the arguments checked by `run_spec` (`run
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,15 @@ from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.agree import agreed, are_several, carried_out
 from keepk.run.parties import Shrink, register_live, run_spec
+from keepk.run.report import PlanByEpoch
 from keepk.run.sides import Session
 from keepk.run.surgery import Event
 
+if TYPE_CHECKING:
+    from keepk.show.run_report import RunReport
+
 Wrapper = TypeVar("Wrapper")
+SHOWN = 10  # spaces in a repr
 
 
 class Pruner:
@@ -154,8 +159,8 @@ class Pruner:
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
-        """By space: how many units are left after epochs 1, 2, ... of the run."""
-        return dict(self._spec.plan)
+        """By space: how many units are left after epochs 1, 2, ... of the run. A notebook shows it as a table."""
+        return PlanByEpoch(self._spec.plan)
 
     @property
     def epochs(self) -> int:
@@ -295,6 +300,30 @@ class Pruner:
         self._session.follow_cuts()
         self._session.apply_masks()
 
+    def report(self, *, error: float | None = None) -> "RunReport":
+        """A summary of the run: planned, kept and requested units per space, parameters and MACs.
+
+        Args:
+            error: An error in percent to show in the report.
+
+        Returns:
+            A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` is plain values.
+
+        Raises:
+            KeepkError: `error` is not a number.
+
+        >>> import keepk
+        >>> pruner = Pruner(nn.Linear(10, 10), keepk.weights("weight", keep=25))
+        >>> pruner.step()
+        >>> pruner.report().line
+        'epoch 1/1: kept weight 25 of 100; 110 parameters (75 masked)'
+        """
+        # Imported here because reports are made from runs, and rooms import from their left only. A method is easier
+        # to find than a function that takes the Pruner, so this is the one exception.
+        from keepk.show.run_report import report  # noqa: PLC0415
+
+        return report(self, error=error)
+
     def untrue_counts(self) -> dict[str, tuple[int, int]]:
         """By space whose count is not true: how many units the last event left, and how many there are now.
 
@@ -367,6 +396,18 @@ class Pruner:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        """A line for the run and one for each space, by the run's own account: nothing is counted or changed."""
+        session, totals, plan = self._session, self._spec.totals, self._spec.plan
+        kinds = {name: side.kind for side in session.sides for name in side.members}
+        kept, closed = session.kept, ", closed" if self.closed else ""
+        lines = [f"Pruner(epoch {self.epoch} of {self.epochs}{closed})"]
+        for name in list(plan)[:SHOWN]:
+            count = f"{kept[name]:,} of {totals[name]:,} {kinds[name]} kept"
+            lines.append(f"  {name}: {count}, {plan[name][-1]:,} at the end")
+        lines += [f"  ... and {len(plan) - SHOWN} more spaces"] if len(plan) > SHOWN else []
+        return "\n".join(lines)
 
     @property
     def _is_at_work(self) -> bool:
