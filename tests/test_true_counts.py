@@ -622,7 +622,7 @@ def narrow(*widths):
 def test_layers_of_width_one_are_told_and_certified(widths, fixed):
     torch.manual_seed(0)
     model, example = narrow(*widths), torch.randn(4, 20)
-    listed = "; ".join(f"'{name}' 1 of 1, something of every layer stays" for name in fixed)
+    listed = "; ".join(f"'{name}' 1 of 1, every layer keeps at least one channel" for name in fixed)
     with pytest.warns(KeepkWarning, match=rf"not counted: {listed}\. It keeps 10 of") as told:
         pruner = keepk.Pruner(model, keepk.channels("*", keep=10, name="c"), example=example)
     assert len(told) == 1
