@@ -448,13 +448,16 @@ class ReadByNormsAlone(nn.Module):
 
 
 def test_links_that_cannot_be_counted_are_refused():
-    words = r"space '\*': channels of '0' are read by '1.conv', whose channels go with them and are in the space too; "
+    words = r"space '\*': channels of '0' are read by '1.conv', whose channels are removed with them and are in "
+    words += "the space too; "
     words += (
         r'only certain numbers of them may stay, .* Exclude one of the two, or count readings instead: at="input".$'
     )
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(branches()[0], keepk.channels("*", keep=8, round_to=2), example=branches()[1])
-    words = r"channels of 'first' are read by 'norms.0', .*; nothing else reads them, so they would go with their last"
+    words = (
+        r"channels of 'first' are read by 'norms.0', .*; nothing else reads them, so they would be removed with their"
+    )
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(ReadByNormsAlone(), keepk.channels("*", prune=0.5), example=torch.randn(2, 3, 4, 4))
 
@@ -471,7 +474,7 @@ class TwoWay:
 
 
 def test_layers_that_read_each_other_in_turn_are_refused():
-    words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be kept."
+    words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be met."
     with pytest.raises(SpaceError, match=words):
         find_links(TwoWay(), keepk.channels("*", keep=2), TwoWay.spaces)
 
@@ -542,7 +545,7 @@ def test_phases_freeze_one_part_while_another_is_pruned(shrink):
 
 
 def test_lossy_channels_go_when_asked():
-    with pytest.raises(SpaceError, match="Say lossy=True to take them anyway"):
+    with pytest.raises(SpaceError, match="Use lossy=True to remove them anyway"):
         Run(NETWORKS["layer_norm"](), all_channels(keep=5))
     run = Run(NETWORKS["layer_norm"](), all_channels(keep=5, lossy=True))
     for count in run.pruner.plan["all"]:

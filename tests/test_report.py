@@ -292,7 +292,7 @@ def test_a_repr_counts_and_changes_nothing():
     pruner.step()
     pruner.model[0].weight.data.fill_(1.0)
     assert "8 of 16" in repr(pruner)
-    with pytest.warns(keepk.KeepkWarning, match="pruned ones are not zero any more"):
+    with pytest.warns(keepk.KeepkWarning, match="pruned ones are no longer zero"):
         assert pruner.kept == {"<0&>": 16}
 
 

@@ -237,7 +237,7 @@ def test_a_parameter_that_is_gone_or_has_another_size_is_counted_as_it_is():
     head, model[2] = model[2], nn.Identity()
     with pytest.warns(KeepkWarning, match=rf"kept 300 units, but only {kept['0.weight']} are there.*new Pruner"):
         assert pruner.kept == {"w": kept["0.weight"]}
-    with pytest.raises(StateError, match=r"'2.weight': is not there any more, but its mask has shape \(4, 80\)"):
+    with pytest.raises(StateError, match=r"'2.weight': no longer exists, but its mask has shape \(4, 80\)"):
         pruner.apply_masks()
     model[2] = head
     assert pruner.kept == {"w": 300}

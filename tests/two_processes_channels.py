@@ -228,7 +228,7 @@ def a_rank_whose_metric_differs_is_named(rank):
         return torch.arange(float(len(layer.units))) * (1 - 2 * sign["of"])
 
     ddp, optimizer, pruner = trained(rank, own_mind)
-    with Unchanged(ddp, optimizer, pruner), pytest.raises(DisagreementError, match="rank 1: would keep other"):
+    with Unchanged(ddp, optimizer, pruner), pytest.raises(DisagreementError, match="rank 1: selected different"):
         pruner.step(ddp)
     sign["of"] = 0
     goes_on(ddp, optimizer, pruner, rank)

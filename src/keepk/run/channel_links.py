@@ -28,7 +28,9 @@ def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[GraphSpace]) 
     # A source that something outside of the space reads as well stays when its last reading is removed.
     used = np.isin(graph.units.classes[pairs[:, 0]], graph.solution.used)
     if len(alone := pairs[~used]):
-        raise _uncountable(graph, space, alone[0], "nothing else reads them, so they would go with their last reading")
+        raise _uncountable(
+            graph, space, alone[0], "nothing else reads them, so they would be removed with their last reading"
+        )
     return Links(pairs, _heights(graph, space, pairs))
 
 
@@ -68,7 +70,7 @@ def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDA
 def _uncountable(graph: Graph, space: ChannelSpace, pair: Indices, why: str) -> SpaceError:
     source, reading = (graph.spaces[int(graph.units.space[unit])].name for unit in pair)
     return SpaceError(
-        f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels go with them and are in "
-        f"the space too; {why}, and the count could not be kept. Exclude one of the two, or count readings instead: "
-        f'at="input".'
+        f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels are removed with them "
+        f"and are in the space too; {why}, and the count could not be met. Exclude one of the two, or count readings "
+        f'instead: at="input".'
     )

@@ -204,14 +204,14 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
     if lossy:
         raise NoChannelsError(
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
-            f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
+            f"one changes more than setting it to zero would: {lossy[0].lossy}. Use lossy=True to remove them anyway."
         )
     ranks = [layer for layer in graph.spaces if graph.adapter_of(layer) and _any(modules_of(layer, space.at), [glob])]
     if ranks:
         adapter = graph.adapter_of(ranks[0]).rpartition(".")[2]
         raise SpaceError(
             f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
-            f"which are left out unless a glob names them. Say {f'*.{adapter}*'!r} to prune ranks."
+            f"which are left out unless a glob names them. Select {f'*.{adapter}*'!r} to prune ranks."
         )
     sided = [it for it in graph.spaces if it.kind in KINDS[space.at] and _has_side(graph, it, space.at)]
     names = [name for layer in sided for name in modules_of(layer, space.at)]
@@ -219,7 +219,7 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
         raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
     if fixed:
         raise NoChannelsError(
-            f"{where} matches no channel that can go: axis {fixed[0].axis} of {fixed[0].tensor!r} is fixed, "
+            f"{where} matches no channel that can be removed: axis {fixed[0].axis} of {fixed[0].tensor!r} is fixed, "
             f"{fixed[0].why}. keepk.inspect(model, example) lists what can shrink."
         )
     raise NoChannelsError(
@@ -356,10 +356,10 @@ def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int
 def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
     if len(outside):
         other = graph.spaces[int(graph.units.space[outside[0]])]
-        remedy = "Say lossy=True" if other.lossy and not space.lossy else "Select that module as well"
+        remedy = "Use lossy=True" if other.lossy and not space.lossy else "Select that module as well"
         raise SpaceError(
-            f"space {space.name!r}: its channels must go in equal numbers with those of {other.name!r}, which are not "
-            f"in it. {remedy}, or exclude both."
+            f"space {space.name!r}: its channels must be removed in equal numbers with those of {other.name!r}, "
+            f"which are not in it. {remedy}, or exclude both."
         )
 
 
@@ -428,7 +428,7 @@ def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMember
             layer, reader = (graph.spaces[int(graph.units.space[unit])].name for unit in (source, reading))
             raise SpaceError(
                 f"spaces {home[source]!r} and {home[reading]!r}: channels of {layer!r} are read by {reader!r}, whose "
-                f"channels go with them. Count either outputs or inputs; outputs of both layers in one space."
+                f"channels are removed with them. Count either outputs or inputs; outputs of both layers in one space."
             )
 
 

@@ -199,8 +199,8 @@ class ChannelSide:
                 )
         if (self.dead & ~after).any():
             raise StateError(
-                f"pruner state: {int((self.dead & ~after).sum())} of its channels are gone here already, and do not "
-                f"come back. Build a fresh model, and load the state into a new Pruner."
+                f"pruner state: {int((self.dead & ~after).sum())} of its channels are already gone from this model "
+                f"and cannot be restored. Build a fresh model, and load the state into a new Pruner."
             )
 
     def resized(self, saved: Saved) -> Operation:
@@ -228,7 +228,7 @@ class ChannelSide:
             return self._surgery.operation(dead, going, physical=physical, wrapper=None)
         except ShrinkError as error:
             raise StateError(
-                f"pruner state: the channels that were gone cannot go from this model, because of {error} "
+                f"pruner state: the saved channels cannot be removed from this model: {error} "
                 f"Load the state into a freshly built model, before it is wrapped or changed."
             ) from error
 
@@ -271,8 +271,8 @@ class ChannelSide:
         for name, it in self.members.items() if unasked.any() else ():
             if more := int(unasked[it.units].sum()):
                 raise RankError(
-                    f"space {name!r}: {more} more channels would go with those that were chosen, so the count "
-                    f"could not be kept. Make the space narrower."
+                    f"space {name!r}: {more} more channels would be removed with the chosen ones, so the count "
+                    f"could not be met. Make the space narrower."
                 )
 
     def _warn_of_ranking(

@@ -253,9 +253,9 @@ def refuse_second(model: nn.Module) -> None:
         named = ", ".join(f"{name!r}" for name in spaces)
         where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
         raise SpaceError(
-            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; two would take "
-            f"from each other what they keep. Give one Pruner all the spaces, or close the first: pruner.close(). If "
-            f"no variable refers to it any more, its optimizer does: delete that too."
+            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; each of "
+            f"two would prune units that the other one keeps. Give one Pruner all the spaces, or close the first: "
+            f"pruner.close(). If no variable refers to it any more, its optimizer does: delete that too."
         )
 
 
@@ -281,7 +281,7 @@ def refuse_weights_that_end_before_channels(
             if done < last and touched & set(members.parameters):
                 raise PlanError(
                     f"space {other!r}: reaches its {members.keep} weights at epoch {done + 1}, but channels of "
-                    f"{name!r} go until epoch {last + 1}, and their weights with them. "
+                    f"{name!r} are removed until epoch {last + 1}, and some of its weights with them. "
                     f"Let its schedule end at epoch {last + 1} or later."
                 )
 
@@ -298,7 +298,7 @@ def refuse_masked_directions(model: nn.Module, weights: Mapping[str, Members]) -
             if parameter in directions:
                 raise PlanError(
                     f"space {name!r}: {tensor!r} is a direction of weight norm, which a masked channel cannot make "
-                    f'zero, so its weights could not be counted. Say shrink="each", or leave it out.'
+                    f'zero, so its weights could not be counted. Use shrink="each", or leave it out.'
                 )
 
 

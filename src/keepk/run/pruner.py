@@ -343,9 +343,9 @@ class Pruner:
         if self.epoch == 0 and space is not None:
             self._session.watch.once(
                 ("unpruned",),
-                f"save: the model's Pruner has not made a step yet, so nothing is pruned: space {space!r} has all its "
-                f"{totals[space]:,} units, asked for are {plan[space][-1]:,}. Call pruner.step() first. To save the "
-                f"dense model on purpose, do it before the Pruner is made, or after pruner.close().",
+                f"save: the model's Pruner has not made a step yet, so nothing is pruned: space {space!r} still has "
+                f"all of its {totals[space]:,} units, and its target is {plan[space][-1]:,}. Call pruner.step() first. "
+                f"To save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Side(Protocol):
         """Take over a saved state, over a model that has its saved size."""
 
     def notes(self, name: str, revived: int) -> dict[str, Any]:
-        """Entries for the certificate of a space besides its counts; `revived` masked units are not zero any more."""
+        """Entries for the certificate of a space besides its counts; `revived` masked units are no longer zero."""
 
 
 class NoChannels:
@@ -200,7 +200,7 @@ class Session:
     def certificate(self, left: Mapping[str, int]) -> Certificate:
         """By space: its globs, what was asked for, what the last event kept, and `left`, if it differs, as alive.
 
-        Where more units are left than the last event kept, its number is not true any more, and `left` replaces it.
+        Where more units are left than the last event kept, its number is no longer true, and `left` replaces it.
         """
         found, kept = Certificate(), self.kept
         for side in self.sides:
@@ -297,7 +297,7 @@ class Session:
         now = named_parameters(self.spec.model)
         for name, mask in self._zeroed.items():
             if name not in now or now[name].shape != mask.shape:
-                got = f"has shape {tuple(now[name].shape)}" if name in now else "is not there any more"
+                got = f"has shape {tuple(now[name].shape)}" if name in now else "no longer exists"
                 raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
         refuse_strange_followers(self.spec.followers, now)
         self._hold()
@@ -349,7 +349,7 @@ class Session:
         for name, it in zip(self._zeroed, self.held, strict=True):
             if revived := it.revived:
                 raise StateError(
-                    f"parameter {name!r}: {revived} pruned weights are not zero any more. Something trains the model, "
+                    f"parameter {name!r}: {revived} pruned weights are no longer zero. Something trains the model, "
                     f"and the Pruner was given no optimizer to hold them. Make it with the optimizer that trains; if "
                     f"they came back another way, as by load_state_dict, call pruner.apply_masks() first."
                 )
@@ -445,7 +445,7 @@ class Session:
 def _cut_mask(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Mapping[str, Tensor]) -> Tensor:
     """A mask cut in the same way as its parameter."""
     if name not in parameters:
-        raise changed_model(ShrinkError, name, "is not there any more, and the model was cut since")
+        raise changed_model(ShrinkError, name, "no longer exists, and the model was cut since")
     parameter, left = parameters[name], left_of(dead, cuts[name]) if name in cuts else dead
     if left.shape != parameter.shape:
         raise ShrinkError(

@@ -100,8 +100,8 @@ def told_untrue(space: str, claimed: int, found: int) -> str:
     """The message about a count that differs from what the last event kept."""
     if found > claimed:
         return (
-            f"space {space!r}: the last event kept {claimed:,} units, but {found:,} are there now: pruned ones are not "
-            f"zero any more. load_state_dict, or training that the Pruner's optimizer does not do, brings them back. "
+            f"space {space!r}: the last event kept {claimed:,} units, but {found:,} are there now: pruned ones are no "
+            f"longer zero. load_state_dict, or training that the Pruner's optimizer does not do, brings them back. "
             f"Call pruner.apply_masks() to set them to zero again; where parameters were added or untied since, make a "
             f"new Pruner."
         )
