@@ -41,7 +41,7 @@ from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.agree import agreed, are_several, carried_out
 from keepk.run.parties import Shrink, register_live, run_spec
-from keepk.run.report import PlanByEpoch
+from keepk.run.report import plan_html
 from keepk.run.sides import Session
 from keepk.run.surgery import Event
 
@@ -159,8 +159,9 @@ class Pruner:
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
-        """By space: how many units are left after epochs 1, 2, ... of the run. A notebook shows it as a table."""
-        return PlanByEpoch(self._spec.plan)
+        """By space: how many units are left after epochs 1, 2, ... of the run."""
+        # A plain dict, so that it can be pickled, written as JSON and put into a checkpoint's extra.
+        return dict(self._spec.plan)
 
     @property
     def epochs(self) -> int:
@@ -408,6 +409,10 @@ class Pruner:
             lines.append(f"  {name}: {count}, {plan[name][-1]:,} at the end")
         lines += [f"  ... and {len(plan) - SHOWN} more spaces"] if len(plan) > SHOWN else []
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The plan as a table, below the epoch."""
+        return f"<p>Plan of a Pruner at epoch {self.epoch} of {self.epochs}</p>{plan_html(self._spec.plan)}"
 
     @property
     def _is_at_work(self) -> bool:

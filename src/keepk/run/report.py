@@ -41,27 +41,20 @@ class PlanSpan:
     pruned: int
 
 
-class PlanByEpoch(dict[str, tuple[int, ...]]):
-    """By space, the counts after epochs 1, 2, ...: a dict that a notebook shows as a table.
+def plan_html(plan: Mapping[str, Sequence[int]]) -> str:
+    """The plans of all spaces as an HTML table, with a row for each event at which any count changes.
 
-    >>> PlanByEpoch(fc=(50, 10))
-    {'fc': (50, 10)}
+    >>> plan_html({"fc": (50, 50, 10)}).count("<tr>")
+    3
     """
-
-    def _repr_html_(self) -> str:
-        """A row for each event at which any count changes.
-
-        >>> PlanByEpoch(fc=(50, 50, 10))._repr_html_().count("<tr>")
-        3
-        """
-        # Plans can have hundreds of epochs, most of them without a change; the first and the last row frame them.
-        events = [*zip(*self.values(), strict=True)]
-        rows = [
-            (str(epoch), *(f"{count:,}" for count in counts))
-            for epoch, counts in enumerate(events, start=1)
-            if epoch in (1, len(events)) or counts != events[epoch - 2]
-        ]
-        return html_table(("epoch", *self), rows)
+    # Plans can have hundreds of epochs, most of them without a change; the first and the last row frame them.
+    events = [*zip(*plan.values(), strict=True)]
+    rows = [
+        (str(epoch), *(f"{count:,}" for count in counts))
+        for epoch, counts in enumerate(events, start=1)
+        if epoch in (1, len(events)) or counts != events[epoch - 2]
+    ]
+    return html_table(("epoch", *plan), rows)
 
 
 def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
