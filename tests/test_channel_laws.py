@@ -83,7 +83,7 @@ class Run:
         self.keys = list(self.model.state_dict())
         self.rows = {name: len(it) for name, it in self.model.named_parameters() if it.dim()}
         self.pruner = keepk.Pruner(self.model, spaces, self.optimizer, example=self.example, **options)
-        self.side = self.pruner._sides.channels
+        self.side = self.pruner._session.channels
 
     def epoch(self):
         step(self.model, self.example, self.optimizer)
@@ -430,7 +430,7 @@ def chain_of(unit, below, living):
 
 
 class ReadByNormsAlone(nn.Module):
-    """Both BatchNorms read the first layer, nobody else does, and are read by one more each."""
+    """Both BatchNorms read the first layer, nothing else does, and are read by one more each."""
 
     def __init__(self):
         super().__init__()
@@ -448,13 +448,16 @@ class ReadByNormsAlone(nn.Module):
 
 
 def test_links_that_cannot_be_counted_are_refused():
-    words = r"space '\*': channels of '0' are read by '1.conv', whose channels go with them and are in the space too; "
+    words = r"space '\*': channels of '0' are read by '1.conv', whose channels are removed with them and are in "
+    words += "the space too; "
     words += (
         r'only certain numbers of them may stay, .* Exclude one of the two, or count readings instead: at="input".$'
     )
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(branches()[0], keepk.channels("*", keep=8, round_to=2), example=branches()[1])
-    words = r"channels of 'first' are read by 'norms.0', .*; nobody else does, so they would go with their last reading"
+    words = (
+        r"channels of 'first' are read by 'norms.0', .*; nothing else reads them, so they would be removed with their"
+    )
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(ReadByNormsAlone(), keepk.channels("*", prune=0.5), example=torch.randn(2, 3, 4, 4))
 
@@ -471,7 +474,7 @@ class TwoWay:
 
 
 def test_layers_that_read_each_other_in_turn_are_refused():
-    words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be kept."
+    words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be met."
     with pytest.raises(SpaceError, match=words):
         find_links(TwoWay(), keepk.channels("*", keep=2), TwoWay.groups)
 
@@ -542,7 +545,7 @@ def test_phases_freeze_one_part_while_another_is_pruned(shrink):
 
 
 def test_lossy_channels_go_when_asked():
-    with pytest.raises(SpaceError, match="Say lossy=True to take them anyway"):
+    with pytest.raises(SpaceError, match="Use lossy=True to remove them anyway"):
         Run(NETWORKS["layer_norm"](), all_channels(keep=5))
     run = Run(NETWORKS["layer_norm"](), all_channels(keep=5, lossy=True))
     for count in run.pruner.plan["all"]:
@@ -620,7 +623,7 @@ def test_channels_that_leave_too_few_weights_change_nothing(shrink, monkeypatch)
     """Such a plan is refused before the run; an event that meets it nevertheless is refused as well."""
     with pytest.raises(PlanError, match="Keep at most 975 weights, or more channels"):
         Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
-    monkeypatch.setattr("keepk.run.pruner.refuse_undercut", lambda *_: None)
+    monkeypatch.setattr("keepk.run.parties.refuse_undercut", lambda *_: None)
     run = Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
     step(run.model, run.example, run.optimizer)
     before = state_of(run)

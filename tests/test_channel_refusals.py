@@ -107,8 +107,8 @@ def test_channels_that_are_fixed_come_with_the_graphs_own_reason():
     for name, select in (("roll", "first"), ("topk_over_channels", "first"), ("output", "head")):
         model, example = NETWORKS[name]()
         fixed = next(it for it in keepk.trace(model, example).fixed if it.tensor == f"{select}.weight" and it.axis == 0)
-        words = f"space '{select}': select='{select}' matches no channel that can go: axis 0 of '{select}.weight' is "
-        words += f"fixed, {fixed.why}. keepk.inspect(model, example) lists what can shrink."
+        words = f"space '{select}': select='{select}' matches no channel that can be removed: axis 0 of "
+        words += f"'{select}.weight' is fixed, {fixed.why}. keepk.inspect(model, example) lists what can shrink."
         refused(SpaceError, f"^{re.escape(words)}$", model, keepk.channels(select, keep=1), example=example)
     refused(
         SpaceError,
@@ -123,7 +123,7 @@ def test_channels_that_are_lossy_come_with_the_reason_and_the_way_out():
     model, example = NETWORKS["layer_norm"]()
     why = keepk.trace(model, example).groups[0].lossy
     words = "space 'first': select='first' matches 12 channels of 'first', but removing one changes more than setting "
-    words += f"it to zero would: {why}. Say lossy=True to take them anyway."
+    words += f"it to zero would: {why}. Use lossy=True to remove them anyway."
     refused(SpaceError, f"^{re.escape(words)}$", model, keepk.channels("first", keep=3), example=example)
     pruner = keepk.Pruner(model, keepk.channels("first", keep=3, lossy=True), example=example)
     pruner.step()
@@ -220,7 +220,7 @@ class JoinedGroups(nn.Module):
 
 def test_bound_layers_are_selected_together():
     pictures = torch.zeros(2, 3, 4, 4)
-    words = "space 'left': its channels must go in equal numbers with those of 'right', which are not in it. "
+    words = "space 'left': its channels must be removed in equal numbers with those of 'right', which are not in it. "
     words += "Select that module as well, or exclude both."
     refused(SpaceError, re.escape(words), JoinedGroups(), keepk.channels("left", keep=2), example=pictures)
     model = JoinedGroups()
@@ -232,10 +232,8 @@ def test_a_channel_and_its_readings_are_not_counted_in_one_run():
     model, example = NETWORKS["dense_block"]()
     outputs = keepk.channels("convs.0", keep=2, name="outputs")
     readings = keepk.channels("norms.1", keep=6, name="readings", at="input")
-    words = (
-        "spaces 'outputs' and 'readings': channels of 'convs.0' are read by 'norms.1', whose channels go with them. "
-    )
-    words += "Count either outputs or inputs"
+    words = "spaces 'outputs' and 'readings': channels of 'convs.0' are read by 'norms.1', whose channels are removed "
+    words += "with them. Count either outputs or inputs"
     for spaces in ([outputs, readings], [readings, outputs]):
         refused(SpaceError, words, model, spaces, example=example)
 
@@ -391,7 +389,7 @@ def test_all_of_these_are_errors_of_values():
 
 def test_weights_that_would_end_before_the_channels_do_are_refused():
     spaces = [keepk.weights("0.weight", keep=3), keepk.channels("0", keep=2, schedule=[4, 3, 2])]
-    words = r"space '0.weight': reaches its 3 weights at epoch 1, but channels of '0' go until epoch 3 and would take"
+    words = r"space '0.weight': reaches its 3 weights at epoch 1, but channels of '0' are removed until epoch 3, and"
     with pytest.raises(PlanError, match=words):
         keepk.Pruner(small(), spaces, example=inputs())
     later = [keepk.weights("0.weight", keep=3, schedule=[9, 6, 3]), spaces[1]]

@@ -157,15 +157,15 @@ def test_what_is_fixed_inside_a_glob_is_said_before_what_is_lossy():
         "space 'attn*': select='attn*': axis 0 of 'attn.query.weight' (3 such axes) is fixed, is kept"
     )
     assert "past_key_values, the cache that forward returns; trace the model with use_cache=False" in words
-    assert "The only channels that it matches, 12 of 'first', are others: lossy=True would remove those" in words
-    assert "Say lossy=True" not in words
+    assert "The only channels that it matches, 12 of 'first', are different ones: lossy=True would remove" in words
+    assert "Use lossy=True" not in words
 
 
 def test_the_cache_of_a_language_model_is_named(transformers):
     model, example = llama(transformers), words()
     with pytest.raises(SpaceError, match=r"q_proj\.weight' \(6 such axes\) is fixed, .*use_cache=False") as error:
         prune(model, example, keepk.channels("*.self_attn*", prune=0.5, metric=keepk.metrics.l2))
-    assert "Say lossy=True" not in str(error.value)
+    assert "Use lossy=True" not in str(error.value)
     assert "trace the model with use_cache=False" in str(keepk.inspect(model, example)).replace("\n      ", " ")
     pruner = prune(
         llama(transformers, use_cache=False),
@@ -178,7 +178,7 @@ def test_the_cache_of_a_language_model_is_named(transformers):
 
 def test_a_lossy_layer_beside_the_outputs_is_still_advised():
     model = nn.Sequential(nn.Linear(7, 12), nn.LayerNorm(12), nn.Linear(12, 3))
-    with pytest.raises(SpaceError, match=r"matches 12 channels of '0', .* Say lossy=True to take them anyway"):
+    with pytest.raises(SpaceError, match=r"matches 12 channels of '0', .* Use lossy=True to remove them anyway"):
         prune(model, torch.randn(5, 7), keepk.channels("*", prune=0.5, metric=keepk.metrics.l2))
 
 

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import keepk
 from keepk.errors import KeepkError
+from keepk.run.report import PlanReport
 from networks import NETWORKS
 from shrinking import step
 
@@ -258,3 +259,68 @@ def test_what_is_no_run_or_no_number_is_refused():
     for error, words in (("1.5", "got str"), (True, "got bool"), (float("nan"), "not a finite"), (-1, "negative")):
         with pytest.raises(KeepkError, match=rf"report: error={error!r}: {words}"):
             keepk.report(pruner, error=error)
+
+
+# What a console and a notebook show -----------------------------------------------------------------------------------
+
+
+def linears(count):
+    """As many spaces of weights, one for each layer; the names need escaping in HTML."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    spaces = [keepk.weights(f"{i}.weight", keep=3, schedule=[8, 8, 3], name=f"<{i}&>") for i in range(count)]
+    return keepk.Pruner(model, spaces)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_a_repr_fits_on_a_screen(count):
+    pruner = linears(count)
+    pruner.step()
+    for shown in (repr(pruner), repr(pruner.report())):
+        assert len(shown.splitlines()) <= 25
+        assert max(map(len, shown.splitlines())) <= 120
+        assert "<0&>" in shown
+    assert repr(pruner).startswith("Pruner(epoch 1 of 3)\n  <0&>: 8 of 16 weights kept, 3 at the end")
+    assert (repr(pruner.report()) == str(pruner.report())) is (count < 40)
+    assert ("... and 30 more spaces" in repr(pruner)) is (count == 40)
+    pruner.close()
+    assert repr(pruner).startswith("Pruner(epoch 1 of 3, closed)")
+
+
+def test_a_repr_counts_and_changes_nothing():
+    """A debugger shows it at any moment, also where the counts are not true."""
+    pruner = linears(1)
+    pruner.step()
+    pruner.model[0].weight.data.fill_(1.0)
+    assert "8 of 16" in repr(pruner)
+    with pytest.warns(keepk.KeepkWarning, match="pruned ones are no longer zero"):
+        assert pruner.kept == {"<0&>": 16}
+
+
+def test_the_method_is_the_function():
+    pruner = linears(2)
+    pruner.step()
+    assert pruner.report(error=1.5) == keepk.report(pruner, error=1.5)
+    with pytest.raises(KeepkError, match="report: error"):
+        pruner.report(error="low")
+
+
+def test_notebooks_get_escaped_tables():
+    pruner = linears(2)
+    pruner.step()
+    html = pruner.report()._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "<td>&lt;0&amp;&gt;</td>" in html
+    assert "<0" not in html
+    plan = pruner._repr_html_()
+    assert "<th>epoch</th><th>&lt;0&amp;&gt;</th>" in plan
+    assert [f"<td>{epoch}</td>" in plan for epoch in (1, 2, 3)] == [True, False, True]  # at 2 nothing changes
+    assert "<0" not in plan
+    assert PlanReport(16, (8, 8, 3))._repr_html_().count("<tr>") == 3
+
+
+def test_a_plan_is_a_plain_dict(tmp_path):
+    """People keep it in the extra of a checkpoint, which takes plain values alone."""
+    pruner = linears(1)
+    assert type(pruner.plan) is dict
+    keepk.save_checkpoint(tmp_path, model=pruner.model, extra={"plan": pruner.plan})
+    assert keepk.load_checkpoint(tmp_path, model=pruner.model) == {"plan": {"<0&>": (8, 8, 3)}}

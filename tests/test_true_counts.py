@@ -237,7 +237,7 @@ def test_a_parameter_that_is_gone_or_has_another_size_is_counted_as_it_is():
     head, model[2] = model[2], nn.Identity()
     with pytest.warns(KeepkWarning, match=rf"kept 300 units, but only {kept['0.weight']} are there.*new Pruner"):
         assert pruner.kept == {"w": kept["0.weight"]}
-    with pytest.raises(StateError, match=r"'2.weight': is not there any more, but its mask has shape \(4, 80\)"):
+    with pytest.raises(StateError, match=r"'2.weight': no longer exists, but its mask has shape \(4, 80\)"):
         pruner.apply_masks()
     model[2] = head
     assert pruner.kept == {"w": 300}
@@ -622,7 +622,7 @@ def narrow(*widths):
 def test_layers_of_width_one_are_told_and_certified(widths, fixed):
     torch.manual_seed(0)
     model, example = narrow(*widths), torch.randn(4, 20)
-    listed = "; ".join(f"'{name}' 1 of 1, something of every layer stays" for name in fixed)
+    listed = "; ".join(f"'{name}' 1 of 1, every layer keeps at least one channel" for name in fixed)
     with pytest.warns(KeepkWarning, match=rf"not counted: {listed}\. It keeps 10 of") as told:
         pruner = keepk.Pruner(model, keepk.channels("*", keep=10, name="c"), example=example)
     assert len(told) == 1

@@ -13,7 +13,7 @@ from torch import nn
 import keepk
 from keepk.errors import PlanError, RankError
 from keepk.plan.least import Count, Factor, Product, least
-from keepk.run import pruner as pruner_module
+from keepk.run import parties as checks_module
 from keepk.run.undercut import find_rooms
 
 # The bound by itself -------------------------------------------------------------------------------------------------
@@ -163,8 +163,8 @@ def test_the_bound_is_the_least_of_all_choices_of_channels(name, globs):
     total = sum(p.numel() for n, p in model.named_parameters() if globs == ["*"] or n.endswith(globs[0][1:]))
     waiting = keepk.weights(globs, keep=1, name="weights", schedule=[total, 1])
     pruner = keepk.Pruner(model, [*channels, waiting], example=example)
-    side, weights = pruner._sides.channels, pruner._sides.weights
-    room = find_rooms(model, weights, side)["weights"]
+    side, weights = pruner._session.channels, pruner._session.weights
+    room = find_rooms(model, weights.members, side.graph, side.members)["weights"]
     tried = 0
     for kept in product(*(range(it.keep, it.total + 1) for it in side.members.values())):
         wanted = dict(zip(side.members, kept, strict=True))
@@ -195,7 +195,7 @@ def undercut_spaces(weights=(70, 20, 7)):
 def test_a_plan_that_channels_undercut_is_refused_with_the_counts_that_fit():
     words = (
         r"space 'w': keeps 70 weights at epoch 1, but the channels that stay then may have as few as 40 of its 120\. "
-        r"Counts that always fit, by epoch: 40, 12, 12\. Let its schedule keep at most so many, or prune weights after "
+        r"Counts that always fit, by epoch: 40, 12, 12\. Let its schedule keep at most these, or prune weights after "
         r"channels, in phases: Pruner\(phases=\[keepk\.Phase\(3, prune='c'\), keepk\.Phase\(3, prune='w'\)\]\); "
         r"up to 12 fit then\."
     )
@@ -215,7 +215,7 @@ def test_the_counts_of_the_message_and_its_phases_are_accepted():
     for _ in range(6):
         pruner.step()
     assert pruner.kept == {"c": 3, "w": 7}
-    with pytest.raises(PlanError, match=r"keeps 70 weights at epoch 4, .* Let its schedule keep at most so many\.$"):
+    with pytest.raises(PlanError, match=r"keeps 70 weights at epoch 4, .* Let its schedule keep at most these\.$"):
         keepk.Pruner(pair(), undercut_spaces(), example=torch.zeros(2, 2), phases=phases)
 
 
@@ -315,7 +315,7 @@ def test_an_accepted_plan_is_kept_or_the_event_is_refused_and_nothing_changed(ru
             assert all(torch.equal(before[name], it) for name, it in model.state_dict().items())
             return
         planned = pruner.plan["weights"][pruner.epoch - 1]
-        kept = sum(int(mask.sum()) for mask in pruner._sides.weights.masks.values())
+        kept = sum(int(mask.sum()) for mask in pruner._session.weights.masks.values())
         waits = planned == pruner.certificate["weights"]["total"]
         assert kept == pruner.kept["weights"]
         assert kept <= planned if waits else kept == planned
@@ -324,7 +324,7 @@ def test_an_accepted_plan_is_kept_or_the_event_is_refused_and_nothing_changed(ru
 def test_without_the_check_such_a_plan_undercuts():
     """The events of the first plan above would keep fewer, so the check is what refuses it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pruner_module, "refuse_undercut", lambda *_: None)
+        patch.setattr(checks_module, "refuse_undercut", lambda *_: None)
         pruner = keepk.Pruner(pair(), undercut_spaces(), example=torch.zeros(2, 2))
     with pytest.raises(RankError, match="have only 40 of its weights, fewer than the 70"):
         pruner.step()

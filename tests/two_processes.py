@@ -57,7 +57,7 @@ def refuse_drift(rank):
     """A rank whose weights differ is named on all ranks, and none of them prunes."""
     net = mlp(seed=rank)
     pruner = keepk.Pruner(net, [keepk.weights("*", keep=9)])
-    with pytest.raises(DisagreementError, match="rank 1: would keep other units than rank 0"):
+    with pytest.raises(DisagreementError, match="rank 1: selected different units than rank 0"):
         pruner.step()
     assert pruner.epoch == 0
     assert all(parameter.all() for parameter in net.parameters())
@@ -104,7 +104,7 @@ def take_back_what_another_rank_could_not_do(rank, make):
         before = copy.deepcopy([net.state_dict(), average.state_dict(), optimizer.state_dict(), pruner.state_dict()])
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(pruner._sides, "_hold", out_of_memory)
+                patch.setattr(pruner._session, "_hold", out_of_memory)
             expected = MemoryError if rank == 1 else DisagreementError
             with pytest.raises(expected, match=r"none left|rank 1: failed while the event was carried out; see its"):
                 pruner.step()

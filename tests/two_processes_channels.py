@@ -228,7 +228,7 @@ def a_rank_whose_metric_differs_is_named(rank):
         return torch.arange(float(len(layer.units))) * (1 - 2 * sign["of"])
 
     ddp, optimizer, pruner = trained(rank, own_mind)
-    with Unchanged(ddp, optimizer, pruner), pytest.raises(DisagreementError, match="rank 1: would keep other"):
+    with Unchanged(ddp, optimizer, pruner), pytest.raises(DisagreementError, match="rank 1: selected different"):
         pruner.step(ddp)
     sign["of"] = 0
     goes_on(ddp, optimizer, pruner, rank)
@@ -251,7 +251,7 @@ def an_event_that_a_rank_cannot_carry_out_is_taken_back_on_all(rank):
     ddp, optimizer, pruner = trained(rank)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(pruner._sides, "_hold", out_of_memory)
+            patch.setattr(pruner._session, "_hold", out_of_memory)
         expected = MemoryError if rank == 1 else DisagreementError
         with (
             Unchanged(ddp, optimizer, pruner),

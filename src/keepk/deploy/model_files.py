@@ -13,7 +13,7 @@ from keepk.errors import FileError
 from keepk.graph.tracer import named_tensors
 from keepk.run.files import place
 from keepk.run.packing import pack
-from keepk.run.pruner import live_pruner
+from keepk.run.parties import live_pruner
 from keepk.run.watch import told_untrue
 
 

@@ -1,4 +1,8 @@
-"""Channels of one space that read others of it, found in the graph; what could not be counted exactly is refused."""
+"""Channels of a space that read other channels of the same space, found in the graph.
+
+Removing a source removes its readings too. A space that holds both can be pruned to an exact count only if a source
+never has to be removed for the sake of its readings; spaces for which that is not sure are refused here.
+"""
 
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
@@ -15,20 +19,30 @@ from keepk.rank.links import Links
 
 
 def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[Group]) -> Links:
-    """The links between channels of a space, if a number of them can be kept exactly."""
+    """The links between channels of a space, if any number of these channels can be kept exactly."""
     mine = np.zeros(len(graph.units), bool)
     for layer in layers:
         mine[layer.units] = True
     pairs = graph.links()
     pairs = np.unique(pairs[mine[pairs].all(axis=1)], axis=0)
+    # A source that something outside of the space reads as well stays when its last reading is removed.
     used = np.isin(graph.units.classes[pairs[:, 0]], graph.solution.used)
     if len(alone := pairs[~used]):
-        raise _uncountable(graph, space, alone[0], "nobody else does, so they would go with their last reading")
+        raise _uncountable(
+            graph, space, alone[0], "nothing else reads them, so they would be removed with their last reading"
+        )
     return Links(pairs, _heights(graph, space, pairs))
 
 
 def refuse_bound_links(graph: Graph, space: ChannelSpace, links: Links, free: Indices) -> None:
-    """Refuse links of channels whose numbers are bound: those that may go are then not those that can."""
+    """Refuse links between channels whose counts are bound: the exact selection treats either, but not both at once.
+
+    Args:
+        graph: The graph.
+        space: The space, for the error.
+        links: The links between its channels.
+        free: The channels whose counts nothing binds.
+    """
     bound = ~np.isin(links.pairs, free).all(axis=1)
     if bound.any():
         why = "only certain numbers of them may stay, by round_to or because they are bound"
@@ -36,7 +50,7 @@ def refuse_bound_links(graph: Graph, space: ChannelSpace, links: Links, free: In
 
 
 def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """By unit, the length of the longest chain of layers that read its layer."""
+    """By unit, the length of the longest chain of layers that read its layer, one after another."""
     homes = graph.units.group[pairs]
     readers: dict[int, set[int]] = {}
     for source, reading in np.unique(homes, axis=0).tolist():
@@ -56,7 +70,7 @@ def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDA
 def _uncountable(graph: Graph, space: ChannelSpace, pair: Indices, why: str) -> SpaceError:
     source, reading = (graph.groups[int(graph.units.group[unit])].name for unit in pair)
     return SpaceError(
-        f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels go with them and are in "
-        f"the space too; {why}, and the count could not be kept. Exclude one of the two, or count readings instead: "
-        f'at="input".'
+        f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels are removed with them "
+        f"and are in the space too; {why}, and the count could not be met. Exclude one of the two, or count readings "
+        f'instead: at="input".'
     )

@@ -1,4 +1,4 @@
-"""From names of modules to channels: the spaces of a plan found in the graph of a model."""
+"""From module names to channels: the channel spaces of a run, looked up in the graph of a model and checked."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,8 @@ from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
 from keepk.graph.units import Group
 from keepk.plan.names import matches, nearest
-from keepk.plan.portions import Portion, nearest_totals
+from keepk.plan.phases import Plan
+from keepk.plan.portions import Portion, nearest_totals, snapped
 from keepk.plan.spaces import ChannelSpace
 from keepk.rank.asking import metric_name
 from keepk.rank.choices import Choice
@@ -24,12 +25,14 @@ from keepk.rank.metrics import traits_of
 from keepk.run.channel_links import find_links, refuse_bound_links
 
 NONE = np.zeros(0, np.int64)
+# Which groups of the graph a space takes. A layer that several BatchNorms read is a "source" at its output, and each
+# BatchNorm's view of it is a "read" at the input; a plain channel is the same unit on both sides.
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
 
 @dataclass(frozen=True)
 class Uncounted:
-    """How many of a layer's channels cannot be removed, how many it has, and why."""
+    """The channels of a layer that cannot be removed: how many, of how many, and why."""
 
     layer: str
     channels: int
@@ -39,18 +42,18 @@ class Uncounted:
 
 @dataclass(frozen=True, eq=False)
 class ChannelMembers:
-    """The channels of one space.
+    """The channels of one channel space.
 
     Attributes:
-        space: What was asked for.
-        layers: The spaces of the graph that it takes, each a layer.
+        space: The user's request.
+        layers: The groups of the graph that it takes, one per layer.
         units: All their units.
         total: M.
         keep: K.
-        choices: What is chosen from as one.
-        sources: Units of which at least one of each set must stay, so that every source is read by somebody.
+        choices: The sets of units that are chosen from together.
+        sources: Sets of readings, one per source; at least one of each must stay, so that every source is read.
         links: Which of the units are read by others of them.
-        uncounted: The channels of the same layers that cannot be removed, which are not among the units.
+        uncounted: The channels of the same layers that cannot be removed; they are not among the units.
     """
 
     space: ChannelSpace
@@ -65,20 +68,25 @@ class ChannelMembers:
 
     @property
     def fixed(self) -> int:
-        """How many channels its layers have besides the counted ones."""
+        """How many channels of its layers are not counted."""
         return sum(it.channels for it in self.uncounted)
+
+    @property
+    def portions(self) -> list[Portion]:
+        """How many channels of each choice may stay."""
+        return [choice.portion for choice in self.choices]
 
 
 class NoChannelsError(SpaceError):
-    """A glob finds modules, but no channel that can go."""
+    """A glob matches modules, but no channel that can be removed."""
 
 
 def find_channels(
     graph: Graph, modules: Mapping[str, nn.Module], spaces: Sequence[ChannelSpace]
 ) -> dict[str, ChannelMembers]:
-    """The channels of every space, checked: each glob finds some, none is in two spaces, K can be met."""
+    """The channels of every space, checked: each glob matches some, none is in two spaces, K can be met."""
     found = dict[str, ChannelMembers]()
-    taken = dict[int, str]()
+    taken = dict[int, str]()  # by the first unit of a layer, the space that has the layer: layers are never split
     for space in spaces:
         refuse_uncalled(space.metric, space.name)
         _refuse_metric_of_weights(space)
@@ -105,27 +113,27 @@ def _refuse_metric_of_weights(space: ChannelSpace) -> None:
 
 
 def modules_of(layer: Group, at: str) -> list[str]:
-    """The modules that produce the channels of a layer, or those that read them; and the name it has in the graph."""
+    """The names by which a user can select a layer: its producers or its readers, and its name in the graph."""
     wanted = {Role.PRODUCER if at == "output" else Role.READER}
     if layer.kind == "read":
-        wanted.add(Role.CARRIER)  # its BatchNorm is what reads
+        wanted.add(Role.CARRIER)  # a read belongs to its BatchNorm
     names = dict.fromkeys(_module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
-    return list(dict.fromkeys([*names, layer.module])) if _is_side(layer, at) else [*names]
-
-
-def _is_side(layer: Group, at: str) -> bool:
-    """Whether the graph's name of a layer, which is of what produces its channels or reads them, is of this side."""
-    return at == "output" or layer.kind == "read"
+    # `layer.module` refers to the producer, or to the reader if the layer is a read.
+    is_named_by_it = at == "output" or layer.kind == "read"
+    return list(dict.fromkeys([*names, layer.module])) if is_named_by_it else [*names]
 
 
 def _has_side(graph: Graph, layer: Group, at: str) -> bool:
-    """Whether some layer outputs these channels: columns that read a buffer, as of coordinates, are inputs only."""
+    """Whether a layer has these channels on the requested side.
+
+    Columns that read a buffer, such as coordinates that the model appends, are inputs that no layer outputs.
+    """
     own = [role for tensor, _, role in layer.axes if tensor in graph.wiring.parameters]
     return at == "input" or any(role is not Role.READER for role in own)
 
 
 def _module_of(tensor: str) -> str:
-    """The module that a user knows: without parametrizations and wrappers inside of it."""
+    """The user's name of the module that owns a tensor: without parametrizations and compiled wrappers."""
     path = f".{tensor.rpartition('.')[0]}".partition(".parametrizations.")[0]
     return path.replace("._orig_mod", "").removeprefix(".")
 
@@ -152,9 +160,10 @@ def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[
 
 
 def _is_meant(graph: Graph, layer: Group, names: Sequence[str], globs: Sequence[str]) -> bool:
-    """Whether a layer counts: the ranks of an adapter (LoRA) do so only where a glob names the adapter itself.
+    """Whether a space takes a layer: the ranks of an adapter (LoRA) only if a glob names the adapter itself.
 
-    It does if it would not match under another name: ``*.lora_A*`` does, ``*.self_attn*`` does not.
+    A glob names the adapter if it would not match without the adapter's name: ``*.lora_A*`` does, ``*.self_attn*``
+    does not. Someone who prunes attention layers hardly means the ranks of the adapters inside of them.
     """
     adapter = graph.adapter_of(layer)
     if not adapter:
@@ -186,27 +195,25 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
         for it in graph.fixed
         if matches(_module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
     ]
-    # Every model has outputs; they are worth a word only where the glob names no lossy layer by its own name.
-    telling = [it for it in fixed if not is_output(it.reason)] or fixed * (
-        not _any([it.module for it in lossy], [glob])
-    )
+    # Every model has outputs, and they are fixed. Mention them only if the glob names no lossy layer explicitly.
+    telling = [it for it in fixed if not is_output(it.reason)] or fixed * (not _any([it.module for it in lossy], [glob]))
     if lossy and telling:
         raise SpaceError(
             f"{where}: axis {telling[0].axis} of {telling[0].tensor!r} ({len(telling)} such axes) is fixed, "
             f"{telling[0].why}. The only channels that it matches, {sum(len(it.units) for it in lossy)} of "
-            f"{lossy[0].name!r}, are others: lossy=True would remove those, and none of the former."
+            f"{lossy[0].name!r}, are different ones: lossy=True would remove those, and none of the former."
         )
     if lossy:
         raise NoChannelsError(
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
-            f"one changes more than setting it to zero would: {lossy[0].lossy}. Say lossy=True to take them anyway."
+            f"one changes more than setting it to zero would: {lossy[0].lossy}. Use lossy=True to remove them anyway."
         )
     ranks = [layer for layer in graph.groups if graph.adapter_of(layer) and _any(modules_of(layer, space.at), [glob])]
     if ranks:
         adapter = graph.adapter_of(ranks[0]).rpartition(".")[2]
         raise SpaceError(
             f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
-            f"which are left out unless a glob names them. Say {f'*.{adapter}*'!r} to prune ranks."
+            f"which are left out unless a glob names them. Select {f'*.{adapter}*'!r} to prune ranks."
         )
     sided = [it for it in graph.groups if it.kind in KINDS[space.at] and _has_side(graph, it, space.at)]
     names = [name for layer in sided for name in modules_of(layer, space.at)]
@@ -214,7 +221,7 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
         raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
     if fixed:
         raise NoChannelsError(
-            f"{where} matches no channel that can go: axis {fixed[0].axis} of {fixed[0].tensor!r} is fixed, "
+            f"{where} matches no channel that can be removed: axis {fixed[0].axis} of {fixed[0].tensor!r} is fixed, "
             f"{fixed[0].why}. keepk.inspect(model, example) lists what can shrink."
         )
     raise NoChannelsError(
@@ -231,7 +238,7 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> Ch
     links = find_links(graph, space, layers)
     choices = tuple(_choices(graph, space, layers, units, sources, links))
     portions = [choice.portion for choice in choices]
-    least = sum(portion.counts[0] for portion in portions)
+    least = sum(portion.counts[0] for portion in portions)  # counts are in rising order
     if keep < least:
         needs = [f"layer_floor={space.layer_floor} in {len(layers)} layers"]
         needs += [f"round_to={space.round_to}"] if space.round_to else []
@@ -251,13 +258,13 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> Ch
 
 
 def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group]) -> Iterator[Uncounted]:
-    """The channels of selected layers that stay because of something that the model does with them."""
+    """The channels of selected layers that cannot be removed because of how the model uses them."""
     axes = {(axis.tensor, axis.dim): axis for axis in graph.wiring.axes}
     role, seen = Role.PRODUCER if space.at == "output" else Role.READER, set[int]()
     for tensor, dim in dict.fromkeys((t, dim) for layer in layers for t, dim, found in layer.axes if found is role):
         axis = axes[tensor, dim]
         classes = np.unique(graph.solution.classes[axis.start : axis.start + axis.size]).tolist()
-        # Those of a residual stream are one for all layers that add to it.
+        # All layers that add to a residual stream share its channels, which count once.
         pinned = [it for it in classes if it in graph.solution.pinned and it not in seen]
         seen |= set(pinned)
         if pinned:
@@ -265,20 +272,21 @@ def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group])
 
 
 def _single_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
-    """Selected layers with one channel, which the graph leaves out, as something of every layer stays."""
+    """Selected layers with a single channel. The graph leaves them out: every layer keeps at least one channel."""
     for pair in single_channels(graph, modules):
         name = pair[0] if space.at == "output" else pair[1]
         if matches(name, space.select) and not matches(name, space.exclude):
-            yield Uncounted(name, 1, 1, "something of every layer stays")
+            yield Uncounted(name, 1, 1, "every layer keeps at least one channel")
 
 
 def single_channels(graph: Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
-    """Layers whose only channel is read by a later one, and that one; an output of the model is read by none."""
+    """Layers with a single output channel, each with the later layer that reads it; outputs of the model have none."""
     order, last = (
         {name: float(place) for place, name in enumerate(_module_of(it) for it, _ in graph.wiring.roles)},
         -1.0,
     )
-    for name in modules:  # one with a single channel on both sides has no roles: it comes after its neighbour
+    # A layer with a single channel on both sides has no roles in the graph: it is placed after its neighbour.
+    for name in modules:
         last = order.setdefault(name, last + 0.5) if name in order or _width(modules[name], "in") == 1 else last
     known = [(place, name, modules[name]) for name, place in order.items() if name in modules]
     known.sort(key=lambda it: it[0])
@@ -310,7 +318,10 @@ def _choices(
     sources: Sequence[Indices],
     links: Links,
 ) -> Iterable[Choice]:
-    """What is chosen from as one; each has room for the floors of its layers and a reading of each of its sources."""
+    """The sets of units that are chosen from together, each with the counts that may stay of it.
+
+    Every count leaves room for the floors of the layers and for a reading of each source.
+    """
     mine = np.zeros(len(graph.units), bool)
     mine[units] = True
     bound = np.zeros(len(graph.units), bool)
@@ -326,7 +337,7 @@ def _choices(
     loose = [it for it, step in zip(free, steps, strict=True) if step == 1]
     refuse_bound_links(graph, space, links, np.concatenate([NONE, *(members for _, members in loose)]))
     if loose:
-        # Layers whose counts nothing binds are one portion: any of their channels may go in any order.
+        # Layers whose counts nothing binds are one choice: any of their channels may be removed in any order.
         members = np.concatenate([members for _, members in loose])
         needed = links.needed([own for _, own in loose], space.layer_floor)
         least = sum(needed) + _count_read(graph, sources, members)
@@ -338,7 +349,7 @@ def _choices(
 
 
 def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int:
-    """Of how many sources there are readings among these units."""
+    """How many of the sources have a reading among these units."""
     here = np.zeros(len(graph.units), bool)
     here[units] = True
     return sum(bool(here[readings].any()) for readings in sources)
@@ -347,15 +358,15 @@ def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int
 def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
     if len(outside):
         other = graph.groups[int(graph.units.group[outside[0]])]
-        remedy = "Say lossy=True" if other.lossy and not space.lossy else "Select that module as well"
+        remedy = "Use lossy=True" if other.lossy and not space.lossy else "Select that module as well"
         raise SpaceError(
-            f"space {space.name!r}: its channels must go in equal numbers with those of {other.name!r}, which are not "
-            f"in it. {remedy}, or exclude both."
+            f"space {space.name!r}: its channels must be removed in equal numbers with those of {other.name!r}, "
+            f"which are not in it. {remedy}, or exclude both."
         )
 
 
 def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], sources: Sequence[Indices]) -> Portion:
-    """Equally many go of each block; a block keeps the floor of every layer that it has a part of."""
+    """The counts that may stay of blocks that lose equally many; a block keeps the floor of each of its layers."""
     sizes = [len(block) for block in blocks]
     floors = [
         space.layer_floor * len(np.unique(graph.units.group[block])) + _count_read(graph, sources, block)
@@ -369,7 +380,7 @@ def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices],
 
 
 def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: int) -> bool:
-    """Whether every layer has a width that it may have after losing so many channels of each block."""
+    """Whether every layer has an allowed width after each block has lost `lost` channels."""
     if lost == 0:
         return True
     widths = dict[int, int]()
@@ -380,7 +391,10 @@ def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: in
 
 
 def _step(graph: Graph, layer: Group, round_to: int | None) -> int:
-    """By how many channels a layer falls so that its width, in numbers, is a multiple, and one that fits the model."""
+    """The number of channels in which a layer shrinks, so that its width stays a multiple of `round_to`.
+
+    A channel may have several indices, as a head has: with 8 indices each, every width is a multiple of 8.
+    """
     if round_to is None:
         return layer.multiple
     tensor, axis, _ = next((it for it in layer.axes if it[2] is Role.PRODUCER), layer.axes[0])
@@ -395,7 +409,7 @@ def _rounded(size: int, floor: int, step: int) -> Portion:
 
 
 def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:
-    """For each layer that several read: the units that are readings of it."""
+    """For each layer that several BatchNorms read: the units that are readings of it."""
     mine = np.zeros(len(graph.units), bool)
     mine[units] = True
     links = graph.links()
@@ -407,7 +421,7 @@ def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:
 
 
 def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMembers]) -> None:
-    """A source takes its readings along, so their number could not be kept."""
+    """Refuse a source and its readings in two spaces: removing the source would change the other space's count."""
     home = dict[int, str]()
     for name, members in found.items():
         home |= dict.fromkeys(members.units.tolist(), name)
@@ -416,5 +430,10 @@ def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMember
             layer, reader = (graph.groups[int(graph.units.group[unit])].name for unit in (source, reading))
             raise SpaceError(
                 f"spaces {home[source]!r} and {home[reading]!r}: channels of {layer!r} are read by {reader!r}, whose "
-                f"channels go with them. Count either outputs or inputs; outputs of both layers in one space."
+                f"channels are removed with them. Count either outputs or inputs; outputs of both layers in one space."
             )
+
+
+def settled(channels: Mapping[str, ChannelMembers], plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The plans of the channel spaces, each count moved to one that the network can have."""
+    return {name: snapped(it.portions, plan[name]) for name, it in channels.items()}

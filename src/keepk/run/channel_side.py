@@ -1,159 +1,186 @@
-"""The channels of a run: which are still there, and which go at the next event."""
+"""The channel spaces of a run: which channels are left, and which ones are pruned at the next event."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
-from keepk.errors import RankError, StateError
+from keepk.cut.hold import Masks
+from keepk.cut.record import Places
+from keepk.cut.undo import Undo, undone_by
+from keepk.errors import RankError, ShrinkError, StateError
 from keepk.graph.edits import Cut, Indices
 from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags
-from keepk.graph.tracer import named_tensors
 from keepk.plan.phases import Plan
-from keepk.plan.portions import Split, chain, has_even_steps, snapped
-from keepk.rank.channel_metrics import channel_scores, default_metric, product, reads_weights_alone
+from keepk.plan.portions import Split, chain, has_even_steps
+from keepk.rank.channel_metrics import channel_scores, default_metric, product
 from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, Parameters, layers_of
-from keepk.rank.metrics import traits_of
 from keepk.run.channel_members import ChannelMembers
-from keepk.run.surgery import Surgery
+from keepk.run.counting import count_channels, masked_places
+from keepk.run.state import Saved
+from keepk.run.surgery import Event, Operation, Surgery
 from keepk.run.watch import Watch
 
 
-@dataclass(frozen=True)
-class ChannelEvent:
-    """What one event decides: the units of the spaces that go, and by space the chains that lead on to K."""
-
-    removed: Indices
-    chains: dict[str, tuple[Split, ...]]
-
-
 class ChannelSide:
-    """The channel spaces of a run over one graph."""
+    """The channel spaces of a run over one graph; see `run.sides.Side`.
 
-    def __init__(self, graph: Graph, model: nn.Module, members: Mapping[str, ChannelMembers], surgery: Surgery) -> None:
-        self.graph, self.members, self.surgery = graph, members, surgery
-        self.watch = Watch()
-        self._model, self._parameters = model, Parameters.of(model)
-        self.dead: Flags = np.zeros(len(graph.units), bool)
-        self._plan: Plan = {}
+    Attributes:
+        graph: The traced model. Its `alive` says what is physically there.
+        members: The spaces by name, with their units.
+        dead: By unit, whether it is pruned: removed, or masked and still `graph.alive`.
+        zeroed: By parameter, the entries of masked channels; empty once they are removed.
+        certified: By space, the channels left at the last event, before `keepk.compact` or others removed more.
+    """
+
+    kind = "channels"
+
+    def __init__(
+        self,
+        graph: Graph,
+        model: nn.Module,
+        members: Mapping[str, ChannelMembers],
+        surgery: Surgery,
+        plan: Plan,
+        shrink: str,
+        watch: Watch,
+    ) -> None:
+        self.graph, self.members = graph, members
+        self._model, self._surgery, self._shrink, self._watch = model, surgery, shrink, watch
+        self._parameters = Parameters.of(model)
+        self._plan = {name: plan[name] for name in members}
+        self._fixed = {name: it.fixed for name, it in members.items()}
+        # Where counts bind each other, a chain of splits is kept that is known to lead to K; see `plan.portions`.
         self._chains = dict[str, tuple[Split, ...]]()
-        self.certified = self.kept  # at the last event, before anybody swept what is dead
-
-    def settle(self, plan: Plan) -> dict[str, tuple[int, ...]]:
-        """The plan moved to counts that can be met, which is followed from now on."""
-        self._plan = {name: snapped(_portions(it), plan[name]) for name, it in self.members.items()}
-        for name, it in self.members.items():
-            if not has_even_steps(_portions(it)):
-                found = chain(_portions(it), self._plan[name])
-                assert found is not None  # the plan was snapped along one
+        for name, it in members.items():
+            if not has_even_steps(it.portions):
+                found = chain(it.portions, self._plan[name])
+                assert found is not None  # the plan was snapped to a chain
                 self._chains[name] = found
-        return dict(self._plan)
-
-    def try_metrics(self) -> None:
-        """Rank once by every metric that needs weights alone, so that what it misses is refused before training."""
-        for name, it in self.members.items():
-            layers = self.layers(name)
-            metric = it.space.metric or default_metric(layers)
-            if reads_weights_alone(metric) or traits_of(metric).needs == ("weights",):
-                channel_scores(metric, layers)
+        self.dead: Flags = np.zeros(len(graph.units), bool)
+        self.zeroed: Masks = {}
+        self._cut_elsewhere: str | None = None  # a tensor that something else than this run has cut
+        self.certified = self.kept
 
     def warn_of_uncounted(self) -> None:
-        """Warn of layers that have channels which their space does not count."""
+        """Warn of layers with channels that their space does not count."""
         for name, it in self.members.items():
-            self.watch.uncounted(name, it.keep, it.total, [(u.layer, u.channels, u.width, u.why) for u in it.uncounted])
+            layers = [(u.layer, u.channels, u.width, u.why) for u in it.uncounted]
+            self._watch.uncounted(name, it.keep, it.total, layers)
 
     @property
     def kept(self) -> dict[str, int]:
-        """By space, how many channels are left."""
+        """By space: how many channels are left."""
         return {name: it.total - int(self.dead[it.units].sum()) for name, it in self.members.items()}
 
     @property
-    def touched(self) -> dict[str, Tensor]:
-        """By name, the tensors that have something of the channels."""
-        layers = (layer for it in self.members.values() for layer in it.layers)
-        names = {tensor for layer in layers for tensor, _, _ in layer.axes}
-        return {name: tensor for name, tensor, _ in named_tensors(self._model) if name in names}
+    def counted(self) -> dict[str, int]:
+        """By space: how many channels the model's tensors have now, masked ones that came back included."""
+        return count_channels(self.members, self.graph, self.dead, self.zeroed, self._model)
+
+    @property
+    def masks(self) -> Masks:
+        """By parameter with masked channels: which entries are kept."""
+        return {name: ~mask for name, mask in self.zeroed.items()}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """By space: its layers and their widths when the run began. A saved state must have the same."""
+        return {name: {layer.module: len(layer.units) for layer in it.layers} for name, it in self.members.items()}
+
+    @property
+    def places(self) -> dict[str, Places]:
+        """By space with masked channels: where they are in the parameters."""
+        masked = self.dead & self.graph.alive
+        return masked_places(self.members, self.graph, masked, self._model) if masked.any() else {}
 
     def layers(self, name: str) -> list[Layer]:
         """The channels of a space that are left, layer by layer, as a metric sees them."""
         members = self.members[name]
         return layers_of(self.graph, self._parameters, members.layers, ~self.dead, members.space.at)
 
-    def decide(self, epoch: int) -> ChannelEvent:
-        """Which units go at the end of an epoch. Reads only."""
+    def decide(self, event: Event) -> Event:
+        """Add the channels to prune and what removes or masks them. Reads only."""
+        if self._cut_elsewhere is not None:  # the plan does not know of those channels, so it could not end at K
+            raise ShrinkError(
+                f"parameter {self._cut_elsewhere!r}: was cut by keepk.compact or keepk.shrink, which the plan of the "
+                f"channels does not know. Change the model first, then make the Pruner; or wait until its plan ends."
+            )
         removed, chains, kept = [np.zeros(0, np.int64)], dict[str, tuple[Split, ...]](), self.kept
         for name, counts in self._plan.items():
             known = self._chains.get(name, ())
-            if counts[epoch] < kept[name]:
-                decision = self._decide(self.members[name], counts[epoch:], known)
+            if counts[event.epoch] < kept[name]:
+                decision = self._decide(self.members[name], counts[event.epoch :], known)
                 removed.append(decision.removed)
                 chains[name] = decision.chain
             else:
                 chains[name] = tuple(known[1:])
-        return ChannelEvent(np.sort(np.concatenate(removed)), chains)
+        going = np.sort(np.concatenate(removed))
+        ends = all(counts[event.epoch] == self.members[name].keep for name, counts in self._plan.items())
+        physical = self._shrink == "each" or (self._shrink == "end" and ends)
+        waiting = (self.dead & self.graph.alive).any()  # masked at an event before, and not removed yet
+        if not len(going) and not (physical and waiting):
+            return replace(event, chains=chains)
+        operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper)
+        self._refuse_other_counts(going, operation.gone)
+        return replace(event, chains=chains, operation=operation)
 
-    def follow(self, event: ChannelEvent, gone: Indices) -> None:
-        """Take note that an event happened; `gone` are all units that went, those of no space too."""
-        self.dead = self.dead.copy()
-        self.dead[gone] = True
-        self._chains = dict(event.chains)
+    def apply(self, event: Event) -> Undo:
+        """Remove the channels of an event, or take over their masks; returns the undo of the removal."""
+        with undone_by(undo := event.operation.apply()):
+            self.dead = self.dead.copy()  # a snapshot may still refer to the old flags
+            self.dead[event.operation.gone] = True
+            self._chains = dict(event.chains)
+            if len(event.operation.gone):
+                self.zeroed = {} if event.cuts else event.operation.doomed()
+            self.certified = self.kept
+            return undo
 
-    def certify(self) -> None:
-        """Take note that the counts are those of an event."""
-        self.certified = self.kept
-
-    def follow_cuts(self, cuts: Iterable[Cut]) -> None:
-        """Take note of what somebody else has cut from the model."""
-        gone = self.graph.lost(cuts)
+    def follow_cuts(self, cuts: Mapping[str, Cut], follow: Callable[[Masks], Masks]) -> None:
+        """Take note of units that something else than this run has removed, and cut the masks."""
+        self._cut_elsewhere = next(iter(cuts), None)
+        gone = self.graph.lost(cuts.values())
         self.graph.removed(gone)
         self.dead = self.dead.copy()
         self.dead[gone] = True
+        self.zeroed = follow(self.zeroed)
 
-    def refuse_other_counts(self, event: ChannelEvent, gone: Indices) -> None:
-        """Refuse a removal that takes other channels of a space along than were chosen."""
-        unasked = np.zeros_like(self.dead)
-        unasked[gone] = True
-        unasked[event.removed] = False
-        unasked &= ~self.dead
-        for name, it in self.members.items() if unasked.any() else ():
-            if more := int(unasked[it.units].sum()):
-                raise RankError(
-                    f"space {name!r}: {more} more channels would go with those that were chosen, so the count "
-                    f"could not be kept. Make the space narrower."
-                )
+    def snapshot(self) -> Undo:
+        """A function that restores the present flags, masks and counts. The graph is restored by a removal's undo."""
+        present = self.dead, self.zeroed, self._chains, self.certified
 
-    def snapshot(self) -> tuple[Any, ...]:
-        """Where it stands, for `restore`."""
-        return self.dead, self._chains, self.certified
+        def restore() -> None:
+            self.dead, self.zeroed, self._chains, self.certified = present
 
-    def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Stand there again."""
-        self.dead, self._chains, self.certified = snapshot
+        return restore
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as plain values."""
+        """Its part of a `Pruner`'s state, as plain values: the units that are gone, and those that are removed."""
         return {
-            "total": len(self.dead),
-            "gone": np.flatnonzero(self.dead).tolist(),
-            "removed": np.flatnonzero(~self.graph.alive).tolist(),
-            "chains": {name: [list(counts) for counts in found] for name, found in self._chains.items()},
+            "channels": {
+                "total": len(self.dead),
+                "gone": np.flatnonzero(self.dead).tolist(),
+                "removed": np.flatnonzero(~self.graph.alive).tolist(),
+                "chains": {name: [list(counts) for counts in found] for name, found in self._chains.items()},
+            }
         }
 
-    def refuse_other_state(self, saved: Mapping[str, Any], epoch: int) -> None:
-        """Refuse a state of other units, with counts that the plan does not have, or behind what is gone already."""
+    def refuse_other_state(self, saved: Saved) -> None:
+        """Refuse a state with different units, with counts that the plan does not have, or with units gone here."""
         try:
-            total, gone, removed = saved["total"], np.asarray(saved["gone"], np.int64), {*saved["removed"]}
+            total, removed = saved.channels["total"], {*saved.channels["removed"]}
+            gone = np.asarray(saved.channels["gone"], np.int64)
             fits = (
                 total == len(self.dead) and (gone >= 0).all() and (gone < total).all() and removed <= {*gone.tolist()}
             )
             chains_fit = all(
-                not found or [sum(counts) for counts in found] == list(self._plan[name][epoch:])
-                for name, found in saved["chains"].items()
+                not found or [sum(counts) for counts in found] == list(self._plan[name][saved.epoch :])
+                for name, found in saved.channels["chains"].items()
             )
         except (KeyError, TypeError, ValueError):
             fits = chains_fit = False
@@ -164,57 +191,68 @@ class ChannelSide:
         after = np.zeros(total, bool)
         after[gone] = True
         for name, it in self.members.items():
-            kept, planned = it.total - int(after[it.units].sum()), self._plan[name][epoch - 1] if epoch else it.total
+            kept = it.total - int(after[it.units].sum())
+            planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
             if kept != planned:
                 raise StateError(
                     f"pruner state: {kept} channels of space {name!r} are left, the plan says {planned}. It is damaged."
                 )
         if (self.dead & ~after).any():
             raise StateError(
-                f"pruner state: {int((self.dead & ~after).sum())} of its channels are gone here already, and do not "
-                f"come back. Build the model anew, and load the state into a new Pruner."
+                f"pruner state: {int((self.dead & ~after).sum())} of its channels are already gone from this model "
+                f"and cannot be restored. Build a fresh model, and load the state into a new Pruner."
             )
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Stand where a state stood that was not refused."""
+    def resized(self, saved: Saved) -> Operation:
+        """The removal that gives the model its saved size. Channels that were only masked stay; `load` masks them."""
+        going = [unit for unit in saved.channels["removed"] if self.graph.alive[unit]]
+        return self._as_saved(np.zeros_like(self.dead), going, physical=True)
+
+    def load(self, saved: Saved) -> None:
+        """Take over a state that was not refused, over a model that has its saved size."""
         self.dead = np.zeros(len(self.dead), bool)
-        self.dead[np.asarray(saved["gone"], np.int64)] = True
-        self._chains = {name: tuple(tuple(counts) for counts in found) for name, found in saved["chains"].items()}
+        self.dead[np.asarray(saved.channels["gone"], np.int64)] = True
+        chains = saved.channels["chains"]
+        self._chains = {name: tuple(tuple(counts) for counts in found) for name, found in chains.items()}
+        self.certified = self.kept
+        self.zeroed = self._as_saved(self.dead, (), physical=False).doomed()
+
+    def notes(self, name: str, revived: int) -> dict[str, Any]:
+        """For the certificate of a space: its masked channels that are still zero, and those that it cannot count."""
+        masked = int((self.dead & self.graph.alive)[self.members[name].units].sum()) - max(0, revived)
+        fixed = self._fixed[name]
+        return {**({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}
+
+    def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
+        try:
+            return self._surgery.operation(dead, going, physical=physical, wrapper=None)
+        except ShrinkError as error:
+            raise StateError(
+                f"pruner state: the saved channels cannot be removed from this model: {error} "
+                f"Load the state into a freshly built model, before it is wrapped or changed."
+            ) from error
 
     def _decide(self, members: ChannelMembers, rest: Sequence[int], known: Sequence[Split]) -> Decision:
+        """Rank the channels of one space and choose the best ``rest[0]`` in numbers that the network can have."""
         layers = self.layers(members.space.name)
         metric = members.space.metric or default_metric(layers)
         scores = channel_scores(metric, layers)
         units = np.concatenate([layer.units for layer in layers])
         values = rank_values(units, scores, np.zeros(len(self.dead), bool), members.links)
+        # The floors need the order of the first ranking; the units that they force are then ranked above all others.
         forced = self._forced(members, values)
         if forced.any():
             values = rank_values(units, scores, forced, members.links)
         decision = keep_best(members.choices, ~self.dead, values, rest, known)
-        assert not forced[decision.removed].any()  # every choice has room for what must stay
+        assert not forced[decision.removed].any()  # every choice has room for the units that must stay
         self._warn_of_ranking(members, metric, units, scores, decision.removed)
         return decision
 
-    def _warn_of_ranking(
-        self, members: ChannelMembers, metric: object, units: Indices, scores: NDArray[np.float64], removed: Indices
-    ) -> None:
-        """Warn of most channels tied at the cut, or of layers that keep nearly nothing."""
-        name, stays = members.space.name, ~self.dead
-        stays[removed] = False
-        values, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
-        kept = np.bincount(group, weights=stays[units], minlength=len(sizes))
-        split = (kept > 0) & (kept < sizes)
-        if metric is product:
-            split &= values != 0  # dead already: they may go in any order
-        self.watch.tied_scores(name, "channels", int(sizes[split].sum()), len(units))
-        if members.space.layer_floor == 1:  # a higher floor is the user's decision about thin layers
-            layers = [(layer.name, int(stays[layer.units].sum()), len(layer.units)) for layer in members.layers]
-            self.watch.thin_layers(name, "channels", layers)
-
     def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
-        """The best of every layer, up to its floor, with all that they read, and the best reading of every source."""
+        """The units that must stay: the best of every layer up to its floor, and the best reading of every source."""
         forced, heights = np.zeros(len(values), bool), members.links.heights
-        layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))  # readings before sources
+        # Readings before their sources: a kept reading keeps its source, which then counts towards that floor.
+        layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
         needs = [(layer.units, members.space.layer_floor) for layer in layers]
         needs += [(readings, 1) for readings in members.sources]
         for units, least in needs:
@@ -224,6 +262,31 @@ class ChannelSide:
                 forced = members.links.raised(forced)
         return forced
 
+    def _refuse_other_counts(self, going: Indices, gone: Indices) -> None:
+        """Refuse a removal that also removes channels of a space that were not chosen."""
+        unasked = np.zeros_like(self.dead)
+        unasked[gone] = True
+        unasked[going] = False
+        unasked &= ~self.dead
+        for name, it in self.members.items() if unasked.any() else ():
+            if more := int(unasked[it.units].sum()):
+                raise RankError(
+                    f"space {name!r}: {more} more channels would be removed with the chosen ones, so the count "
+                    f"could not be met. Make the space narrower."
+                )
 
-def _portions(members: ChannelMembers) -> list[Any]:
-    return [choice.portion for choice in members.choices]
+    def _warn_of_ranking(
+        self, members: ChannelMembers, metric: object, units: Indices, scores: NDArray[np.float64], removed: Indices
+    ) -> None:
+        """Warn if most channels are tied at the cut, or if a layer keeps almost nothing."""
+        name, stays = members.space.name, ~self.dead
+        stays[removed] = False
+        values, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
+        kept = np.bincount(group, weights=stays[units], minlength=len(sizes))
+        split = (kept > 0) & (kept < sizes)
+        if metric is product:
+            split &= values != 0  # dead already, so it does not matter which of them are pruned
+        self._watch.tied_scores(name, "channels", int(sizes[split].sum()), len(units))
+        if members.space.layer_floor == 1:  # a higher floor is the user's decision about thin layers
+            layers = [(layer.name, int(stays[layer.units].sum()), len(layer.units)) for layer in members.layers]
+            self._watch.thin_layers(name, "channels", layers)

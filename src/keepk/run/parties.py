@@ -1,30 +1,155 @@
-"""Who takes part in a run, checked before it begins: the spaces, the channels of the model, the optimizers."""
+"""The checks before a run: arguments become a frozen `RunSpec`, or an error that names what to change.
 
+`run_spec` is the whole story, read top to bottom. Its order is the order in which a user meets the refusals: cheap
+checks of types first, then names against the model, then the trace, then the plan. Nothing is hooked, masked or cut
+before the last of them has passed.
+"""
+
+import gc
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import count as count_up
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from keepk.cut.followers import Follower, parameters_of, refuse_missing, tensors_of
+from keepk.cut.followers import (
+    Follower,
+    parameters_of,
+    refuse_missing,
+    refuse_no_followers,
+    refuse_strange_followers,
+    tensors_of,
+)
 from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.errors import PlanError, SpaceError
-from keepk.graph.given import TraceInputs, no_model, quantised_module, refuse_quantised
+from keepk.graph.given import TraceInputs, TrainMode, ValueBranches, no_model, quantised_module, refuse_quantised
+from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
+from keepk.graph.tracer import named_tensors
 from keepk.graph.weight_norm import lengths_of
-from keepk.graph.wrappers import unwrap
+from keepk.graph.wrappers import named_parameters, unwrap
 from keepk.plan.names import shown
-from keepk.plan.phases import Phase, Plan
+from keepk.plan.numbers import count
+from keepk.plan.phases import Goal, Phase, Plan, check_phases, timeline
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
-from keepk.run.channel_members import NoChannelsError, find_channels
-from keepk.run.channel_side import ChannelSide
-from keepk.run.resolve import find_frozen
-from keepk.run.surgery import Replayed, Surgery
-from keepk.run.weight_side import WeightSide
+from keepk.rank.channel_metrics import channel_scores, default_metric, reads_weights_alone
+from keepk.rank.layers import Parameters, layers_of
+from keepk.rank.metrics import traits_of
+from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, settled
+from keepk.run.resolve import Members, find_frozen, find_members
+from keepk.run.surgery import Replayed
+from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
+
+if TYPE_CHECKING:
+    from keepk.run.pruner import Pruner
+
+Shrink = Literal["each", "end", "never"]
+# Weak: a registry must not keep a model's Pruner alive. The numbers keep the order in which they were made.
+_LIVE: WeakValueDictionary[int, "Pruner"] = WeakValueDictionary()
+_NUMBERS = count_up()
+
+
+@dataclass(frozen=True, eq=False)
+class RunSpec:
+    """A run that passed every check: all that a `Pruner` is built from.
+
+    Attributes:
+        model: The model without wrappers.
+        example: The first example, for counting multiply-accumulates; None without one.
+        weights: The weight spaces by name, with their parameters.
+        channels: The channel spaces by name, with their units of `graph`.
+        graph: The traced model; None without channel spaces.
+        totals: By space, M: its units before the first event.
+        plan: By space, in the user's order, the counts after epochs 1, 2, ...
+        optimizers: The optimizers that train the model.
+        followers: Copies of the weights that are cut and zeroed with the model.
+        frozen_by_epoch: The parameters without updates, for each epoch of the phases; empty without phases.
+        shrink: When channels are removed: at "each" event, at the "end", or "never".
+        replayed: Which removals are replayed at their own sizes first.
+    """
+
+    model: nn.Module
+    example: Any
+    weights: Mapping[str, Members]
+    channels: Mapping[str, ChannelMembers]
+    graph: Graph | None
+    totals: Mapping[str, int]
+    plan: Plan
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    followers: Sequence[Follower]
+    frozen_by_epoch: Sequence[tuple[nn.Parameter, ...]]
+    shrink: Shrink
+    replayed: Replayed
+
+
+def run_spec(
+    model: nn.Module,
+    spaces: Space | Sequence[Space],
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+    *,
+    epochs: int | None,
+    phases: Sequence[Phase] | None,
+    example: Any,
+    examples: Sequence[Any] | None,
+    training_example: Any,
+    train_mode: TrainMode,
+    value_branches: ValueBranches,
+    shrink: Shrink,
+    replay: bool,
+    followers: Sequence[Follower],
+) -> RunSpec:
+    """Check the arguments of a `Pruner` (see there) and resolve them; nothing is changed."""
+    refuse_wrong_types(model, spaces, phases, shrink)
+    refuse_no_followers(followers, model, "Pruner")
+    if epochs is not None:
+        count(epochs, "Pruner: epochs", PlanError, least=1)
+    of_weights, of_channels = listed_spaces(spaces)
+    inner, first = unwrap(model), examples[0] if example is None and examples else example
+
+    # Names against the model, the optimizers and the followers.
+    weights = find_members(model, of_weights)
+    parameters = {name: parameter for it in weights.values() for name, parameter in it.parameters.items()}
+    frozen = frozen_by_epoch(model, phases or ())
+    names = {parameter: name for name, parameter in parameters.items()}
+    optimizers = checked_optimizers(model, optimizer, names, any(frozen))
+    refuse_strange_followers(followers, named_parameters(model))
+
+    # One trace finds the channels. It is the slow part, so the checks that need no trace come first.
+    inputs = None
+    if of_channels and first is not None:
+        inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
+    graph, channels = traced_channels(inner, inputs, of_channels)
+    refuse_second(model)
+    refuse_unfit_followers(followers, parameters, touched_tensors(inner, channels))
+
+    # The plan of each space, then the checks of the plans against each other.
+    found: dict[str, Members | ChannelMembers] = {**weights, **channels}
+    totals = {name: it.total for name, it in found.items()}
+    goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in found.items()}
+    rooms = find_rooms(inner, weights, graph, channels)
+    if phases is not None and channels:
+        check_phases(goals, epochs, phases)
+        goals |= late_goals(goals, channels, rooms, phases)
+    plan = timeline(goals, epochs=epochs, phases=phases)
+    plan |= settled(channels, plan)
+    plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
+    refuse_weights_that_end_before_channels(plan, weights, channels)
+    refuse_undercut(plan, rooms)
+    if channels and shrink != "each":
+        refuse_masked_directions(inner, weights)
+    # Channels masked until the end are replayed when they are masked: at the end it would be too late to refuse.
+    replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
+    return RunSpec(
+        inner, first, weights, channels, graph, totals, plan, optimizers, followers, tuple(frozen), shrink, replayed
+    )
 
 
 def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object) -> None:
-    """Refuse arguments of a `Pruner` that are not of their kinds."""
+    """Refuse arguments of a `Pruner` that have the wrong type."""
     if not isinstance(model, nn.Module):
         raise SpaceError(f"Pruner: {no_model(model)}")
     listed = [spaces] if isinstance(spaces, Space) else spaces
@@ -41,101 +166,147 @@ def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: ob
 
 
 def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], list[ChannelSpace]]:
-    """The spaces of weights and those of channels; each has a name of its own."""
+    """The weight spaces and the channel spaces, if all names are different."""
     listed = [spaces] if isinstance(spaces, Space) else list(spaces)
     names = [space.name for space in listed]
     for name in names:
         if names.count(name) > 1:
-            raise SpaceError(f"space {name!r}: the name is given twice. Give each space a name of its own.")
+            raise SpaceError(f"space {name!r}: the name is given twice. Give each space a different name=.")
     weights = [space for space in listed if isinstance(space, WeightSpace)]
     return weights, [space for space in listed if isinstance(space, ChannelSpace)]
 
 
-def channel_side(
-    model: nn.Module,
-    inputs: TraceInputs | None,
-    spaces: Sequence[ChannelSpace],
-    optimizers: Sequence[torch.optim.Optimizer],
-    followers: Sequence[Follower],
-    replayed: Replayed,
-) -> ChannelSide | None:
-    """The channels of a model, by one trace; None if no space asks for any."""
+def traced_channels(
+    model: nn.Module, inputs: TraceInputs | None, spaces: Sequence[ChannelSpace]
+) -> tuple[Graph | None, dict[str, ChannelMembers]]:
+    """The graph of an unwrapped model and the channels of the spaces in it; no trace if there are no spaces."""
     if not spaces:
-        return None
+        return None, {}
     if inputs is None:
         raise SpaceError(
             f"space {spaces[0].name!r}: channels are found by a trace, which needs an input. "
             f"Give Pruner(..., example=...), such as one batch."
         )
-    inner = unwrap(model)
-    graph = trace_inputs(inner, inputs)
-    modules = dict(inner.named_modules(remove_duplicate=False))
+    graph = trace_inputs(model, inputs)
     try:
-        found = find_channels(graph, modules, spaces)
+        found = find_channels(graph, dict(model.named_modules(remove_duplicate=False)), spaces)
     except NoChannelsError as error:
-        if not (quantised := quantised_module(inner)):
+        # Fake-quantisation in a module pins its channels. Naming the cause helps more than the names of pinned axes.
+        if not (quantised := quantised_module(model)):
             raise
         raise SpaceError(
             f"{str(error).partition(': select=')[0]}: {quantised}, so its channels cannot be followed. "
             f"Prune first and quantise afterwards: give the model as it was before it was prepared."
         ) from error
-    side = ChannelSide(graph, inner, found, Surgery(inner, graph, optimizers, followers, replayed))
-    refuse_quantised(inner, SpaceError, side.touched)
-    _refuse_without_values(side)
-    with torch.no_grad():
-        side.try_metrics()
-    return side
-
-
-def _refuse_without_values(side: ChannelSide) -> None:
-    for name, tensor in side.touched.items():
+    touched = touched_tensors(model, found)
+    refuse_quantised(model, SpaceError, touched)
+    for name, tensor in touched.items():
         if tensor.is_meta:
             raise SpaceError(
                 f"parameter {name!r} is on the meta device and has no values, so its channels cannot be ranked. "
                 f"Load the weights first; keepk.trace and keepk.inspect need none."
             )
+    with torch.no_grad():
+        _try_metrics(model, graph, found)
+    return graph, found
 
 
-def refuse_unfit_followers(followers: Sequence[Follower], weights: WeightSide, channels: ChannelSide | None) -> None:
-    """Refuse a follower without the tensors of the spaces; a dict may be of trained weights alone."""
-    touched = channels.touched if channels else {}
+def touched_tensors(model: nn.Module, channels: Mapping[str, ChannelMembers]) -> dict[str, Tensor]:
+    """By name, the tensors that have slices of the channels."""
+    layers = (layer for it in channels.values() for layer in it.layers)
+    names = {tensor for layer in layers for tensor, _, _ in layer.axes}
+    return {name: tensor for name, tensor, _ in named_tensors(model) if name in names} if names else {}
+
+
+def _try_metrics(model: nn.Module, graph: Graph, channels: Mapping[str, ChannelMembers]) -> None:
+    """Rank once by every metric that reads weights alone, so that one that cannot work is refused before training."""
+    parameters, alive = Parameters.of(model), np.ones(len(graph.units), bool)
+    for it in channels.values():
+        layers = layers_of(graph, parameters, it.layers, alive, it.space.at)
+        metric = it.space.metric or default_metric(layers)
+        if reads_weights_alone(metric) or traits_of(metric).needs == ("weights",):  # a metric of gradients has none to read yet
+            channel_scores(metric, layers)
+
+
+def register_live(pruner: "Pruner") -> None:
+    """Remember a `Pruner` for as long as anything else refers to it."""
+    _LIVE[next(_NUMBERS)] = pruner
+
+
+def live_pruner(model: nn.Module) -> "Pruner | None":
+    """The latest open `Pruner` of an unwrapped model; None if all are closed."""
+    found = [pruner for pruner in list(_LIVE.values()) if pruner.model is model and not pruner.closed]
+    return found[-1] if found else None
+
+
+def refuse_second(model: nn.Module) -> None:
+    """Refuse a model with another `Pruner` at work: each would prune units that the other counts as kept."""
+    own = {id(parameter) for parameter in model.parameters()}
+
+    def at_work() -> list["Pruner"]:
+        live = [it for it in list(_LIVE.values()) if it._is_at_work]
+        return [it for it in live if any(id(parameter) in own for parameter in it.model.parameters())]
+
+    if at_work():
+        gc.collect()  # a Pruner and its hooks refer to each other, so an unreferenced one dies only here
+    for other in at_work():
+        spaces = other.plan
+        named = ", ".join(f"{name!r}" for name in spaces)
+        where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
+        raise SpaceError(
+            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; each of "
+            f"two would prune units that the other one keeps. Give one Pruner all the spaces, or close the first: "
+            f"pruner.close(). If no variable refers to it any more, its optimizer does: delete that too."
+        )
+
+
+def refuse_unfit_followers(
+    followers: Sequence[Follower], parameters: Mapping[str, Tensor], touched: Mapping[str, Tensor]
+) -> None:
+    """Refuse a follower that lacks tensors of the spaces; a dict may hold the trained parameters alone."""
     for place, follower in enumerate(followers):
-        for tensors, needed in ((parameters_of(follower), weights.parameters), (tensors_of(follower), touched)):
+        for tensors, needed in ((parameters_of(follower), parameters), (tensors_of(follower), touched)):
             of_dict = (name for name, tensor in needed.items() if tensor.requires_grad)
             refuse_missing(follower, tensors, of_dict if isinstance(follower, dict) else needed, place)
 
 
-def refuse_weights_that_end_before_channels(plan: Plan, weights: WeightSide, channels: ChannelSide | None) -> None:
-    """Refuse a plan in which weights are at K while channels with such weights still go: there would be fewer."""
-    for name, it in (channels.members if channels else {}).items():
+def refuse_weights_that_end_before_channels(
+    plan: Plan, weights: Mapping[str, Members], channels: Mapping[str, ChannelMembers]
+) -> None:
+    """Refuse a plan in which weights reach K while channels that hold some of them are still removed."""
+    for name, it in channels.items():
         last = plan[name].index(it.keep) if it.keep < it.total else -1
         touched = {tensor for layer in it.layers for tensor, _, _ in layer.axes}
-        for other, members in weights.members.items():
+        for other, members in weights.items():
             done = plan[other].index(members.keep)
             if done < last and touched & set(members.parameters):
                 raise PlanError(
                     f"space {other!r}: reaches its {members.keep} weights at epoch {done + 1}, but channels of "
-                    f"{name!r} go until epoch {last + 1} and would take some of them along. "
+                    f"{name!r} are removed until epoch {last + 1}, and some of its weights with them. "
                     f"Let its schedule end at epoch {last + 1} or later."
                 )
 
 
-def refuse_masked_directions(model: nn.Module, weights: WeightSide, channels: ChannelSide | None, shrink: str) -> None:
-    """Refuse weights in directions of weight norm beside channels that are masked: those stay, and would be counted."""
-    directions = lengths_of(model) if channels is not None and shrink != "each" else {}
-    for name, members in weights.members.items():
+def refuse_masked_directions(model: nn.Module, weights: Mapping[str, Members]) -> None:
+    """Refuse weights in directions of weight norm where channels are masked.
+
+    A masked channel of weight norm has a zero length and keeps its direction (see `cut.tensors.silencing`), so the
+    direction's weights would still be counted.
+    """
+    directions = lengths_of(model)
+    for name, members in weights.items():
         for tensor, parameter in members.parameters.items():
             if parameter in directions:
                 raise PlanError(
                     f"space {name!r}: {tensor!r} is a direction of weight norm, which a masked channel cannot make "
-                    f'zero, so its weights could not be counted. Say shrink="each", or leave it out.'
+                    f'zero, so its weights could not be counted. Use shrink="each", or leave it out.'
                 )
 
 
 def checked_optimizers(
     model: nn.Module, given: Any, names: Mapping[nn.Parameter, str], freezes: bool
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a run, if all of them train the model and keep state that can follow."""
+    """The optimizers of a run, if all of them train the model and their state can be cut and zeroed with it."""
     several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
     optimizers = () if given is None else tuple(given) if several else (given,)
     for optimizer in optimizers:
@@ -144,7 +315,9 @@ def checked_optimizers(
         refuse_foreign_state(optimizer, names)
     refuse_wrapping(optimizers)
     if freezes and not optimizers:
-        raise PlanError("Pruner: a phase freezes parameters, but there is no optimizer. Give the one that trains them.")
+        raise PlanError(
+            "Pruner: a phase freezes parameters, but no optimizer was given. Give the one that trains them."
+        )
     return optimizers
 
 

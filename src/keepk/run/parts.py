@@ -75,7 +75,7 @@ class PrunerPart:
         Returns:
             A function that undoes this, after undoing the masks if they were restored.
         """
-        undo: Undo = self._pruner.take_shape(saved)
+        undo: Undo = self._pruner._session.take_shape(saved)
 
         def take_back() -> None:
             self._forget_masks()
@@ -85,7 +85,7 @@ class PrunerPart:
 
     def restore(self, saved: Any) -> None:
         """See `Part`."""
-        self._forget_masks = self._pruner.take_masks(saved)
+        self._forget_masks = self._pruner._session.take_masks(saved)
 
 
 class ModulePart:

@@ -1,78 +1,92 @@
-"""The `Pruner`: the paper's algorithm beside a user's own training loop."""
+"""The `Pruner`: prunes by a plan beside a user's own training loop.
 
-import gc
+An event, in the order in which it happens:
+
+1. The user's loop ends an epoch and calls `Pruner.step`.
+2. `Pruner._decide` refuses what cannot be used (a closed Pruner, a wrapper of another model, pruned weights that came
+   back) and asks `Session.decide` (`run.sides`), which asks each side to add its decisions to an `Event`:
+
+   * `ChannelSide.decide` first. The metric scores the layers (`rank.channel_metrics.channel_scores`), `keep_best`
+     (`rank.choices`) keeps exactly as many channels as the plan says, and `Surgery.operation` prepares the removal:
+     every new tensor is made, and the cut is replayed on a copy without weights. The model is still whole.
+   * `WeightSide.decide` then, because K counts the weights in channels that stay. `cut_points` (`rank.select`) finds,
+     for each tensor, the value to cut at and how many ties stay; `dead_mask` makes the new masks.
+
+3. `agreed` (`run.agree`) compares the decisions of all processes. Up to here nothing has changed, so any of them may
+   still refuse.
+4. `carried_out` runs `Session.apply` in every process, all or nothing. `ChannelSide.apply` puts the new tensors in
+   place (or takes over masks), `WeightSide.apply` takes over the masks, and `Session._hold` zeroes weights, optimizer
+   state and followers. The session then enters the next epoch, which may freeze other parameters, and writes the
+   certificate into the model's record. If another process fails, the undo takes all of it back.
+5. Training goes on. After every ``optimizer.step()`` the hook `Pruner._after_update` zeroes the masked weights again.
+
+Before all that, `Pruner.__init__` has the arguments checked by `run_spec` (`run.parties`), whose result, a frozen
+`RunSpec`, is all that a `Session` is made from.
+"""
+
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from itertools import count as count_up
-from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepk.cut.certificate import Certificate, certificate_of, certified, certify, masked_places
+from keepk.cut.certificate import Certificate
 from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
-from keepk.cut.followers import Follower, followed, refuse_no_followers, refuse_strange_followers
+from keepk.cut.followers import Follower
 from keepk.cut.hold import without_updates
-from keepk.cut.optimizer_state import restart_flat_history
-from keepk.cut.record import Places
-from keepk.cut.undo import Undo, undone_by
-from keepk.errors import KeepkError, PlanError, SpaceError
-from keepk.graph.given import TraceInputs, TrainMode, ValueBranches
-from keepk.graph.wrappers import named_parameters, unwrap
-from keepk.plan.numbers import count
-from keepk.plan.phases import Goal, Phase, check_phases, timeline
+from keepk.cut.undo import undone_by
+from keepk.graph.given import TrainMode, ValueBranches
+from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.agree import agreed, are_several, carried_out
-from keepk.run.parties import (
-    channel_side,
-    checked_optimizers,
-    frozen_by_epoch,
-    listed_spaces,
-    refuse_masked_directions,
-    refuse_unfit_followers,
-    refuse_weights_that_end_before_channels,
-    refuse_wrong_types,
-)
-from keepk.run.resolve import find_members
-from keepk.run.sides import Event, Shrink, Sides, certificate
-from keepk.run.state import pruner_state, read_pruner_state
-from keepk.run.surgery import Replayed
-from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
-from keepk.run.weight_side import WeightSide
+from keepk.run.parties import Shrink, register_live, run_spec
+from keepk.run.report import plan_html
+from keepk.run.sides import Session
+from keepk.run.surgery import Event
+
+if TYPE_CHECKING:
+    from keepk.show.run_report import RunReport
 
 Wrapper = TypeVar("Wrapper")
-_LIVE: WeakValueDictionary[int, "Pruner"] = WeakValueDictionary()  # in the order in which they were made
-_NUMBERS = count_up()
+SHOWN = 10  # spaces in a repr
 
 
 class Pruner:
-    """Keeps exactly K weights or channels in every space, by the plan, while the user's own loop trains.
+    """Prunes a model to exactly K weights or channels per space while the user's own loop trains it.
 
-    Call `step` at the end of every epoch: it ranks the units of each space and keeps exactly as many as the plan says.
-    Weights that go are zero from then on, after every ``optimizer.step()``; channels that go are taken out of the
-    model, the optimizer and the followers, or masked. Nothing in the model is renamed, wrapped or replaced. When the
-    plan has ended, `step` changes nothing and the masks are still held, so fine-tuning is simply more training.
+    Call `step` at the end of every epoch. It ranks the units of each space and keeps exactly as many as the plan says.
+    Pruned weights are zero from then on, after every ``optimizer.step()``; pruned channels are removed from the model,
+    the optimizer and the followers, or masked. Nothing in the model is renamed, wrapped or replaced. After the last
+    event of the plan, `step` prunes nothing more and the masks are still held, so fine-tuning is simply more training.
 
     Args:
-        model: The user's model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
+        model: The model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
         spaces: What to keep: one or more of `keepk.weights(...)` and `keepk.channels(...)`.
-        optimizer: The optimizer (or several) that trains the model. None if nothing trains after an event: without it
-            the zeros are not held.
-        epochs: How long the plan is. None takes the schedules' own length.
+        optimizer: The optimizer that trains the model, or several. Pass None only if nothing trains after an event:
+            without an optimizer the zeros are not held.
+        epochs: The length of the plan. None takes the schedules' own length.
         phases: Spans of epochs in which some spaces are pruned and some parameters frozen; their sum is the length.
-        example: An input, as for `keepk.trace`; needed for channels. It is kept, to count multiply-accumulates.
+        example: An input, as for `keepk.trace`; required for channels. It is kept, to count multiply-accumulates.
         examples: Several inputs, for a model that takes different paths; see `keepk.trace`.
         training_example: The input of the model's forward in train mode, if it differs.
         train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
         value_branches: "accept" leaves paths unknown that no example takes; see `keepk.trace`.
         replay: Whether each cut is first replayed at its own sizes, on a copy without weights. An event is refused,
-            and nothing changes, if forward would then fail or do something else than the trace has seen.
-        shrink: Channels are taken out at "each" event, at the "end" of their plans, or "never"; until then they are
+            and nothing changes, if forward would then fail or differ from what the trace has seen.
+        shrink: Channels are removed at "each" event, at the "end" of their plans, or "never"; until then they are
             masked.
-        followers: Who follows the model's weights, and is cut and zeroed along at every event: an `AveragedModel`, a
-            copy, dicts of tensors.
+        followers: Copies of the model's weights that are cut and zeroed with it at every event: an `AveragedModel`, a
+            copy of the model, dicts of tensors.
+
+    Raises:
+        SpaceError: A space matches nothing, asks for more than there is, overlaps another space, or the model has an
+            open Pruner already.
+        PlanError: A schedule cannot end at K in its epochs, or the phases or the plans of two spaces contradict each
+            other.
+        OptimizerError: An optimizer does not train the model, or its state cannot be zeroed weight by weight.
+        ShrinkError: A follower does not have the model's tensors.
+        TraceError: The example does not fit the model, or the model cannot be traced.
 
     >>> import keepk
     >>> _ = torch.manual_seed(0)
@@ -119,151 +133,160 @@ class Pruner:
         replay: bool = True,
         followers: Sequence[Follower] = (),
     ) -> None:
-        refuse_wrong_types(model, spaces, phases, shrink)
-        refuse_no_followers(followers, model, "Pruner")
-        if epochs is not None:
-            count(epochs, "Pruner: epochs", PlanError, least=1)
-        of_weights, of_channels = listed_spaces(spaces)
-        self._model, self._example = unwrap(model), examples[0] if example is None and examples else example
-        weights = WeightSide(self._model, find_members(model, of_weights))
-        names = {parameter: name for name, parameter in weights.parameters.items()}
-        self._frozen_by_epoch = frozen_by_epoch(model, phases or ())
-        self._optimizers = checked_optimizers(model, optimizer, names, any(self._frozen_by_epoch))
-        self._followers = followers
-        refuse_strange_followers(followers, named_parameters(model))
-        inputs = None
-        if of_channels and self._example is not None:
-            inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
-        # Channels that are masked until the end are replayed at once: later they cannot come back.
-        replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
-        channels = channel_side(model, inputs, of_channels, self._optimizers, followers, replayed)
-        _refuse_second(model)
-        refuse_unfit_followers(followers, weights, channels)
-        members: list[Any] = [*weights.members.values(), *(channels.members.values() if channels else ())]
-        goals = {it.space.name: Goal(it.total, it.keep, it.space.schedule) for it in members}
-        self._totals = {name: goal.total for name, goal in goals.items()}
-        rooms = find_rooms(self._model, weights, channels)
-        if phases is not None and channels is not None:
-            check_phases(goals, epochs, phases)
-            goals |= late_goals(goals, channels, rooms, phases)
-        plan = timeline(goals, epochs=epochs, phases=phases)
-        plan |= channels.settle(plan) if channels else {}
-        self._plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
-        refuse_weights_that_end_before_channels(self._plan, weights, channels)
-        refuse_undercut(self._plan, rooms)
-        refuse_masked_directions(self._model, weights, channels, shrink)
-        self._sides = Sides(self._model, weights, channels, self._optimizers, followers, shrink)
-        self._watch = weights.watch
-        if channels is not None:
-            channels.watch = self._watch
-            channels.warn_of_uncounted()
-        self._frozen: tuple[nn.Parameter, ...] = ()
-        self._handles: list[RemovableHandle] | None = self._hook()
-        _LIVE[next(_NUMBERS)] = self
+        self._spec = run_spec(
+            model,
+            spaces,
+            optimizer,
+            epochs=epochs,
+            phases=phases,
+            example=example,
+            examples=examples,
+            training_example=training_example,
+            train_mode=train_mode,
+            value_branches=value_branches,
+            shrink=shrink,
+            replay=replay,
+            followers=followers,
+        )
+        self._session = Session(self._spec)
+        self._handles: list[RemovableHandle] = []
+        # Public hooks only: nothing of the optimizer is replaced, and `close` leaves no trace.
+        for it in self._spec.optimizers:
+            self._handles.append(it.register_step_pre_hook(self._before_update))
+        for it in self._spec.optimizers:
+            self._handles.append(it.register_step_post_hook(self._after_update))
+        register_live(self)
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
         """By space: how many units are left after epochs 1, 2, ... of the run."""
-        return dict(self._plan)
+        # A plain dict, so that it can be pickled, written as JSON and put into a checkpoint's extra.
+        return dict(self._spec.plan)
 
     @property
     def epochs(self) -> int:
-        """How many events the plan has."""
-        return len(next(iter(self._plan.values())))
+        """The number of events in the plan."""
+        return len(next(iter(self._spec.plan.values())))
 
     @property
     def epoch(self) -> int:
-        """How many events are behind us."""
-        return self._epoch
+        """The number of events so far."""
+        return self._session.epoch
 
     @property
     def done(self) -> bool:
         """Whether the plan has ended."""
-        return self._epoch >= self.epochs
+        return self.epoch >= self.epochs
 
     @property
     def kept(self) -> dict[str, int]:
         """By space: how many units are left now, counted on the model's tensors.
 
-        A masked weight that is not 0.0 counts as left, no matter what brought it back, and so does a kept one that is
-        0.0. A `KeepkWarning` has both numbers if that is not what the last event kept; `apply_masks` puts it right.
+        A masked weight that is not 0.0 counts as left, no matter how it came back, and so does a kept one that is 0.0.
+        If the count differs from what the last event kept, a `KeepkWarning` has both numbers; `apply_masks` repairs it.
         """
         return self._counted("kept")
 
     @property
     def masks(self) -> dict[str, Tensor]:
         """By parameter: which entries are kept. The mask says so, not the value: a kept weight may be 0.0."""
-        self._follow_cuts()
-        return self._sides.masks
+        self._session.follow_cuts()
+        return self._session.masks
 
     @property
     def certificate(self) -> dict[str, dict[str, Any]]:
-        """By space: its kind, its globs, how many units there were, are asked for, and were kept at the last event.
+        """By space: its kind, its globs, and its units: ``total``, ``asked`` for, and ``kept`` at the last event.
 
-        Also how many are alive, if it is another number: fewer after `keepk.compact`; more, with a `KeepkWarning`, if
-        pruned units came back, and then ``kept`` has that number too. Of channels also how many are ``masked`` and not
-        removed, and how many ``fixed`` ones its layers have besides, which cannot be removed and are not counted.
+        ``alive`` is there if another number is left now: fewer after `keepk.compact`; more, with a `KeepkWarning`, if
+        pruned units came back, and then ``kept`` has that number too. Channel spaces also say how many channels are
+        ``masked`` and not removed, and how many ``fixed`` ones their layers have, which cannot be removed and are not
+        counted.
         """
         return self.counted_certificate("certificate")
 
     def counted_certificate(self, asked_by: str) -> Certificate:
-        """The certificate by the model's tensors; it warns once of each space whose count is not true, per asker."""
-        found = certificate(self._sides, self._counted(asked_by))
-        return {name: found[name] for name in self._plan}
+        """The certificate by the model's tensors; warns once per space and caller if a count is not true."""
+        return self._session.certificate(self._counted(asked_by))
 
     @property
     def closed(self) -> bool:
-        """Whether it has let go of the optimizer."""
-        return self._handles is None
+        """Whether `close` was called."""
+        return self._session.closed
 
     @property
     def model(self) -> nn.Module:
         """The model, without wrappers."""
-        return self._model
+        return self._spec.model
 
     @property
     def example(self) -> Any:
-        """The example that was given."""
-        return self._example
+        """The example that was passed; the first of several."""
+        return self._spec.example
 
     @torch.no_grad()
     def step(self, wrapper: Wrapper | None = None) -> Wrapper | None:
         """End an epoch: keep exactly as many units of each space as the plan says.
 
-        All or nothing: whatever cannot be ranked or removed is refused before the first weight changes. With several
-        processes all of them call it, and all keep the same units.
+        All or nothing: anything that cannot be ranked or removed is refused before the first weight changes. With
+        several processes, all of them must call it, and all keep the same units. After the plan has ended, it only
+        zeroes the masked weights again.
 
         Args:
-            wrapper: The `DistributedDataParallel` wrapper of the model, if channels are taken out of it. The old
-                wrapper cannot be used afterwards; go on with the one that is returned: ``ddp = pruner.step(ddp)``.
+            wrapper: The `DistributedDataParallel` wrapper of the model, if channels are removed from it. The old
+                wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``.
+
+        Returns:
+            A new wrapper if one was passed and the event removed channels; otherwise `wrapper` itself.
+
+        Raises:
+            RankError: Weights or scores are NaN or infinite, or channels leave fewer weights than the plan says.
+            ShrinkError: Channels cannot be removed, or the model was changed since the Pruner was made.
+            OptimizerError: The optimizer has state that cannot be zeroed weight by weight.
+            DisagreementError: Another process has failed or would keep different units.
+            StateError: Pruned weights came back and the Pruner has no optimizer to hold them.
+            KeepkError: The Pruner is closed.
+
+        >>> import keepk
+        >>> model = nn.Linear(10, 10)
+        >>> pruner = Pruner(model, keepk.weights("weight", keep=25, schedule=[50, 25]))
+        >>> pruner.step()
+        >>> pruner.kept
+        {'weight': 50}
         """
+        session = self._session
         if self.done:
-            self._follow_cuts()
+            session.follow_cuts()
             self._refuse_unusable(wrapper)
-            self._zero_masked()
+            session.zero_masked()
             return wrapper
-        device = next(self._model.parameters()).device
-        event = agreed(lambda: self._decide(wrapper), lambda it: it.told, device)
-        before, now = self._planned(self._epoch), self._planned(self._epoch + 1)
-        rewraps: Any = wrapper if event.cuts else None
+        before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
+        device = next(self._spec.model.parameters()).device
+        event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.told, device)
+        # DDP holds the shapes of the parameters that it was made from, so it has to be made again after a cut.
+        old: Any = wrapper if event.cuts else None
         try:
-            carried_out(lambda: self._carry_out(event), device)
+            # Zeroed values are copied only if another process may still fail after this one has succeeded.
+            carried_out(lambda: session.apply(event, keep_values=are_several()), device)
         except Exception:
-            if rewraps is not None:
-                disarm(rewraps, TAKEN_BACK)  # it would no longer average gradients, without a word
+            if old is not None:
+                disarm(old, TAKEN_BACK)  # it would no longer average gradients, without a word
             raise
-        self._watch.event(fell=any(now[name] < before[name] for name in now))
-        if rewraps is None:
+        session.watch.event(fell=any(now[name] < before[name] for name in now))
+        if old is None:
             return wrapper
-        disarm(rewraps)
-        return rewrapped(rewraps)  # type: ignore[return-value]  # of the same class
+        disarm(old)
+        return rewrapped(old)  # type: ignore[return-value]  # of the same class
 
     @torch.no_grad()
     def apply_masks(self) -> None:
         """Set every masked entry to zero again: in the model, in the optimizer's state and in the followers.
 
-        Every step of the Pruner's optimizer does this. Call it after anything else that writes into the model, such as
-        ``model.load_state_dict(best)``, and the counts of `kept`, `keepk.report` and `keepk.save` are true again.
+        Every step of the Pruner's optimizer does this for the model. Call it after anything else that writes into the
+        model, such as ``model.load_state_dict(best)``; then the counts of `kept`, `keepk.report` and `keepk.save` are
+        true again.
+
+        Raises:
+            StateError: A parameter with a mask is gone or has another shape.
 
         >>> import keepk
         >>> model = nn.Linear(10, 10)
@@ -275,76 +298,99 @@ class Pruner:
         >>> pruner.kept
         {'weight': 25}
         """
-        self._follow_cuts()
-        self._sides.apply_masks()
+        self._session.follow_cuts()
+        self._session.apply_masks()
+
+    def report(self, *, error: float | None = None) -> "RunReport":
+        """A summary of the run: planned, kept and requested units per space, parameters and MACs.
+
+        Args:
+            error: An error in percent to show in the report.
+
+        Returns:
+            A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` is plain values.
+
+        Raises:
+            KeepkError: `error` is not a number.
+
+        >>> import keepk
+        >>> pruner = Pruner(nn.Linear(10, 10), keepk.weights("weight", keep=25))
+        >>> pruner.step()
+        >>> pruner.report().line
+        'epoch 1/1: kept weight 25 of 100; 110 parameters (75 masked)'
+        """
+        # Imported here because reports are made from runs, and rooms import from their left only. A method is easier
+        # to find than a function that takes the Pruner, so this is the one exception.
+        from keepk.show.run_report import report  # noqa: PLC0415
+
+        return report(self, error=error)
 
     def untrue_counts(self) -> dict[str, tuple[int, int]]:
-        """By space whose count is not true: how many units the last event left, and how many are there now.
+        """By space whose count is not true: how many units the last event left, and how many there are now.
 
-        Reads only: where masks have not followed a cut yet, they have no count to compare.
+        Reads only: masks that have not been cut with the model yet have no count to compare.
         """
-        if self._sides.behind:
+        session = self._session
+        if session.behind:
             return {}
-        claimed, found = self._sides.kept, self._sides.counted
-        return {name: (claimed[name], found[name]) for name in self._plan if claimed[name] != found[name]}
+        # `keepk.save` asks this before it writes anything, and a save must not change the run.
+        claimed, found = session.kept, session.counted
+        return {name: (claimed[name], found[name]) for name in self._spec.plan if claimed[name] != found[name]}
 
     def warn_of_save_before_step(self) -> None:
-        """Warn, once, of a model that is saved before its first event."""
-        space = next((name for name, total in self._totals.items() if self._plan[name][-1] < total), None)
-        if self._epoch == 0 and space is not None:
-            self._watch.once(
+        """Warn, once, about a model that is saved before its first event."""
+        totals, plan = self._spec.totals, self._spec.plan
+        space = next((name for name, total in totals.items() if plan[name][-1] < total), None)
+        if self.epoch == 0 and space is not None:
+            self._session.watch.once(
                 ("unpruned",),
-                f"save: the model's Pruner has not made a step yet, so nothing is pruned: space {space!r} has all its "
-                f"{self._totals[space]:,} units, asked for are {self._plan[space][-1]:,}. Call pruner.step() first. To "
-                f"save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
+                f"save: the model's Pruner has not made a step yet, so nothing is pruned: space {space!r} still has "
+                f"all of its {totals[space]:,} units, and its target is {plan[space][-1]:,}. Call pruner.step() first. "
+                f"To save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, as plain values and bool tensors; loads with ``weights_only=True``."""
-        self._follow_cuts()
-        self._sides.refuse_revived()
-        self._sides.refuse_cut_elsewhere()
-        return pruner_state(self._sides.weights, self._sides.channels, self._plan, self._epoch)
+        """The state of the run as plain values and bool tensors.
+
+        Returns:
+            A dict that ``torch.load(..., weights_only=True)`` reads.
+
+        Raises:
+            StateError: The model was cut by `keepk.compact` or `keepk.shrink` since the run began, or pruned weights
+                came back and the Pruner has no optimizer to hold them.
+        """
+        return self._session.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` stood. A state of another model, plan or version is refused, and nothing changes.
+        """Continue from a state: cut a freshly built model to the size that it had, and take over masks and epoch.
 
-        A freshly built model is cut to the size that it had then.
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            StateError: The state comes from a different model, plan or format version. Nothing changes then.
+            KeepkError: The Pruner is closed.
+
+        >>> import keepk
+        >>> def make():
+        ...     torch.manual_seed(0)
+        ...     return Pruner(nn.Linear(10, 10), keepk.weights("weight", keep=25, schedule=[50, 25]))
+        >>> first, second = make(), make()
+        >>> first.step()
+        >>> second.load_state_dict(first.state_dict())
+        >>> second.epoch, second.kept
+        (1, {'weight': 50})
         """
-        with undone_by(self.take_shape(state)):
-            self.take_masks(state)
-
-    @torch.no_grad()
-    def take_shape(self, state: Mapping[str, Any]) -> Undo:
-        """The first half of `load_state_dict`: cut the model to its size. What is returned takes that back."""
-        self._refuse_closed()
-        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._plan)
-        return self._sides.take_shape(saved, self._plan)
-
-    @torch.no_grad()
-    def take_masks(self, state: Mapping[str, Any]) -> Undo:
-        """The second half of `load_state_dict`, over a model of that size. What is returned forgets the masks again."""
-        saved = read_pruner_state(state, self._sides.weights, self._sides.channels, self._plan)
-        with ExitStack() as way_back:
-            way_back.callback(self._enter_epoch, self._epoch)
-            way_back.callback(self._sides.snapshot())
-            self._sides.take_masks(saved, self._plan)
-            self._enter_epoch(saved.epoch)
-            self._watch.restart()
-            for module in self._certified_modules():
-                way_back.callback(certified(module, *self._with_others(module))())
-            return way_back.pop_all().close
+        # Two halves, because `load_checkpoint` has to load the model and the optimizer between them.
+        with undone_by(self._session.take_shape(state)):
+            self._session.take_masks(state)
 
     def close(self) -> None:
-        """Let go of the optimizer: masks are no longer held and nothing is frozen. The weights stay as they are."""
-        for handle in self._handles or ():
+        """Remove the hooks from the optimizer: masks are no longer held and nothing is frozen. Weights stay as is."""
+        for handle in self._handles:
             handle.remove()
-        self._handles = None
-
-    @property
-    def _is_at_work(self) -> bool:
-        """Whether it still has events to come or holds masks."""
-        return self._handles is not None and (not self.done or bool(self._sides.held))
+        self._handles.clear()
+        self._session.closed = True
 
     def __enter__(self) -> "Pruner":
         return self
@@ -352,118 +398,58 @@ class Pruner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hook(self) -> list[RemovableHandle]:
-        self._enter_epoch(0)
-        handles = [optimizer.register_step_pre_hook(self._before_update) for optimizer in self._optimizers]
-        return handles + [optimizer.register_step_post_hook(self._after_update) for optimizer in self._optimizers]
+    def __repr__(self) -> str:
+        """A line for the run and one for each space, by the run's own account: nothing is counted or changed."""
+        session, totals, plan = self._session, self._spec.totals, self._spec.plan
+        kinds = {name: side.kind for side in session.sides for name in side.members}
+        kept, closed = session.kept, ", closed" if self.closed else ""
+        lines = [f"Pruner(epoch {self.epoch} of {self.epochs}{closed})"]
+        for name in list(plan)[:SHOWN]:
+            count = f"{kept[name]:,} of {totals[name]:,} {kinds[name]} kept"
+            lines.append(f"  {name}: {count}, {plan[name][-1]:,} at the end")
+        lines += [f"  ... and {len(plan) - SHOWN} more spaces"] if len(plan) > SHOWN else []
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The plan as a table, below the epoch."""
+        return f"<p>Plan of a Pruner at epoch {self.epoch} of {self.epochs}</p>{plan_html(self._spec.plan)}"
+
+    @property
+    def _is_at_work(self) -> bool:
+        """Whether events are still to come or masks are held."""
+        return not self.closed and (not self.done or bool(self._session.held))
 
     def _before_update(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        self._follow_cuts()
-        return without_updates(self._frozen, args, kwargs) if self._frozen else None
-
-    def _follow_cuts(self) -> None:
-        """Masks follow whoever cut the model since, such as `keepk.compact`."""
-        if self._sides.follow_cuts():
-            self._certify()
-
-    def _certify(self) -> None:
-        """Write what is asked and kept into the record of the model and of the modules that follow it."""
-        for module in self._certified_modules():
-            certify(module, *self._with_others(module))
-
-    def _certified_modules(self) -> list[nn.Module]:
-        return [self._model, *(followed(it) for it in self._followers if isinstance(it, nn.Module))]
-
-    def _with_others(self, module: nn.Module) -> tuple[Certificate, dict[str, Places]]:
-        """The certificate and the places of masked channels, beside those of other runs over the same model."""
-        others = {name: entry for name, entry in certificate_of(module).items() if name not in self._plan}
-        mine = certificate(self._sides, self._sides.kept)
-        masked = {name: places for name, places in masked_places(module).items() if name in others}
-        return {**others, **{name: mine[name] for name in self._plan}}, {**masked, **self._sides.masked_places}
+        """The hook before an optimizer step: frozen parameters get no gradient, so no update either."""
+        self._session.follow_cuts()
+        frozen = self._session.frozen
+        return without_updates(frozen, args, kwargs) if frozen else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._watch.updated(optimizer)
-        self._zero_masked()
+        """The hook after an optimizer step: momentum or weight decay may have moved masked weights."""
+        self._session.watch.updated(optimizer)
+        self._session.zero_masked()
 
-    def _zero_masked(self) -> None:
-        for it in self._sides.held:
-            it.zero()
-
-    def _counted(self, asked_by: str) -> dict[str, int]:
-        self._follow_cuts()
-        found = self._sides.counted
-        self._watch.untrue_counts(asked_by, self._sides.kept, found)
-        return {name: found[name] for name in self._plan}
-
-    def _planned(self, epoch: int) -> dict[str, int]:
-        """By space: how many units the plan leaves after a number of events."""
-        return {name: counts[epoch - 1] if epoch else self._totals[name] for name, counts in self._plan.items()}
-
-    def _decide(self, wrapper: Any) -> Event:
-        """What the event does; all that one process may refuse is refused here, so that no other waits for it."""
-        self._follow_cuts()
+    def _decide(self, wrapper: Any, before: Mapping[str, int], now: Mapping[str, int]) -> Event:
+        """The decisions of the event. Everything that one process may refuse is refused here: others wait for it."""
+        self._session.follow_cuts()
         self._refuse_unusable(wrapper)
-        if self._optimizers:
-            self._watch.hasty(self._planned(self._epoch), self._planned(self._epoch + 1), self.epochs)
-        return self._sides.decide(self._plan, self._epoch, wrapper)
-
-    def _carry_out(self, event: Event) -> Undo:
-        """Apply the decision, all or nothing, and return a function that undoes it if another process fails."""
-        with ExitStack() as way_back:
-            way_back.callback(self._sides.follow(event, keep_values=are_several()))
-            way_back.callback(self._enter_epoch, self._epoch)
-            self._enter_epoch(self._epoch + 1)
-            for module in self._certified_modules():
-                way_back.callback(certified(module, *self._with_others(module))())
-            return way_back.pop_all().close
-
-    def _enter_epoch(self, epoch: int) -> None:
-        """So many events are behind us: freeze what the phase of the coming epoch freezes."""
-        self._epoch = epoch
-        frozen = self._frozen_by_epoch[epoch] if epoch < len(self._frozen_by_epoch) else ()
-        if frozen is not self._frozen:
-            for optimizer in self._optimizers:
-                restart_flat_history(optimizer)
-        self._frozen = frozen
+        # Without an optimizer there are no steps to count, so pruning without training is no mistake.
+        if self._spec.optimizers:
+            self._session.watch.hasty(before, now, self.epochs)
+        return self._session.decide(wrapper)
 
     def _refuse_unusable(self, wrapper: Any) -> None:
-        self._refuse_closed()
-        self._sides.refuse_revived()
+        self._session.refuse_closed()
+        self._session.refuse_revived()
         if wrapper is not None:
-            refuse_other_wrapper(wrapper, self._model)
+            refuse_other_wrapper(wrapper, self._spec.model)
 
-    def _refuse_closed(self) -> None:
-        if self._handles is None:
-            raise KeepkError("Pruner: it was closed, so masks are no longer held. Make a new one.")
-
-
-def live_pruner(model: nn.Module) -> Pruner | None:
-    """The latest Pruner of an unwrapped model that was not closed; None if it has none."""
-    found = [pruner for pruner in list(_LIVE.values()) if pruner.model is model and not pruner.closed]
-    return found[-1] if found else None
-
-
-def _refuse_second(model: nn.Module) -> None:
-    """Refuse a model that another Pruner is at work on: each would take what the other has promised to keep."""
-    own = {id(parameter) for parameter in model.parameters()}
-    if _at_work(own):
-        gc.collect()  # an unreferenced one does not count
-    for other in _at_work(own):
-        spaces = other.plan
-        named = ", ".join(f"{name!r}" for name in spaces)
-        where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
-        raise SpaceError(
-            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; two would take "
-            f"from each other what they keep. Give one Pruner all the spaces, or close the first: "
-            f"pruner.close(). If no "
-            f"variable refers to it any more, its optimizer does: delete that too."
-        )
-
-
-def _at_work(parameters: set[int]) -> list[Pruner]:
-    """The Pruners at work on a model that has any of these parameters."""
-    return [
-        it for it in list(_LIVE.values()) if it._is_at_work and any(id(p) in parameters for p in it.model.parameters())
-    ]
+    def _counted(self, asked_by: str) -> dict[str, int]:
+        """By space: the units left by the model's tensors, with a warning where the run's own account differs."""
+        self._session.follow_cuts()
+        found = self._session.counted
+        self._session.watch.untrue_counts(asked_by, self._session.kept, found)
+        return {name: found[name] for name in self._spec.plan}

@@ -1,7 +1,8 @@
-"""What a plan and a run have to say, as plain values: the tables and pictures of `show` read nothing else."""
+"""Plans and layers of a run as plain values. The tables and figures of `show` are made from these alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from itertools import pairwise
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """The end of one epoch: how many units are left, and the accuracy on the validation part in percent."""
+    """The end of one epoch: how many units are left, and the validation accuracy in percent."""
 
     phase: str
     kept: int
@@ -32,7 +33,7 @@ class EpochRecord:
 
 @dataclass(frozen=True)
 class PlanSpan:
-    """Epochs `first` to `last`, at whose ends the same number is kept; `pruned` go at the end of `first`."""
+    """Epochs `first` to `last`, which keep the same number; `pruned` units are pruned at the end of `first`."""
 
     first: int
     last: int
@@ -40,9 +41,36 @@ class PlanSpan:
     pruned: int
 
 
+def plan_html(plan: Mapping[str, Sequence[int]]) -> str:
+    """The plans of all spaces as an HTML table, with a row for each event at which any count changes.
+
+    >>> plan_html({"fc": (50, 50, 10)}).count("<tr>")
+    3
+    """
+    # Plans can have hundreds of epochs, most of them without a change; the first and the last row frame them.
+    events = [*zip(*plan.values(), strict=True)]
+    rows = [
+        (str(epoch), *(f"{count:,}" for count in counts))
+        for epoch, counts in enumerate(events, start=1)
+        if epoch in (1, len(events)) or counts != events[epoch - 2]
+    ]
+    return html_table(("epoch", *plan), rows)
+
+
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A small HTML table for notebooks. Names of modules and spaces are escaped.
+
+    >>> html_table(["space", "kept"], [["<lambda>", "7"]])
+    '<table><tr><th>space</th><th>kept</th></tr><tr><td>&lt;lambda&gt;</td><td>7</td></tr></table>'
+    """
+    lines = [("th", columns), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) for tag, line in lines)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
+
+
 @dataclass(frozen=True)
 class PlanReport:
-    """A checked plan: M, and how many of them are left after epochs 1, 2, ..."""
+    """A checked plan: M, and how many units are left after epochs 1, 2, ... A notebook shows it as a table."""
 
     total: int
     counts: tuple[int, ...]
@@ -54,23 +82,27 @@ class PlanReport:
 
     @property
     def spans(self) -> list[PlanSpan]:
-        """The plan with epochs at which nothing changes folded into one span.
+        """The plan with epochs that prune nothing folded into the span before them.
 
         >>> PlanReport(100, (50, 50, 10)).spans
         [PlanSpan(first=1, last=2, kept=50, pruned=50), PlanSpan(first=3, last=3, kept=10, pruned=40)]
         """
-        before = (self.total, *self.counts)
+        before = (self.total, *self.counts)  # so that before[e] is the count after epoch e, and before[0] is M
         changed = [epoch for epoch in range(1, len(before)) if epoch == 1 or before[epoch] != before[epoch - 1]]
         return [
             PlanSpan(first, following - 1, before[first], before[first - 1] - before[first])
             for first, following in pairwise([*changed, len(before)])
         ]
 
+    def _repr_html_(self) -> str:
+        rows = [(f"{it.first}-{it.last}" if it.last > it.first else str(it.first), f"{it.kept:,}") for it in self.spans]
+        return html_table(("epoch", "kept"), rows)
+
 
 def plan_report(
     schedule: AnySchedule, total: int, *, keep: int | None = None, prune: float | None = None, epochs: int | None = None
 ) -> PlanReport:
-    """The plan of `total` weights, by the count to keep or by the share to prune, as a `Pruner` would make it.
+    """The plan for `total` weights, by the count to keep or by the share to prune, as a `Pruner` would make it.
 
     >>> plan_report([400, 250], 1000, prune=0.75)
     PlanReport(total=1000, counts=(400, 250))
@@ -78,17 +110,19 @@ def plan_report(
     count(total, "plan: total", PlanError, least=1)
     if epochs is not None:
         count(epochs, "plan: epochs", PlanError, least=1)
+    # A space does the conversion, so that a share becomes the same count here as in a run.
     kept = weights("*", keep=keep, prune=prune, name="plan").count_kept(total)
     return PlanReport(total, plan(schedule, total, kept, epochs=epochs))
 
 
 def layer_counts(masks: Mapping[str, Tensor]) -> list[LayerCount]:
-    """By layer, in the order of the masks: ``fc1.weight`` and ``fc1.bias`` are both of ``fc1``.
+    """The kept entries of each layer, in the order of the masks: ``fc1`` has ``fc1.weight`` and ``fc1.bias``.
 
     >>> import torch
     >>> layer_counts({"fc1.weight": torch.tensor([True, False]), "fc1.bias": torch.tensor([False])})
     [LayerCount(name='fc1', total=3, kept=1)]
     """
+    # A parameter of the model itself has no layer name: it is listed under its own.
     layers = dict[str, list[Tensor]]()
     for name, mask in masks.items():
         layers.setdefault(name.rpartition(".")[0] or name, []).append(mask)
@@ -99,7 +133,7 @@ def layer_counts(masks: Mapping[str, Tensor]) -> list[LayerCount]:
 
 
 def whole(layers: Sequence[LayerCount], name: str = "total") -> LayerCount:
-    """All layers as one.
+    """The sum over all layers.
 
     >>> whole([LayerCount("a", 10, 1), LayerCount("b", 5, 2)])
     LayerCount(name='total', total=15, kept=3)

@@ -1,4 +1,4 @@
-"""From names to parameters: the spaces of a plan found in a real model."""
+"""From names to parameters: the weight spaces of a run, looked up in a model and checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,21 +22,29 @@ RANKABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Members:
-    """The parameters of one space, in the model's order, by name."""
+    """The parameters of one weight space.
+
+    Attributes:
+        space: The user's request.
+        parameters: By name, in the model's order. The objects stay the same when they are cut.
+        shapes: Their shapes when the run began.
+        total: M, how many weights they had then.
+        keep: K.
+    """
 
     space: WeightSpace
     parameters: dict[str, nn.Parameter]
-    shapes: dict[str, list[int]]  # as they were when the run began
+    shapes: dict[str, list[int]]
     total: int
     keep: int
 
     def floor(self, parameter: nn.Parameter) -> int:
-        """The layer floor, which counts for tensors of two or more dims."""
+        """How many weights of a parameter must stay. A layer floor applies to tensors of two or more dims only."""
         return min(self.space.layer_floor, parameter.numel()) if parameter.dim() >= 2 else 0
 
 
 def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, Members]:
-    """The parameters of every space, checked: each glob finds something, no weight is in two spaces."""
+    """The parameters of every space, checked: each glob matches something, no weight is in two spaces."""
     named = named_parameters(model)
     found = dict[str, Members]()
     taken = dict[nn.Parameter, str]()
@@ -63,7 +71,7 @@ def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, M
 
 
 def find_frozen(model: nn.Module, globs: Sequence[str]) -> tuple[nn.Parameter, ...]:
-    """The parameters that the globs of a phase name."""
+    """The parameters that match the globs of a phase, each once."""
     named = named_parameters(model)
     for glob in globs:
         if not any(matches(name, [glob]) for name in named):
@@ -75,6 +83,7 @@ def find_frozen(model: nn.Module, globs: Sequence[str]) -> tuple[nn.Parameter, .
 
 def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
     """Refuse NaN and infinite weights, in one read and without a copy."""
+    # NaN and infinities reach the minimum or the maximum, so two scalars tell; isfinite() alone would make a mask.
     if parameter.numel() == 0 or all(bound.isfinite() for bound in parameter.detach().aminmax()):
         return
     bad = int(parameter.numel() - parameter.detach().isfinite().sum())
@@ -102,6 +111,7 @@ def _select(space: WeightSpace, named: dict[str, nn.Parameter]) -> dict[str, nn.
                     f"space {space.name!r}: {option}={glob!r} matches no parameter. "
                     f"Nearest names: {nearest(glob, list(named))}."
                 )
+    # By object, not by name: a tied parameter is excluded if any of its names is.
     excluded = {id(p) for name, p in named.items() if matches(name, space.exclude)}
     chosen = {id(p) for name, p in named.items() if matches(name, space.select)} - excluded
     # A tied parameter counts once, under the first of its names.
@@ -131,7 +141,7 @@ def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -
     where = f"space {space.name!r}: parameter {name!r}"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise SpaceError(f"{where} has no shape yet. Run one forward pass of the lazy module first.")
-    if hasattr(parameter, "device_mesh"):
+    if hasattr(parameter, "device_mesh"):  # a DTensor, as FSDP2 makes: each process sees a part of it
         raise SpaceError(f"{where} is sharded over processes. Prune before sharding, or exclude it.")
     if quantised_tensor(parameter):
         raise SpaceError(

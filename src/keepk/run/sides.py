@@ -1,288 +1,337 @@
-"""Weights and channels of one run together: what an event decides, and doing it."""
+"""The state of a run: its epoch, its masks, and its two sides, channels and weights.
 
-from collections.abc import Mapping, Sequence
+A `Session` does for all spaces together what a `Side` does for its own kind of units. Wherever it loops over the sides,
+channels come first: a weight's K counts the weights in channels that stay, so channels have to be decided before
+weights are ranked.
+"""
+
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.followers import Follower, parameters_of, refuse_strange_followers, zero_followers
+from keepk.cut.certificate import Certificate, certificate_of, certified, certify, masked_places
+from keepk.cut.followers import followed, parameters_of, refuse_strange_followers, zero_followers
 from keepk.cut.hold import Held, Masks, held
-from keepk.cut.optimizer_state import flat_history, refuse_foreign_state, restart_flat_history, state_per_weight
+from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
 from keepk.cut.record import Places, cuts_since, record_of
 from keepk.cut.tensors import left_of
 from keepk.cut.undo import Undo
-from keepk.errors import ShrinkError, StateError
+from keepk.errors import KeepkError, ShrinkError, StateError
 from keepk.graph.edits import Cut
-from keepk.graph.maps import Flags
 from keepk.graph.wrappers import named_parameters
-from keepk.plan.phases import Plan
 from keepk.rank.changed import changed_model
 from keepk.rank.pieces import one_thread
-from keepk.run.channel_side import ChannelEvent, ChannelSide
-from keepk.run.counting import count_channels, count_weights, masked_places
-from keepk.run.state import Saved, read_masks
-from keepk.run.surgery import Operation, Surgery, by_plain_name, nothing
+from keepk.run.channel_side import ChannelSide
+from keepk.run.parties import RunSpec
+from keepk.run.state import Saved, pruner_state, read_pruner_state
+from keepk.run.surgery import NO_OPERATION, Event, Operation, Surgery, by_plain_name, nothing
+from keepk.run.watch import Watch
 from keepk.run.weight_side import WeightSide
 
-Shrink = Literal["each", "end", "never"]
-NONE = np.zeros(0, np.int64)
+
+class Side(Protocol):
+    """One kind of units of a run: `WeightSide`, `ChannelSide`, or its null object `NoChannels`."""
+
+    @property
+    def kind(self) -> str:
+        """``"weights"`` or ``"channels"``, as in a certificate."""
+
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """The spaces by name, with their total, their K and the units that they took."""
+
+    @property
+    def kept(self) -> Mapping[str, int]:
+        """By space: the units left, by the run's own account."""
+
+    @property
+    def certified(self) -> Mapping[str, int]:
+        """By space: the units left at the last event."""
+
+    @property
+    def counted(self) -> Mapping[str, int]:
+        """By space: the units left, counted on the model's tensors."""
+
+    @property
+    def zeroed(self) -> Masks:
+        """By parameter: the entries that are held at zero."""
+
+    @property
+    def masks(self) -> Masks:
+        """By parameter: the entries that are kept."""
+
+    def decide(self, event: Event) -> Event:
+        """The event with this side's decisions added. Reads only."""
+
+    def apply(self, event: Event) -> Undo:
+        """Carry out this side's part of a decided event; the undo is called before a snapshot is restored."""
+
+    def follow_cuts(self, cuts: Mapping[str, Cut], follow: Callable[[Masks], Masks]) -> None:
+        """Take note of cuts that this run did not make; `follow` cuts masks in the same way."""
+
+    def snapshot(self) -> Undo:
+        """A function that restores masks and counts as they are now."""
+
+    def state(self) -> dict[str, Any]:
+        """The entries of this side in a `Pruner`'s state."""
+
+    def load(self, saved: Saved) -> None:
+        """Take over a saved state, over a model that has its saved size."""
+
+    def notes(self, name: str, revived: int) -> dict[str, Any]:
+        """Entries for the certificate of a space besides its counts; `revived` masked units are no longer zero."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """What one event decides, before anything changes.
+class NoChannels:
+    """The side of a run without channel spaces: nothing to decide, to mask or to save."""
+
+    kind = "channels"
+
+    def __init__(self) -> None:
+        self.members: Mapping[str, Any] = {}
+        self.zeroed: Masks = {}
+        self.kept = self.certified = self.counted = dict[str, int]()
+        self.masks: Masks = {}
+        self.sizes = dict[str, Any]()
+        self.places = dict[str, Places]()
+
+    def warn_of_uncounted(self) -> None:
+        """Nothing is left uncounted."""
+
+    def decide(self, event: Event) -> Event:
+        """No channels are pruned."""
+        return event
+
+    def apply(self, _: Event) -> Undo:
+        """No channels are removed."""
+        return nothing
+
+    def follow_cuts(self, _: Mapping[str, Cut], _follow: Callable[[Masks], Masks]) -> None:
+        """No channels are followed."""
+
+    def snapshot(self) -> Undo:
+        """There is nothing to restore."""
+        return nothing
+
+    def state(self) -> dict[str, Any]:
+        """A state without channels has no entry for them."""
+        return {}
+
+    def refuse_other_state(self, _: Saved) -> None:
+        """Any state fits whose spaces fit."""
+
+    def resized(self, _: Saved) -> Operation:
+        """The model keeps its size."""
+        return NO_OPERATION
+
+    def load(self, _: Saved) -> None:
+        """There is nothing to take over."""
+
+    def notes(self, _name: str, _revived: int) -> dict[str, Any]:
+        """Nothing to add to a certificate."""
+        return {}
+
+
+class Session:
+    """The state of one run, and every change of it. `Pruner` is its public face.
 
     Attributes:
-        due: By weight space, how many are left.
-        channels: Which channels go.
-        operation: What removes them.
-        masks: The new masks of weights, over the model as it is now.
+        spec: The checked arguments of the run.
+        watch: The warnings of the run.
+        channels: The channel spaces.
+        weights: The weight spaces.
+        sides: Both, channels first.
+        epoch: How many events there were.
+        frozen: The parameters that get no update in the coming epoch.
+        held: The masks, ready to be applied after every optimizer step.
+        closed: Whether the user has closed the `Pruner`.
     """
 
-    due: Mapping[str, int]
-    channels: ChannelEvent | None
-    operation: Operation | None
-    masks: Masks
-
-    @property
-    def told(self) -> list[Tensor]:
-        """What all processes must agree on, as flags."""
-        gone = [] if self.operation is None else [torch.from_numpy(self.operation.flags)]
-        return [*self.masks.values(), *gone]
-
-    @property
-    def cuts(self) -> bool:
-        """Whether it changes the shapes of the model."""
-        return self.operation is not None and self.operation.prepared is not None
-
-
-class Sides:
-    """The weights and the channels of a run, with what is masked and held."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: WeightSide,
-        channels: ChannelSide | None,
-        optimizers: Sequence[torch.optim.Optimizer],
-        followers: Sequence[Follower],
-        shrink: Shrink,
-    ) -> None:
-        self.weights, self.channels = weights, channels
-        self._model, self._optimizers, self._followers, self._shrink = model, optimizers, followers, shrink
-        self._silenced: Masks = {}  # by channels that are masked
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec, self.watch, self.closed = spec, Watch(), False
+        self.channels: ChannelSide | NoChannels = NoChannels()
+        if spec.graph is not None:
+            surgery = Surgery(spec.model, spec.graph, spec.optimizers, spec.followers, spec.replayed)
+            self.channels = ChannelSide(
+                spec.graph, spec.model, spec.channels, surgery, spec.plan, spec.shrink, self.watch
+            )
+        self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch)
+        self.sides: tuple[Side, ...] = (self.channels, self.weights)
         self.held: list[Held] = []
-        self._record = record_of(model)  # of the model that the masks fit
-        self._cut_elsewhere: str | None = None  # a tensor that somebody else has cut
+        self._record = record_of(spec.model)  # of the model that the masks fit
+        self._cut_elsewhere: str | None = None  # a tensor that something else than this run has cut
+        self.channels.warn_of_uncounted()
+        self.frozen: tuple[nn.Parameter, ...] = ()
+        self.enter_epoch(0)
+
+    # Counts and masks ------------------------------------------------------------------------------------------------
 
     @property
     def kept(self) -> dict[str, int]:
-        """By space: how many units are left."""
-        return {**self.weights.kept, **(self.channels.kept if self.channels else {})}
+        """By space: how many units are left, by the run's own account."""
+        return {name: count for side in self.sides for name, count in side.kept.items()}
 
     @property
     def counted(self) -> dict[str, int]:
         """By space: how many units the model's tensors have now, masked ones that came back included."""
-        channels = count_channels(self.channels, self._silenced, self._model) if self.channels else {}
-        return {**count_weights(self.weights, self._model), **channels}
-
-    @property
-    def masked_places(self) -> dict[str, Places]:
-        """By space: where its channels are that are masked and not removed."""
-        return masked_places(self.channels, self._model) if self.channels else {}
+        return {name: count for side in self.sides for name, count in side.counted.items()}
 
     @property
     def masks(self) -> Masks:
         """By parameter of a weight space, or with masked channels: which entries are kept."""
-        return {**{name: ~mask for name, mask in self._silenced.items()}, **self.weights.masks}
+        return {name: mask for side in self.sides for name, mask in side.masks.items()}
 
-    def decide(self, plan: Plan, epoch: int, wrapper: nn.Module | None) -> Event:
-        """What goes at the end of an epoch: channels first, then weights of what stays. Reads only."""
-        refuse_strange_followers(self._followers, named_parameters(self._model))
-        now = {name: plan[name][epoch] for name in self.weights.members}
-        due = {name: keep for name, keep in now.items() if keep < self.weights.kept[name]}
-        channels, operation, doomed = None, None, Masks()
-        if self.channels is not None:
-            self._refuse_unknown_channels()
-            channels = self.channels.decide(epoch)
-            operation = self._operation(self.channels, channels, self._is_physical(plan, epoch), wrapper)
-            doomed = self.channels.surgery.doomed(operation, self.weights.parameters) if operation else {}
-        names = {parameter: name for name, parameter in self.weights.parameters.items()}
-        for optimizer in self._optimizers if due else ():
-            refuse_foreign_state(optimizer, names)
-        return Event(due, channels, operation, self.weights.decide(now, doomed))
+    @property
+    def _zeroed(self) -> Masks:
+        """By parameter: the entries held at zero.
 
-    def follow(self, event: Event, *, keep_values: bool = False) -> Undo:
-        """Do what was decided, all or nothing: take channels out, then hold what is left at its masks.
+        Where both sides have a mask, the one of the weights counts: it includes the entries of masked channels.
+        """
+        return {name: mask for side in self.sides for name, mask in side.zeroed.items()}
 
-        Return a function that undoes it; zeroed weights get their values back only with `keep_values`.
+    def planned(self, epoch: int) -> dict[str, int]:
+        """By space: how many units the plan leaves after a number of events."""
+        totals = self.spec.totals
+        return {name: counts[epoch - 1] if epoch else totals[name] for name, counts in self.spec.plan.items()}
+
+    def certificate(self, left: Mapping[str, int]) -> Certificate:
+        """By space: its globs, what was asked for, what the last event kept, and `left`, if it differs, as alive.
+
+        Where more units are left than the last event kept, its number is no longer true, and `left` replaces it.
+        """
+        found, kept = Certificate(), self.kept
+        for side in self.sides:
+            for name, it in side.members.items():
+                certified = side.certified[name]
+                found[name] = {
+                    "kind": side.kind,
+                    "select": list(it.space.select),
+                    "exclude": list(it.space.exclude),
+                    "total": it.total,
+                    "asked": it.keep,
+                    "kept": max(certified, left[name]),
+                    **({"alive": left[name]} if left[name] != certified else {}),
+                    **side.notes(name, left[name] - kept[name]),
+                }
+        return {name: found[name] for name in self.spec.plan}
+
+    # An event --------------------------------------------------------------------------------------------------------
+
+    def decide(self, wrapper: nn.Module | None) -> Event:
+        """Decide the coming event. Reads only, and refuses everything that can be refused."""
+        refuse_strange_followers(self.spec.followers, named_parameters(self.spec.model))
+        event = Event(self.epoch, wrapper)
+        for side in self.sides:
+            event = side.decide(event)
+        return event
+
+    def apply(self, event: Event, *, keep_values: bool = False) -> Undo:
+        """Carry out a decided event, all or nothing; returns the undo.
+
+        Args:
+            event: What `decide` returned.
+            keep_values: Whether the undo brings zeroed weights back. It costs a copy of them, which is needed only
+                where another process may fail after this one has succeeded.
         """
         with ExitStack() as way_back:
             way_back.callback(self.snapshot())
-            self._follow(event, way_back, keep_values)
+            for side in self.sides:
+                way_back.callback(side.apply(event))
+            if event.prunes:
+                if keep_values:
+                    way_back.callback(self._values())
+                self._hold()
+            else:
+                self.zero_masked()  # counts are exact after every event, also after one that prunes nothing
+            way_back.callback(self.enter_epoch, self.epoch)
+            self.enter_epoch(event.epoch + 1)
+            self._certify(way_back)
             return way_back.pop_all().close
 
-    def _follow(self, event: Event, way_back: ExitStack, keep_values: bool) -> None:
-        masks = {**self.weights.dead, **event.masks}
-        if event.operation is not None and self.channels is not None:
-            masks = event.operation.after(masks)
-            way_back.callback(event.operation.apply())
-            self._silenced = {} if event.cuts else self.channels.surgery.doomed(event.operation)
-        if event.channels is not None and self.channels is not None:
-            self.channels.follow(event.channels, event.operation.gone if event.operation else NONE)
-            self.channels.certify()
-        self.weights.follow(masks, self.weights.counts(masks) if event.operation else event.due)
-        self.weights.certify()
-        if event.masks or event.operation:
-            if keep_values:
-                way_back.callback(self._values())
-            self._hold()
-        else:
-            for it in self.held:  # exact after every event, also after one at which nothing goes
-                it.zero()
+    def enter_epoch(self, epoch: int) -> None:
+        """Set the number of past events, and freeze what the phase of the coming epoch freezes."""
+        self.epoch = epoch
+        frozen = self.spec.frozen_by_epoch[epoch] if epoch < len(self.spec.frozen_by_epoch) else ()
+        if frozen is not self.frozen:
+            for optimizer in self.spec.optimizers:
+                restart_flat_history(optimizer)  # LBFGS would still move frozen weights along its old directions
+        self.frozen = frozen
 
-    @property
-    def behind(self) -> bool:
-        """Whether the model was cut outside of this run and the masks have not been cut yet."""
-        before, now = self._record["tensors"], record_of(self._model)["tensors"]
-        return not (before is now or before == now) or any(it.outgrown for it in self.held)
-
-    def follow_cuts(self) -> bool:
-        """Whether somebody else has cut the model, as `compact` does; the masks are then cut along.
-
-        A constant that was folded into a bias revives it, which only shows until the next update: to be asked before.
-        """
-        if not self.behind:
-            return False
-        made = cuts_since(self._record, record_of(self._model))
-        self._cut_elsewhere = next(iter(made), None)
-        if self.channels is not None:
-            self.channels.follow_cuts(made.values())
-        parameters = named_parameters(self._model)
-        cuts = by_plain_name(self._model, made)
-        self._silenced = {n: _cut_along(n, mask, cuts, parameters) for n, mask in self._silenced.items()}
-        dead = {n: _cut_along(n, mask, cuts, parameters) for n, mask in self.weights.dead.items()}
-        self.weights.follow(dead, self.weights.counts(dead))
-        self._hold_masks()  # what is zeroed is another matter: this is asked where nothing but a count is wanted
-        return True
-
-    def refuse_cut_elsewhere(self) -> None:
-        """Refuse to make a state of what no plan leads to: a model that somebody else has cut."""
-        if self._cut_elsewhere is not None:
-            raise StateError(
-                f"pruner state: {self._cut_elsewhere!r} was cut since the run began, by keepk.compact or keepk.shrink, "
-                f"so a fresh model could not take it. Checkpoint before that; afterwards keepk.save the model."
-            )
-
-    def _refuse_unknown_channels(self) -> None:
-        """Channels that somebody else took are not in the plan, so it could not end at K."""
-        if self._cut_elsewhere is not None:
-            raise ShrinkError(
-                f"parameter {self._cut_elsewhere!r}: was cut by keepk.compact or keepk.shrink, which the plan of the "
-                f"channels does not know. Change the model first, then make the Pruner; or wait until its plan ends."
-            )
-
-    def take_shape(self, saved: Saved, plan: Plan) -> Undo:
-        """Give the model the size that it had in a saved run. What is returned takes it back."""
-        operation = None
-        if self.channels is not None:
-            alive = self.channels.graph.alive
-            going = [unit for unit in saved.channels["removed"] if alive[unit]]
-            operation = self._as_saved(self.channels.surgery, np.zeros_like(self.channels.dead), going, physical=True)
-        read_masks(saved, self.weights.members, operation.shape_of if operation else _shape_now, plan)
-        return operation.apply() if operation else nothing
-
-    def take_masks(self, saved: Saved, plan: Plan) -> None:
-        """Hold what a saved run held, over a model that has the size that it had."""
-        masks = read_masks(saved, self.weights.members, _shape_now, plan)
-        parameters = self.weights.parameters
-        dead = {name: (~mask).to(parameters[name].device) for name, mask in masks.items() if not mask.all()}
-        self.weights.follow(dead, self.weights.counts(dead))
-        self.weights.certify()
-        if self.channels is not None:
-            self.channels.load(saved.channels)
-            self.channels.certify()
-            masked = self._as_saved(self.channels.surgery, self.channels.dead, (), physical=False)
-            self._silenced = self.channels.surgery.doomed(masked)
-        self._hold()
-
-    def apply_masks(self) -> None:
-        """Zero again what is masked: weights, optimizer state, followers."""
-        now = named_parameters(self._model)
-        for name, mask in {**self._silenced, **self.weights.dead}.items():
-            if name not in now or now[name].shape != mask.shape:
-                got = f"has shape {tuple(now[name].shape)}" if name in now else "is not there any more"
-                raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
-        refuse_strange_followers(self._followers, now)
-        self._hold()
-
-    def refuse_revived(self) -> None:
-        """Refuse to go on where no optimizer is known, and yet something has trained weights that were pruned."""
-        if self._optimizers:
-            return
-        for name, it in zip({**self._silenced, **self.weights.dead}, self.held, strict=True):
-            if revived := it.revived:
-                raise StateError(
-                    f"parameter {name!r}: {revived} pruned weights are not zero any more. Something trains the model, "
-                    f"and the Pruner was given no optimizer to hold them. Make it with the optimizer that trains; if "
-                    f"they came back another way, as by load_state_dict, call pruner.apply_masks() first."
-                )
+    def _certify(self, way_back: ExitStack | None = None) -> None:
+        """Write the certificate into the record of the model and of the modules that follow it."""
+        modules = [followed(it) for it in self.spec.followers if isinstance(it, nn.Module)]
+        mine, places = self.certificate(self.kept), self.channels.places
+        for module in (self.spec.model, *modules):
+            # Spaces of earlier runs over the same model keep their entries.
+            others = {name: entry for name, entry in certificate_of(module).items() if name not in mine}
+            masked: dict[str, Places] = {name: it for name, it in masked_places(module).items() if name in others}
+            if way_back is None:
+                certify(module, {**others, **mine}, {**masked, **places})
+            else:
+                way_back.callback(certified(module, {**others, **mine}, {**masked, **places})())
 
     def snapshot(self) -> Undo:
-        """Where it stands; what is returned stands there again."""
-        weights, silenced, kept_held, record = self.weights.snapshot(), self._silenced, self.held, self._record
-        channels = self.channels.snapshot() if self.channels else None
+        """A function that restores masks and counts as they are now."""
+        restores = [side.snapshot() for side in self.sides]
+        present = self.held, self._record
 
         def restore() -> None:
-            self.weights.restore(weights)
-            self._silenced, self.held, self._record = silenced, kept_held, record
-            if self.channels is not None and channels is not None:
-                self.channels.restore(channels)
+            for undo in restores:
+                undo()
+            self.held, self._record = present
 
         return restore
 
-    @staticmethod
-    def _as_saved(surgery: Surgery, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
-        try:
-            return surgery.operation(dead, going, physical=physical, wrapper=None)
-        except ShrinkError as error:
-            raise StateError(
-                f"pruner state: the channels that were gone cannot go from this model, because of {error} "
-                f"Load the state into a freshly built model, before it is wrapped or changed."
-            ) from error
+    # Holding masks ---------------------------------------------------------------------------------------------------
 
-    def _is_physical(self, plan: Plan, epoch: int) -> bool:
-        members = self.channels.members.items() if self.channels else ()
-        ends = all(plan[name][epoch] == it.keep for name, it in members)
-        return self._shrink == "each" or (self._shrink == "end" and ends)
+    def zero_masked(self) -> None:
+        """Set the masked weights to zero, as after every optimizer step."""
+        for it in self.held:
+            it.zero()
 
-    @staticmethod
-    def _operation(
-        channels: ChannelSide, event: ChannelEvent, physical: bool, wrapper: nn.Module | None
-    ) -> Operation | None:
-        waiting = (channels.dead & channels.graph.alive).any()
-        if not len(event.removed) and not (physical and waiting):
-            return None
-        operation = channels.surgery.operation(channels.dead, event.removed, physical=physical, wrapper=wrapper)
-        channels.refuse_other_counts(event, operation.gone)
-        return operation
+    def apply_masks(self) -> None:
+        """Set masked entries to zero in the weights, the optimizer's state and the followers."""
+        now = named_parameters(self.spec.model)
+        for name, mask in self._zeroed.items():
+            if name not in now or now[name].shape != mask.shape:
+                got = f"has shape {tuple(now[name].shape)}" if name in now else "no longer exists"
+                raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
+        refuse_strange_followers(self.spec.followers, now)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Zero what is masked, with its state and in the followers, and keep the masks for every update to come."""
+        zeroed = self._hold_masks()
+        with one_thread():  # an event is rare: no thread pool to wait for
+            for it in self.held:
+                it.zero()
+                it.zero_state(self.spec.optimizers)
+            zero_followers(self.spec.followers, zeroed)
+        for optimizer in self.spec.optimizers if zeroed else ():
+            restart_flat_history(optimizer)
+
+    def _hold_masks(self) -> Masks:
+        """Make the masks ready for every update of the model as it is now, without zeroing anything yet."""
+        self._record = record_of(self.spec.model)
+        parameters, zeroed = named_parameters(self.spec.model), self._zeroed
+        self.held = held((parameters[name], mask) for name, mask in zeroed.items())
+        return zeroed
 
     def _values(self) -> Undo:
-        """The weights and the state that the masks are about to make zero; what is returned puts them back."""
-        parameters, dead = named_parameters(self._model), {**self._silenced, **self.weights.dead}
-        tensors = [(parameters[name].detach(), mask) for name, mask in dead.items()]
-        for optimizer in self._optimizers:
-            tensors += [(it, m) for name, m in dead.items() for it in state_per_weight(optimizer, parameters[name])]
-        for follower in self._followers:
+        """Copy the weights and the state that the masks are about to zero; the returned function puts them back."""
+        parameters, zeroed = named_parameters(self.spec.model), self._zeroed
+        tensors = [(parameters[name].detach(), mask) for name, mask in zeroed.items()]
+        for optimizer in self.spec.optimizers:
+            tensors += [(it, m) for name, m in zeroed.items() for it in state_per_weight(optimizer, parameters[name])]
+        for follower in self.spec.followers:
             found = parameters_of(follower)
-            tensors += [(found[name].detach(), mask) for name, mask in dead.items() if name in found]
+            tensors += [(found[name].detach(), mask) for name, mask in zeroed.items() if name in found]
         places = [(tensor, mask.to(tensor.device) & (tensor != 0)) for tensor, mask in tensors]
         values = [(tensor, place, tensor[place]) for tensor, place in places]
-        histories = [flat_history(optimizer) for optimizer in self._optimizers]
+        histories = [flat_history(optimizer) for optimizer in self.spec.optimizers]
 
         def put_back() -> None:
             with torch.no_grad():
@@ -293,63 +342,110 @@ class Sides:
 
         return put_back
 
-    def _hold_masks(self) -> Masks:
-        """Make the masks ready for every update of the model as it is now."""
-        self._record = record_of(self._model)
-        parameters = named_parameters(self._model)
-        dead = {**self._silenced, **self.weights.dead}
-        self.held = held((parameters[name], mask) for name, mask in dead.items())
-        return dead
+    def refuse_revived(self) -> None:
+        """Refuse to continue if pruned weights were trained although the `Pruner` knows no optimizer."""
+        if self.spec.optimizers:
+            return  # their hooks zero the weights after every step
+        for name, it in zip(self._zeroed, self.held, strict=True):
+            if revived := it.revived:
+                raise StateError(
+                    f"parameter {name!r}: {revived} pruned weights are no longer zero. Something trains the model, "
+                    f"and the Pruner was given no optimizer to hold them. Make it with the optimizer that trains; if "
+                    f"they came back another way, as by load_state_dict, call pruner.apply_masks() first."
+                )
 
-    def _hold(self) -> None:
-        dead = self._hold_masks()
-        with one_thread():  # an event is rare: no thread pool to wait for
-            for it in self.held:
-                it.zero()
-                it.zero_state(self._optimizers)
-            zero_followers(self._followers, dead)
-        for optimizer in self._optimizers if dead else ():
-            restart_flat_history(optimizer)
+    # Cuts by others --------------------------------------------------------------------------------------------------
+
+    @property
+    def behind(self) -> bool:
+        """Whether the model was cut outside of this run and the masks have not been cut yet."""
+        before, now = self._record["tensors"], record_of(self.spec.model)["tensors"]
+        return not (before is now or before == now) or any(it.outgrown for it in self.held)
+
+    def follow_cuts(self) -> None:
+        """Cut the masks if something else has cut the model, such as `keepk.compact`.
+
+        To be called before an update: `compact` folds constants into biases, which revives those that were masked, and
+        that shows only until the next update zeroes them.
+        """
+        if not self.behind:
+            return
+        made = cuts_since(self._record, record_of(self.spec.model))
+        self._cut_elsewhere = next(iter(made), None)
+        parameters, cuts = named_parameters(self.spec.model), by_plain_name(self.spec.model, made)
+
+        def follow(masks: Masks) -> Masks:
+            return {name: _cut_mask(name, mask, cuts, parameters) for name, mask in masks.items()}
+
+        for side in self.sides:
+            side.follow_cuts(made, follow)
+        self._hold_masks()  # without zeroing: this is called where only a count is wanted
+        self._certify()
+
+    # States ----------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The state of the run as plain values and bool tensors."""
+        self.follow_cuts()
+        self.refuse_revived()
+        if self._cut_elsewhere is not None:  # no plan leads to this shape, so no fresh model could be brought to it
+            raise StateError(
+                f"pruner state: {self._cut_elsewhere!r} was cut since the run began, by keepk.compact or keepk.shrink, "
+                f"so a fresh model could not take it. Checkpoint before that; afterwards keepk.save the model."
+            )
+        units = {**self.weights.state(), **self.channels.state()}
+        return pruner_state(self._sizes, self.spec.plan, self.epoch, units)
+
+    @torch.no_grad()
+    def take_shape(self, state: Mapping[str, Any]) -> Undo:
+        """Cut the model to the size that it had in a saved state; returns the undo.
+
+        The first half of loading a state. A checkpoint loads the model and the optimizer between the two halves: their
+        tensors fit only a model of the saved size.
+        """
+        self.refuse_closed()
+        saved = self._read(state)
+        operation = self.channels.resized(saved)
+        self.weights.refuse_other_masks(saved, operation.shape_of)
+        return operation.apply()
+
+    @torch.no_grad()
+    def take_masks(self, state: Mapping[str, Any]) -> Undo:
+        """Take over the epoch and the masks of a saved state, over a model of its size; returns the undo.
+
+        The second half of loading a state. The undo does not bring zeroed weights back.
+        """
+        saved = self._read(state)
+        with ExitStack() as way_back:
+            way_back.callback(self.enter_epoch, self.epoch)
+            way_back.callback(self.snapshot())
+            for side in self.sides:
+                side.load(saved)
+            self._hold()
+            self.enter_epoch(saved.epoch)
+            self.watch.restart()
+            self._certify(way_back)
+            return way_back.pop_all().close
+
+    def refuse_closed(self) -> None:
+        """Refuse to change anything once the `Pruner` is closed."""
+        if self.closed:
+            raise KeepkError("Pruner: it was closed, so masks are no longer held. Make a new one.")
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {**self.weights.sizes, **self.channels.sizes}
+
+    def _read(self, state: Mapping[str, Any]) -> Saved:
+        saved = read_pruner_state(state, self._sizes, self.spec.plan)
+        self.channels.refuse_other_state(saved)
+        return saved
 
 
-def certificate(sides: Sides, left: Mapping[str, int]) -> dict[str, dict[str, Any]]:
-    """By space: its globs, what was asked for, what was kept at the last event, and `left`, if it differs, as alive.
-
-    Where more are left than the last event kept, that number is not true any more, and `left` takes its place. Of
-    channels, also how many are masked and not removed, and how many their layers have that are not counted.
-    """
-    found = dict[str, dict[str, Any]]()
-    kept = {**sides.weights.certified, **(sides.channels.certified if sides.channels else {})}
-    members: list[Any] = [*sides.weights.members.values(), *(sides.channels.members.values() if sides.channels else ())]
-    for it in members:
-        name = it.space.name
-        entry: dict[str, Any] = {
-            "kind": "weights" if name in sides.weights.members else "channels",
-            "select": list(it.space.select),
-        }
-        entry |= {
-            "exclude": list(it.space.exclude),
-            "total": it.total,
-            "asked": it.keep,
-            "kept": max(kept[name], left[name]),
-        }
-        masked = _count_masked(sides.channels, name) - max(0, left[name] - sides.kept[name])
-        found[name] = entry | ({"alive": left[name]} if left[name] != kept[name] else {})
-        found[name] |= {"masked": masked} if masked > 0 else {}
-        found[name] |= {"fixed": it.fixed} if name not in sides.weights.members and it.fixed else {}
-    return found
-
-
-def _count_masked(channels: ChannelSide | None, space: str) -> int:
-    """How many channels of a space are masked and not removed."""
-    if channels is None or space not in channels.members:
-        return 0
-    return int((channels.dead & channels.graph.alive)[channels.members[space].units].sum())
-
-
-def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Mapping[str, Tensor]) -> Tensor:
+def _cut_mask(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Mapping[str, Tensor]) -> Tensor:
+    """A mask cut in the same way as its parameter."""
     if name not in parameters:
-        raise changed_model(ShrinkError, name, "is not there any more, and the model was cut since")
+        raise changed_model(ShrinkError, name, "no longer exists, and the model was cut since")
     parameter, left = parameters[name], left_of(dead, cuts[name]) if name in cuts else dead
     if left.shape != parameter.shape:
         raise ShrinkError(
@@ -359,7 +455,3 @@ def _cut_along(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Map
     if name.rpartition(".")[2] != "bias":
         return left
     return left & (parameter.detach() == 0).to(left.device)  # compact folds constants into biases, which then live
-
-
-def _shape_now(_name: str, parameter: Tensor) -> tuple[int, ...]:
-    return tuple(parameter.shape)

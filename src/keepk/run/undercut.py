@@ -1,8 +1,13 @@
-"""Weights beside channels: how few weights the channels that stay may have, and plans that ask for more.
+"""Weight spaces beside channel spaces: the fewest weights that pruned channels may leave, and plans that need more.
 
-Channels are decided first, and a weight is there only while its channels are. Before a run it is known how many
-channels stay, but not which: the least number of weights that any of these choices leaves bounds the plan of the
-weights.
+Channels are decided first, and a weight exists only as long as its channels do. Before a run it is known how many
+channels stay, but not which ones. The smallest number of weights over all such choices is an upper bound for the plan
+of the weights. Two layers of 4 and 2 channels that read 3 inputs each have 18 weights; with 3 of the 6 channels left
+there are 9 weights. If the first layer reads 10 inputs instead, the number left depends on which channels stay: with a
+floor of 1 it is at least 10 + 2 * 3 = 16.
+
+`Room` finds that bound for one weight space: `_Sorts` describes the weights left in each tensor as a product of counts
+of channels, and `plan.least` minimises the sum of these products.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,28 +24,34 @@ from keepk.graph.tracer import named_tensors
 from keepk.plan.least import Count, Factor, Product, least
 from keepk.plan.names import matches
 from keepk.plan.phases import Goal, Phase, Plan, through_phases
-from keepk.run.channel_members import ChannelMembers
-from keepk.run.channel_side import ChannelSide
+from keepk.run.channel_members import ChannelMembers, settled
 from keepk.run.resolve import Members
-from keepk.run.weight_side import WeightSide
 
 SHOWN = 12  # counts of a plan in an error
 
 
 class Room:
-    """How many weights of a space the channels leave at least, for given numbers of channels."""
+    """The fewest weights of a space that are left, for given numbers of channels.
 
-    def __init__(self, model: nn.Module, members: Members, channels: ChannelSide) -> None:
-        self.members, self.channels = members, channels.members
+    Attributes:
+        members: The weight space.
+        channels: The channel spaces by name.
+        is_shared: Whether any of its weights is in a channel that may be removed.
+    """
+
+    def __init__(
+        self, model: nn.Module, members: Members, graph: Graph, channels: Mapping[str, ChannelMembers]
+    ) -> None:
+        self.members, self.channels = members, channels
         self._known = dict[tuple[tuple[int, ...], int | None], int]()
         names = {parameter: name for name, parameter, is_one in named_tensors(model) if is_one}
         own = [names[parameter] for parameter in members.parameters.values()]
-        self._sorts = _Sorts(channels.graph, channels.members, own)
+        self._sorts = _Sorts(graph, channels, own)
         self._products = [self._sorts.product(name) for name in own]
         self.is_shared = any(factor.multiples for product in self._products for factor in product.factors)
 
     def least(self, kept: Mapping[str, int], enough: int | None = None) -> int:
-        """The least number of weights left while each channel space keeps `kept` channels; see `plan.least`."""
+        """The fewest weights left while each channel space keeps `kept` channels; see `plan.least`."""
         key = tuple(kept[name] for name in self.channels), enough
         if key not in self._known:
             gone = sum(it.total - kept[name] for name, it in self.channels.items())
@@ -50,18 +61,19 @@ class Room:
 
 
 class _Sorts:
-    """Units of the same layer with the same number of slices in the same tensors; the number that stays is one count.
+    """Units sorted by the number of slices that they have in each tensor.
 
-    A unit that belongs to no space stays, unless it goes with another: what a BatchNorm reads goes with its source, and
-    a source with the last that reads it.
+    Units of one layer and one sort are interchangeable, so only the number of them that stays matters: one `Count`. A
+    unit outside of every space stays, unless it is removed with another: a reading with its source, and a source with
+    its last reading.
     """
 
     def __init__(self, graph: Graph, spaces: Mapping[str, ChannelMembers], tensors: Sequence[str]) -> None:
         self._graph = graph
         self._counts = list[Count]()
-        self._spare = dict[int, tuple[int, int]]()  # by count: its units, and how many others go before one of them
-        self._affine = list[tuple[int, float, float]]()  # by sort: its count, and the constant and multiple in it
-        self._sort = np.full(len(graph.units) + 1, -1)  # by unit; the last entry is for what belongs to none
+        self._spare = dict[int, tuple[int, int]]()  # by count: its units, and how many removals each of them needs
+        self._affine = list[tuple[int, float, float]]()  # by sort: its count; left units = constant + multiple * count
+        self._sort = np.full(len(graph.units) + 1, -1)  # by unit; the last entry is for indices that belong to none
         self._sizes = list[int]()
         self._is_counted = np.zeros(len(graph.units) + 1, bool)
         for members in spaces.values():
@@ -84,7 +96,7 @@ class _Sorts:
         return found
 
     def product(self, tensor: str) -> Product:
-        """How many numbers of a tensor are left."""
+        """How many entries of a tensor are left, as a product of one factor per axis."""
         shape, owners = self._graph.shape(tensor), self._graph.owners(tensor)
         rest = [size for axis, size in enumerate(shape) if axis not in owners]
         factors = [self._factor(it) if it.ndim == 1 else self._row_factor(it, owners.get(0)) for it in owners.values()]
@@ -99,30 +111,31 @@ class _Sorts:
                 constant += number
                 continue
             place, offset, slope = self._affine[sort]
-            each = number / self._sizes[sort]  # indices by unit
+            each = number / self._sizes[sort]  # indices per unit: a head has several
             constant += each * offset
             multiples[place] = multiples.get(place, 0.0) + each * slope
         return Factor(constant, multiples)
 
     def _row_factor(self, owners: Indices, rows: Indices | None) -> Factor:
-        """How many in-channels of a grouped convolution each row has left; equally many, whichever the row."""
+        """How many in-channels each row of a grouped convolution's weight has left: equally many in every row."""
         leaders = self._leader[owners]
         if rows is not None and (leaders == self._leader[rows][:, None]).all():
-            return Factor(owners.shape[1], {})  # they go with their row
+            return Factor(owners.shape[1], {})  # they are removed with their row, so a row that stays has all
         found = [self._factor(row) for row in np.unique(owners, axis=0)]
+        # If rows differ, one column each is a bound that is always met.
         return found[0] if all(it == found[0] for it in found) else Factor(1, {})
 
     def _marks(self, tensors: Iterable[str]) -> Indices:
-        """By unit, a number that encodes which tensors have how many slices of it, those removed with it included."""
+        """By unit, a number that encodes how many slices of it, and of units removed with it, each tensor has."""
         marks = np.zeros(len(self._graph.units) + 1, np.int64)
-        random = np.random.default_rng(0)
+        random = np.random.default_rng(0)  # a random number per tensor and axis: equal sums mean equal slices
         for tensor in tensors:
             for owners in self._graph.owners(tensor).values():
                 np.add.at(marks, self._leader[owners].ravel(), random.integers(1, 2**62))
         return marks
 
     def _add_bound(self, name: str, blocks: Sequence[Indices], counts: Sequence[int], marks: Indices) -> bool:
-        """Blocks that lose equally many, if the units of each are alike: one count says what is left of them all."""
+        """Add blocks that lose equally many, if the units of each are alike: one count describes all of them."""
         if len(blocks) == 1 or any(len(np.unique(marks[block])) > 1 for block in blocks):
             return False
         self._counts.append(Count(counts, name))
@@ -134,6 +147,7 @@ class _Sorts:
     def _add_free(
         self, name: str, members: ChannelMembers, blocks: Sequence[Indices], counts: Sequence[int], marks: Indices
     ) -> None:
+        """Add one count for each sort of units of each layer, from the fewest that may stay to all."""
         most_gone = (sum(map(len, blocks)) - counts[0]) // len(blocks)
         for block in blocks:
             homes = self._graph.units.group[block]
@@ -148,7 +162,7 @@ class _Sorts:
                     self._add(units, len(self._counts) - 1, 0, 1)
 
     def _add_loose(self, marks: Indices) -> None:
-        """Units of no space that may go, though no plan counts them: at most as many as others that go before them."""
+        """Add units outside of every space that may be removed with others: no plan counts them, so bound them."""
         links = self._graph.links()
         for space in self._graph.groups:
             for mark in np.unique(marks[space.units]).tolist():
@@ -167,12 +181,12 @@ class _Sorts:
 
 
 def _mortal(graph: Graph, counted: Flags) -> Flags:
-    """Which units of no space may go by themselves: sources that nothing reads, readings of several sources."""
+    """Which units outside of every space may be removed by others: unread sources, readings of several sources."""
     sources, readers = graph.links().T
     used = np.isin(graph.units.classes, graph.solution.used)
     mortal = np.zeros(len(counted), bool)
     mortal[:-1] = (np.bincount(sources, minlength=len(used)) > 0) & ~used & ~counted[:-1]
-    for _ in range(len(graph.groups)):  # a source stays if a unit that reads it stays
+    for _ in range(len(graph.groups)):  # a source stays if a reading of it stays; chains take several rounds
         mortal[sources[~(mortal | counted)[readers]]] = False
     several = np.flatnonzero(np.bincount(readers, minlength=len(used)) > 1)
     mortal[several[~counted[several]]] = True
@@ -180,7 +194,7 @@ def _mortal(graph: Graph, counted: Flags) -> Flags:
 
 
 def _leaders(graph: Graph, independent: Flags) -> Indices:
-    """By unit the one that it goes with: the source that it reads, or itself where it is independent of that."""
+    """By unit, the unit that it is removed with: the source that it reads, or itself if it is independent of that."""
     leader = np.arange(len(independent))
     sources, readers = graph.links().T
     follows = ~independent[readers]
@@ -193,14 +207,18 @@ def _leaders(graph: Graph, independent: Flags) -> Indices:
 
 
 def late_goals(
-    goals: Mapping[str, Goal], channels: ChannelSide, rooms: Mapping[str, Room], phases: Sequence[Phase]
+    goals: Mapping[str, Goal],
+    channels: Mapping[str, ChannelMembers],
+    rooms: Mapping[str, Room],
+    phases: Sequence[Phase],
 ) -> dict[str, Goal]:
-    """The goals of weights whose phases come after channels went: they start from what is sure to be left by then.
+    """The goals of weight spaces whose phases come after channels were removed: they start from what is left by then.
 
-    A schedule that started from all of its weights would ask for more than there are. Lists of counts are left alone.
+    A schedule that started from all of its weights would ask for more than there are. Lists of counts are left alone,
+    because the user has written those numbers.
     """
     found = dict[str, Goal]()
-    plan = channels.settle({name: through_phases(name, goals[name], phases) for name in channels.members})
+    plan = settled(channels, {name: through_phases(name, goals[name], phases) for name in channels})
     for name, room in rooms.items():
         first = next(place for place, phase in enumerate(phases) if matches(name, phase.prune))
         begin = sum(phase.epochs for phase in phases[:first])
@@ -212,9 +230,9 @@ def late_goals(
 
 
 def refuse_undercut(plan: Plan, rooms: Mapping[str, Room]) -> None:
-    """Refuse a plan that asks for more weights than the channels that stay are sure to have.
+    """Refuse a plan that needs more weights than the channels that stay are sure to have.
 
-    At epochs before the plan of the weights begins nothing is asked for, so channels may take weights along.
+    Before the plan of a weight space begins, no count is required, so channels may remove some of its weights.
     """
     for name, room in rooms.items():
         kept = [{other: plan[other][epoch] for other in room.channels} for epoch in range(len(plan[name]))]
@@ -227,6 +245,7 @@ def refuse_undercut(plan: Plan, rooms: Mapping[str, Room]) -> None:
 def _undercut(
     plan: Plan, members: Members, channels: Sequence[ChannelMembers], epoch: int, limits: Sequence[int]
 ) -> str:
+    """The message about such a plan, with a remedy that works: fewer weights, other counts, or phases."""
     name = members.space.name
     asks = (
         f"space {name!r}: keeps {plan[name][epoch]} weights at epoch {epoch + 1}, but the channels that stay then may "
@@ -237,13 +256,15 @@ def _undercut(
             f"{asks}, and {limits[-1]} at the end. Keep at most {limits[-1]} weights, or more channels; a higher "
             f"layer_floor= of the channels makes more weights certain."
         )
-    said = f"{asks}. Counts that always fit, by epoch: {_short(limits)}. Let its schedule keep at most so many"
+    said = f"{asks}. Counts that always fit, by epoch: {_short(limits)}. Let its schedule keep at most these"
     last = max(_length(plan, it) for it in channels)
     begin = next(e for e, count in enumerate(plan[name]) if count < members.total)
     if begin >= last:
         return f"{said}."
     names = [it.space.name for it in channels]
-    after = f"keepk.Phase({last}, prune={_listed(names)}), keepk.Phase({_length(plan, members)}, prune={name!r})"
+    listed = repr(names[0]) if len(names) == 1 else repr(names)
+    after = f"keepk.Phase({last}, prune={listed}), keepk.Phase({_length(plan, members)}, prune={name!r})"
+    # Names of spaces are globs in a Phase, and a default name such as "*" would match the other space too.
     clash = any(matches(name, [it]) or matches(it, [name]) for it in names)
     return (
         f"{said}, or prune weights after channels, in phases: Pruner(phases=[{after}])"
@@ -258,10 +279,6 @@ def _length(plan: Plan, members: Members | ChannelMembers) -> int:
     return plan[members.space.name].index(members.keep) + 1
 
 
-def _listed(names: Sequence[str]) -> str:
-    return repr(names[0]) if len(names) == 1 else repr(list(names))
-
-
 def _short(counts: Sequence[int]) -> str:
     if len(counts) <= SHOWN:
         return ", ".join(map(str, counts))
@@ -269,9 +286,11 @@ def _short(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, counts[:half]))}, ..., {', '.join(map(str, counts[-half:]))}"
 
 
-def find_rooms(model: nn.Module, weights: WeightSide, channels: ChannelSide | None) -> dict[str, Room]:
-    """By weight space that has weights of channels that may go: how few of them may be left."""
-    if channels is None:
+def find_rooms(
+    model: nn.Module, weights: Mapping[str, Members], graph: Graph | None, channels: Mapping[str, ChannelMembers]
+) -> dict[str, Room]:
+    """By weight space with weights in channels that may be removed: how few of its weights may be left."""
+    if graph is None:
         return {}
-    rooms = {name: Room(model, members, channels) for name, members in weights.members.items()}
+    rooms = {name: Room(model, members, graph, channels) for name, members in weights.items()}
     return {name: room for name, room in rooms.items() if room.is_shared}

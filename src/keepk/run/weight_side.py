@@ -1,31 +1,54 @@
-"""The weights of a run: which are pruned, and which go at the next event."""
+"""The weight spaces of a run: which weights are pruned, and which ones are pruned at the next event."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from keepk.cut.hold import Masks
-from keepk.errors import RankError, SpaceError
+from keepk.cut.optimizer_state import refuse_foreign_state
+from keepk.cut.undo import Undo
+from keepk.errors import RankError, SpaceError, StateError
+from keepk.graph.edits import Cut as TensorCut
+from keepk.plan.phases import Plan
 from keepk.rank.changed import refuse_other_parameters
 from keepk.rank.metrics import magnitude, score
 from keepk.rank.select import CutPoint, Ranked, cut_points, dead_mask
+from keepk.run.counting import count_weights
 from keepk.run.resolve import Members, refuse_not_finite
+from keepk.run.state import Saved
+from keepk.run.surgery import Event, nothing
 from keepk.run.watch import Watch
 
 
 class WeightSide:
-    """The weight spaces of a run."""
+    """The weight spaces of a run; see `run.sides.Side`. Without any space, every method does nothing.
 
-    def __init__(self, model: nn.Module, members: Mapping[str, Members]) -> None:
+    Attributes:
+        members: The spaces by name, with their parameters.
+        zeroed: By parameter, the pruned entries; a parameter without any has no mask.
+        kept: By space, how many weights the masks leave.
+        certified: The same as of the last event, before `keepk.compact` or others removed more.
+    """
+
+    kind = "weights"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        members: Mapping[str, Members],
+        plan: Plan,
+        optimizers: Sequence[torch.optim.Optimizer],
+        watch: Watch,
+    ) -> None:
         self.members = members
-        self.watch = Watch()
-        self._model = model
-        self.dead: Masks = {}
+        self._model, self._plan, self._optimizers, self._watch = model, plan, optimizers, watch
+        self.zeroed: Masks = {}
         self.kept = {name: it.total for name, it in members.items()}
-        self.certified = dict(self.kept)  # at the last event, before anybody swept what is dead
+        self.certified = dict(self.kept)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -34,28 +57,37 @@ class WeightSide:
 
     @property
     def masks(self) -> Masks:
-        """By parameter: which entries are kept."""
+        """By parameter of a space: which entries are kept."""
         return {
-            name: ~self.dead[name] if name in self.dead else torch.ones_like(parameter, dtype=torch.bool)
+            name: ~self.zeroed[name] if name in self.zeroed else torch.ones_like(parameter, dtype=torch.bool)
             for name, parameter in self.parameters.items()
         }
 
-    def counts(self, dead: Masks) -> dict[str, int]:
-        """By space: how many weights these masks leave."""
-        return {
-            name: sum(p.numel() - (int(dead[key].sum()) if key in dead else 0) for key, p in it.parameters.items())
-            for name, it in self.members.items()
-        }
+    @property
+    def counted(self) -> dict[str, int]:
+        """By space: how many weights the model's tensors have now, pruned ones that came back included."""
+        return count_weights(self.members, self.zeroed, self.kept, self._model)
 
-    def decide(self, planned: Mapping[str, int], doomed: Masks) -> Masks:
-        """The new dead masks of what changes: weights of channels that go, then the lowest-ranked. Reads only.
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """By space: the shapes of its parameters when the run began. A saved state must have the same."""
+        return {name: it.shapes for name, it in self.members.items()}
 
-        `planned` says how many are left of each space; where channels that go leave fewer, the event is refused.
-        """
+    def decide(self, event: Event) -> Event:
+        """Add the masks of weights in removed channels, then of the lowest-ranked ones. Reads only."""
+        planned = {name: self._plan[name][event.epoch] for name in self.members}
+        due = {name: keep for name, keep in planned.items() if keep < self.kept[name]}
         own = self.parameters
+        names = {parameter: name for name, parameter in own.items()}
+        for optimizer in self._optimizers if due else ():
+            refuse_foreign_state(optimizer, names)  # it may have made its state since the last event
         refuse_other_parameters(self._model, own, SpaceError)
-        before = {name: self._with(name, mask) for name, mask in doomed.items() if name in own}
-        left = self.counts({**self.dead, **before}) if before else self.kept
+        # K counts the weights in channels that stay, so weights of removed channels are masked before any are ranked.
+        before = {
+            name: mask if name not in self.zeroed else mask | self.zeroed[name].to(mask.device)
+            for name, mask in event.operation.doomed(own).items()
+        }
+        left = self._counts({**self.zeroed, **before}) if before else self.kept
         cuts = list[tuple[Ranked, CutPoint]]()
         for name, keep in planned.items():
             self._refuse_undercut(name, keep, left[name], by_channels=bool(before))
@@ -64,13 +96,78 @@ class WeightSide:
                 found = cut_points(ranked, keep)
                 self._warn_of_ranking(self.members[name], left[name], found)
                 cuts += zip(ranked, found, strict=True)
-        return {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
+        masks = {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
+        return replace(event, masks=masks, due=due)
+
+    def apply(self, event: Event) -> Undo:
+        """Take over the masks of an event; `run.sides.Session` zeroes the weights. A snapshot undoes it."""
+        self.zeroed = event.operation.after({**self.zeroed, **event.masks})
+        # Removed channels may have taken weights of spaces that are not due, so all of them are counted again.
+        removes = len(event.operation.gone) > 0
+        self.kept = {**self.kept, **(self._counts(self.zeroed) if removes else event.due)}
+        self.certified = dict(self.kept)
+        return nothing
+
+    def follow_cuts(self, _: Mapping[str, TensorCut], follow: Callable[[Masks], Masks]) -> None:
+        """Cut the masks after something else than this run has cut the model."""
+        self.zeroed = follow(self.zeroed)
+        self.kept = self._counts(self.zeroed)
+
+    def snapshot(self) -> Undo:
+        """A function that restores the present masks and counts."""
+        present = self.zeroed, self.kept, self.certified
+
+        def restore() -> None:
+            self.zeroed, self.kept, self.certified = present
+
+        return restore
+
+    def state(self) -> dict[str, Any]:
+        """Its part of a `Pruner`'s state: the masks."""
+        return {"masks": dict(self.masks)}
+
+    def refuse_other_masks(self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]]) -> None:
+        """Refuse saved masks that do not fit the shapes that the parameters are about to have, or the plan."""
+        for name, it in self.members.items():
+            for key, parameter in it.parameters.items():
+                mask, shape = saved.masks.get(key), shape_of(key, parameter)
+                if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+                    raise StateError(f"pruner state: no bool mask of shape {shape} for {key!r}. It is damaged.")
+            kept = sum(int(saved.masks[key].sum()) for key in it.parameters)
+            planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
+            # Before its own plan begins, a space may have lost weights that were removed with their channels.
+            waits = planned == it.total
+            fewer = bool(saved.channels) and waits and it.keep <= kept < planned
+            if kept != planned and not fewer:
+                raise StateError(
+                    f"pruner state: the masks of space {name!r} keep {kept}, the plan says {planned}. It is damaged."
+                )
+
+    def load(self, saved: Saved) -> None:
+        """Take over saved masks, over a model that has its saved size."""
+        self.refuse_other_masks(saved, lambda _, parameter: tuple(parameter.shape))
+        masks = {name: (parameter, saved.masks[name]) for name, parameter in self.parameters.items()}
+        self.zeroed = {name: (~mask).to(it.device) for name, (it, mask) in masks.items() if not mask.all()}
+        self.kept = self._counts(self.zeroed)
+        self.certified = dict(self.kept)
+
+    def notes(self, _name: str, _revived: int) -> dict[str, Any]:
+        """Nothing to add to the certificate of a space."""
+        return {}
+
+    def _counts(self, zeroed: Masks) -> dict[str, int]:
+        """By space: how many weights these masks leave."""
+        return {
+            name: sum(p.numel() - (int(zeroed[key].sum()) if key in zeroed else 0) for key, p in it.parameters.items())
+            for name, it in self.members.items()
+        }
 
     def _refuse_undercut(self, name: str, planned: int, left: int, *, by_channels: bool) -> None:
+        """Refuse an event after which a space would have fewer weights than its plan says."""
         members = self.members[name]
-        waits = planned == members.total  # its plan has not begun, so channels may take weights along
+        waits = planned == members.total  # its plan has not begun, so channels may still remove some of its weights
         wanted, what = (members.keep, "to keep") if waits else (planned, "of its plan at this event")
-        # At the count of its plan before, as in a flat tail: what was cut since, as by keepk.compact, may be fewer.
+        # A plan that was at this count before, as in a flat tail, is met: keepk.compact may have removed more since.
         reached = not by_channels and self.certified[name] <= wanted
         if left >= wanted or reached:
             return
@@ -81,48 +178,30 @@ class WeightSide:
             f"(keepk.Phase)."
         )
 
-    def follow(self, dead: Masks, counts: Mapping[str, int]) -> None:
-        """Take note that these are the masks now, and the counts of the spaces that they changed."""
-        self.dead = dead
-        self.kept = {**self.kept, **counts}
-
-    def certify(self) -> None:
-        """Take note that the counts are those of an event."""
-        self.certified = dict(self.kept)
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """Where it stands, for `restore`."""
-        return self.dead, self.kept, self.certified
-
-    def restore(self, snapshot: tuple[Any, ...]) -> None:
-        """Stand there again."""
-        self.dead, self.kept, self.certified = snapshot
+    def _ranked(self, members: Members, before: Masks) -> list[Ranked]:
+        """The scores of a space, by parameter, with what is pruned already."""
+        metric = members.space.metric or magnitude
+        by_magnitude = metric is magnitude
+        found = []
+        for name, parameter in members.parameters.items():
+            if not by_magnitude:
+                refuse_not_finite(name, parameter)  # the selection itself checks magnitudes, in the same read
+            # The magnitude is never materialised: the selection reads the weights.
+            scores = parameter.detach() if by_magnitude else score(metric, parameter, name)
+            dead = before.get(name, self.zeroed.get(name))
+            if dead is not None:
+                dead = dead.to(scores.device)  # the model may have moved since the mask was made
+            found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
+        return found
 
     def _warn_of_ranking(self, members: Members, alive: int, cuts: Sequence[CutPoint]) -> None:
-        """Warn of most weights tied at the cut, or of tensors that keep nearly nothing; zeros may go in any order."""
+        """Warn if most weights are tied at the cut, or if a tensor keeps almost nothing."""
         name, by_magnitude = members.space.name, (members.space.metric or magnitude) is magnitude
         equal, ties = sum(cut.equal for cut in cuts), sum(cut.ties for cut in cuts)
+        # Ties among weights that are 0.0 anyway need no warning: it does not matter which of them are pruned.
         if 0 < ties < equal and not (by_magnitude and all(cut.value == 0 for cut in cuts)):
-            self.watch.tied_scores(name, "weights", equal, alive)
+            self._watch.tied_scores(name, "weights", equal, alive)
         if members.space.layer_floor == 0:  # a floor that the user has set is a decision about thin layers
             sizes = ((key, math.prod(shape)) for key, shape in members.shapes.items())
             layers = [(key, cut.kept, size) for (key, size), cut in zip(sizes, cuts, strict=True)]
-            self.watch.thin_layers(name, "weights", [it for it in layers if len(members.shapes[it[0]]) > 1])
-
-    def _with(self, name: str, doomed: Tensor) -> Tensor:
-        return doomed if name not in self.dead else doomed | self.dead[name].to(doomed.device)
-
-    def _ranked(self, members: Members, before: Masks) -> list[Ranked]:
-        metric = members.space.metric or magnitude
-        found = []
-        for name, parameter in members.parameters.items():
-            by_magnitude = metric is magnitude
-            if not by_magnitude:
-                refuse_not_finite(name, parameter)
-            # The magnitude itself is never materialised: the selection reads the weights.
-            scores = parameter.detach() if by_magnitude else score(metric, parameter, name)
-            dead = before.get(name, self.dead.get(name))
-            if dead is not None:
-                dead = dead.to(scores.device)  # the model may have moved
-            found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
-        return found
+            self._watch.thin_layers(name, "weights", [it for it in layers if len(members.shapes[it[0]]) > 1])

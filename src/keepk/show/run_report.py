@@ -1,4 +1,4 @@
-"""`report`: where a run stands, as a table, as a line for a progress bar, and as plain values."""
+"""`report`: a summary of a run, as a table, as a line for a progress bar, and as plain values."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,25 +8,28 @@ from keepk.graph.costs import model_costs, per_what
 from keepk.plan.numbers import exact_number
 from keepk.run.counting import count_masked
 from keepk.run.pruner import Pruner
+from keepk.run.report import html_table
 from keepk.show.tables import Table, percent
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+SHOWN = 20  # spaces in a repr: with its other lines it fits on a terminal of 24 lines
+
 
 @dataclass(frozen=True)
 class SpaceReport:
-    """One space of a run.
+    """The counts of one space of a run.
 
     Attributes:
-        name: Its name.
+        name: The name of the space.
         kind: "weights" or "channels".
-        total: M, the units in the beginning.
-        planned: M_e, what the plan has for now.
-        kept: The units left now, counted on the tensors. Fewer than planned if channels or dead neurons
-            were removed with their weights; more where pruned weights came back.
-        asked: K, what is left at the end.
-        fixed: How many channels its layers have besides, which cannot be removed and are in none of these counts.
+        total: M, the units before the first event.
+        planned: M_e, the plan's count after the last event.
+        kept: The units left now, counted on the tensors. Fewer than planned if channels or dead neurons were removed
+            with their weights; more if pruned weights came back.
+        asked: K, the units left at the end.
+        fixed: Channels of the same layers that cannot be removed; no other count includes them.
     """
 
     name: str
@@ -38,24 +41,24 @@ class SpaceReport:
     fixed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunReport:
-    """Where a run stands; prints itself, richly on a rich console.
+    """A summary of a run. It prints as a table, in color on a rich console, and as HTML in a notebook.
 
     Attributes:
-        epoch: Events behind us.
-        epochs: Events of the plan.
-        spaces: What is left of each space.
-        parameters: Numbers in the model's parameters as they are, masked ones included.
-        masked: How many of them are masked, and 0.0.
+        epoch: The number of events so far.
+        epochs: The number of events in the plan.
+        spaces: The counts of each space.
+        parameters: The entries of the model's parameters as they are, masked ones included.
+        masked: How many of them are masked and 0.0.
         macs: Multiply-accumulates (MACs) per sample of one forward pass with the tensors as they are, so masked weights
             are multiplied too; None if the Pruner has no example.
-        batch: How many samples the Pruner's example has, by which its MACs were divided. None without an example, or if
-            it could not be told; MACs are of the whole example then.
-        error: What the user says, in percent.
+        batch: The batch size of the Pruner's example, by which MACs were divided. None without an example, or if the
+            batch size is not known; MACs are then those of the whole example.
+        error: The error that the user passed, in percent.
 
-    Parameters and MACs follow one convention: they count tensors as they are, as `keepk.inspect` does. What masks alone
-    have saved is in `masked`; removing channels, or `keepk.compact`, makes parameters and MACs fewer.
+    Parameters and MACs count tensors as they are, as `keepk.inspect` does. Weights that are only masked are counted in
+    `masked`; removing channels, or `keepk.compact`, lowers parameters and MACs.
     """
 
     epoch: int
@@ -69,16 +72,31 @@ class RunReport:
 
     @property
     def line(self) -> str:
-        """All of it in a line, such as a progress bar has room for."""
-        kept = ", ".join(f"{space.name} {space.kept:,} of {space.total:,}{_beside(space)}" for space in self.spaces)
+        """The report as one line, for a progress bar."""
+        kept = ", ".join(
+            f"{space.name} {space.kept:,} of {space.total:,}{f' (and {space.fixed:,} fixed)' * bool(space.fixed)}"
+            for space in self.spaces
+        )
         return f"epoch {self.epoch}/{self.epochs}: kept {kept}; {self._costs()}"
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, words and numbers: what JSON gives back."""
+        """The report as plain dicts, lists, strings and numbers, which survive a round trip through JSON."""
         return {**asdict(self), "spaces": [asdict(space) for space in self.spaces]}
 
     def __str__(self) -> str:
         return f"{self._title()}\n{self._table()}\n{self._costs()}"
+
+    def __repr__(self) -> str:
+        """The printed report, without the middle rows if there are many spaces."""
+        lines = str(self).splitlines()
+        rows = lines[3:-1]  # after the title and the table's head, before the costs
+        if len(rows) > SHOWN:
+            rows = [*rows[: SHOWN // 2], f"... {len(rows) - SHOWN} more spaces ...", *rows[-SHOWN // 2 :]]
+        return "\n".join([*lines[:3], *rows, lines[-1]])
+
+    def _repr_html_(self) -> str:
+        table = self._table()
+        return f"<p>{self._title()}</p>{html_table(table.columns, table.rows)}<p>{self._costs()}</p>"
 
     def __rich__(self) -> "Group":
         from rich.console import Group  # noqa: PLC0415 - only a rich console calls this
@@ -125,18 +143,21 @@ class RunReport:
         return Table(columns, rows)
 
 
-def _beside(space: SpaceReport) -> str:
-    return f" (and {space.fixed:,} fixed)" if space.fixed else ""
-
-
 def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
-    """Where a run stands: per space what is planned, kept and asked for; parameters and multiply-accumulates now.
+    """A summary of a run: planned, kept and requested units per space, parameters and multiply-accumulates.
 
-    All of it is counted on the model's tensors. A `KeepkWarning` has both numbers where pruned units came back.
+    The same as ``pruner.report()``. All numbers are counted on the model's tensors; if pruned units came back, a
+    `KeepkWarning` has both counts.
 
     Args:
-        pruner: The run. Multiply-accumulates are counted if it has an example.
-        error: An error in percent to show beside it.
+        pruner: The `Pruner` of the run. Multiply-accumulates are counted if it has an example.
+        error: An error in percent to show in the report.
+
+    Returns:
+        A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` is plain values.
+
+    Raises:
+        KeepkError: `pruner` is not a `Pruner`, or `error` is not a number.
 
     >>> import torch, keepk
     >>> net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
@@ -168,6 +189,7 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
         )
         for name, space in pruner.counted_certificate("report").items()
     )
+    # Counted on a copy without weights wherever the model allows it, so a report is cheap enough for every epoch.
     parameters, masked = sum(it.numel() for it in pruner.model.parameters()), count_masked(pruner.masks, pruner.model)
     costs = None if pruner.example is None else model_costs(pruner.model, pruner.example)
     macs, batch = (None, None) if costs is None else (costs.macs, costs.batch)
