@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import keepk
 from keepk.cli.commands import app
 from keepk.errors import ShrinkError, TraceError
-from keepk.show.inspection import AS_A_WHOLE
+from keepk.show.inspection import AS_A_WHOLE, SCREEN
 from networks import NETWORKS
 
 
@@ -342,6 +342,32 @@ def test_the_report_is_frozen_and_plain():
 def test_an_interactive_session_shows_the_table():
     report = keepk.inspect(lenet(), torch.zeros(2, 1, 24, 24))
     assert repr(report) == str(report)
+
+
+def test_the_repr_of_a_large_model_fits_on_a_screen():
+    layers = [layer for _ in range(100) for layer in (nn.Linear(6, 6), nn.ReLU())]
+    report = keepk.inspect(nn.Sequential(*layers, nn.Linear(6, 3)), torch.zeros(2, 6))
+    lines = repr(report).splitlines()
+    assert len(str(report).splitlines()) > 200
+    assert len(lines) <= SCREEN
+    assert lines[0] == str(report).splitlines()[0]
+    assert "Can shrink: 600 units in 100 spaces" in lines
+    assert lines.count("  ... and 96 more rows") == 1
+    assert [line for line in lines if line.startswith("  total ")] == [
+        line for line in str(report).splitlines() if line.startswith("  total ")
+    ]
+    assert lines[-1] == "print() shows all of it."
+
+
+def test_a_notebook_gets_every_table_and_note_escaped():
+    model, example = NETWORKS["layer_norm"]()
+    report = dataclasses.replace(keepk.inspect(model, example), unknown=("a <script> in forward",))
+    html = report._repr_html_()
+    assert html.count("<table>") == 2
+    assert "a &lt;script&gt; in forward" in html
+    assert "<script>" not in html
+    assert "is normalised over" in html
+    assert [layer.name for layer in report.layers if f">{layer.name}<" not in html] == []
 
 
 def test_strange_input_is_refused_in_words():

@@ -1,7 +1,8 @@
-"""Tables that print themselves: plainly with ``print``, richly on a rich console."""
+"""`Table`: rows of text that render as plain ASCII, Markdown, HTML in notebooks, or a rich table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING
 
 from keepk.run.report import LayerCount, PlanReport, PlanSpan
@@ -12,7 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table:
-    """Words in rows: the first column is a name, the others are numbers; the last row may be a sum."""
+    """A table of strings. The first column is left-aligned, the others right-aligned.
+
+    Attributes:
+        columns: The headings.
+        rows: The cells, already formatted; every row has one cell per column.
+        title: Printed above the table; an empty title is omitted.
+        total_row: Whether the last row is a total, set off by a rule.
+    """
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -37,7 +45,7 @@ class Table:
         return "\n".join([self.title, *lines] if self.title else lines)
 
     def markdown(self) -> str:
-        """The table as Markdown has it.
+        """The table in Markdown. The title is omitted: the pages that use this have headings.
 
         >>> print(Table(("layer", "kept"), (("fc1", "7"),)).markdown())
         | layer | kept |
@@ -47,12 +55,26 @@ class Table:
         rule = "|---|" + "---:|" * (len(self.columns) - 1)
         return "\n".join([_barred(self.columns), rule, *map(_barred, self.rows)])
 
+    def _repr_html_(self) -> str:
+        """The table for notebooks.
+
+        Layer names and reasons come from the user's model, so every cell is escaped.
+
+        >>> Table(("layer",), (("a<b",),))._repr_html_()
+        '<table><thead><tr><th style="text-align: left">layer</th></tr></thead><tbody><tr><td style="text-align: left">a&lt;b</td></tr></tbody></table>'
+        """  # noqa: E501 - the output of a doctest cannot be wrapped
+        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        *rows, last = [_html_row(row, "td") for row in self.rows] or [""]
+        body, foot = ("".join(rows), f"<tfoot>{last}</tfoot>") if self.total_row else ("".join([*rows, last]), "")
+        return f"<table>{caption}<thead>{_html_row(self.columns, 'th')}</thead><tbody>{body}</tbody>{foot}</table>"
+
     def __rich__(self) -> "RichTable":
         from rich import box  # noqa: PLC0415 - only a rich console calls this
         from rich.table import Table as RichTable  # noqa: PLC0415
         from rich.text import Text  # noqa: PLC0415
 
         table = RichTable(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        # Text objects, because rich would read the brackets of a name such as "blocks[0]" as markup.
         table.title_style = "bold"
         for position, column in enumerate(self.columns):
             table.add_column(Text(column), justify="right" if position else "left", no_wrap=True)
@@ -64,7 +86,7 @@ class Table:
 
 
 def plan_table(report: PlanReport) -> Table:
-    """The plan, one row per event; epochs at which nothing changes are folded.
+    """The plan with one row per event. Consecutive epochs with the same count share a row.
 
     >>> print(plan_table(PlanReport(1000, (400, 250, 250, 250))))
     epoch  kept       %  pruned
@@ -79,7 +101,7 @@ def plan_table(report: PlanReport) -> Table:
 
 
 def layer_table(layers: Sequence[LayerCount], *, title: str = "", total: LayerCount | None = None) -> Table:
-    """Kept of total by layer, and the sum in a last row if it is given.
+    """Kept units by layer, with `total` as a last row if given.
 
     >>> print(layer_table([LayerCount("fc1", 2000, 15)]))
     layer  total  kept      %
@@ -94,7 +116,7 @@ def layer_table(layers: Sequence[LayerCount], *, title: str = "", total: LayerCo
 
 
 def percent(part: int, of: int) -> str:
-    """A share in words.
+    """A share as a percentage with two decimals; "-" if the whole is empty.
 
     >>> percent(1, 3), percent(0, 0)
     ('33.33%', '-')
@@ -108,6 +130,14 @@ def _epochs(span: PlanSpan) -> str:
 
 def _barred(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    sides = ("left", *["right"] * (len(cells) - 1))
+    html = (
+        f'<{tag} style="text-align: {side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True)
+    )
+    return f"<tr>{''.join(html)}</tr>"
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
