@@ -466,7 +466,7 @@ def test_several_inputs_and_their_types():
         ),
         ("raising_nets:net --input 2x8", "importing raising_nets failed (OSError: no disk)."),
         ("nets_to_inspect:nat --input 2x8", "nets_to_inspect has no 'nat'. Nearest names: 'net'"),
-        ("nets_to_inspect:number --input 2x8", "number is of type int. Name a torch.nn.Module or a callable"),
+        ("nets_to_inspect:number --input 2x8", "number has type int. Name a torch.nn.Module or a callable"),
         ("nets_to_inspect:needs_width --input 2x8", "needs_width() failed (TypeError: needs_width() missing 1"),
         ("nets_to_inspect:make_nothing --input 2x8", "make_nothing() returned NoneType. Return a torch.nn.Module."),
         ("nets_to_inspect:net --input 2,8", "input '2,8': not of the form SIZExSIZE... or SIZExSIZE...:DTYPE."),
@@ -475,9 +475,9 @@ def test_several_inputs_and_their_types():
         ("nets_to_inspect:net --input 2x8:nn", "input '2x8:nn': not of the form"),
         (
             "nets_to_inspect:net --input 99999999999x99999999999",
-            "'99999999999x99999999999': there is no such tensor (Runt",
+            "'99999999999x99999999999': the tensor cannot be created (Runt",
         ),
-        (f"nets_to_inspect:net --input {10**30}", "there is no such tensor ("),
+        (f"nets_to_inspect:net --input {10**30}", "the tensor cannot be created ("),
         ("nets_to_inspect:net --input 2x9", "model Sequential: its forward failed on the example (RuntimeError"),
     ],
 )
