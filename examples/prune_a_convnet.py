@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import keepk
-from keepk.plan.spaces import Space
+from keepk.typing import Space
 
 Loader: TypeAlias = DataLoader[tuple[Tensor, ...]]
 

@@ -168,8 +168,8 @@ def test_help_names_the_defaults_that_the_experiments_have():
         (experiments.PARITY_OPTIONS, "[default: ({inits})]"),
         (experiments.OPTIONS, "[default: ({results})]"),
         (experiments.OPTIONS, "[default: ({runs})]"),
-        (experiments.OPTIONS, "Not of parity. [default: ({jobs})]"),
-        (experiments.OPTIONS, "each run, a count. [default: ({threads})]"),
+        (experiments.OPTIONS, "Not for parity. [default: ({jobs})]"),
+        (experiments.OPTIONS, "of each run. [default: ({threads})]"),
     ):
         assert words.format(**options) in printed
 

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 import keepk
+import keepk.typing
 
 REPOSITORY = Path(__file__).parent.parent
 INDEX = (REPOSITORY / "docs" / "api.md").read_text()
 PUBLIC = [
     *(f"keepk.{name}" for name in keepk.__all__),
     *(f"keepk.metrics.{name}" for name in keepk.metrics.__all__),
+    "keepk.typing",
+    *keepk.typing.__all__,
     *(name for name, value in vars(keepk.errors).items() if isinstance(value, type)),
 ]
 

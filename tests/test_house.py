@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import keepk
+import keepk.typing
 
 SOURCE = Path(keepk.__file__).parent
 # A room imports from itself and from the rooms to its left.
@@ -22,6 +24,7 @@ ROOMS = [
     "run",
     "show",
     "deploy",
+    "typing",
     "integrations",
     "paper",
     "cli",
@@ -115,6 +118,73 @@ def test_the_public_names():
     ]
     for name in keepk.__all__:
         assert getattr(keepk, name).__doc__
+
+
+def test_the_types_for_annotations():
+    assert (
+        sorted(keepk.typing.__all__)
+        == keepk.typing.__all__
+        == [
+            "AnySchedule",
+            "Call",
+            "ChannelSpace",
+            "Compaction",
+            "Edits",
+            "Graph",
+            "Group",
+            "Inspection",
+            "LatencyReport",
+            "LatencyRow",
+            "Layer",
+            "LayerCost",
+            "OnnxReport",
+            "Plan",
+            "RunReport",
+            "Schedule",
+            "Slices",
+            "Space",
+            "SpaceReport",
+            "Spread",
+            "WeightSpace",
+        ]
+    )
+
+
+def test_the_types_are_those_of_the_public_functions(tmp_path):
+    """Each is what a function returns, or what a plug-in is given, so that an annotation with it is true."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    example, seen = torch.randn(2, 8), []
+
+    def metric(layer):
+        seen.append(layer)
+        return layer.producer[0].tensor.norm(dim=1)
+
+    space = keepk.channels("0", keep=4, metric=metric)
+    with keepk.Pruner(net, [space], example=example) as pruner:
+        pruner.step()
+        report = keepk.report(pruner)
+    graph = keepk.trace(net, example)
+    found, measured = keepk.inspect(net, example), keepk.latency(net, example, batches=1, repeats=1)
+    for value, type_name in (
+        (space, "Space"),
+        (space, "ChannelSpace"),
+        (keepk.weights("*", keep=1), "WeightSpace"),
+        (seen[0], "Layer"),
+        (seen[0].producer[0], "Slices"),
+        (report, "RunReport"),
+        (report.spaces[0], "SpaceReport"),
+        (graph, "Graph"),
+        (graph.spaces[0], "Group"),
+        (found, "Inspection"),
+        (found.layers[0], "LayerCost"),
+        (measured, "LatencyReport"),
+        (measured.rows[0], "LatencyRow"),
+        (measured.rows[0].model, "Spread"),
+        (keepk.compact(net, example), "Compaction"),
+        (keepk.export_onnx(net, example, tmp_path / "net.onnx"), "OnnxReport"),
+        (keepk.shrink(net, graph, graph.choose(0.5)), "Edits"),
+    ):
+        assert isinstance(value, getattr(keepk.typing, type_name)), type_name
 
 
 def test_importing_keepk_imports_no_extra():

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import keepk
 from keepk.cli.commands import app
 from keepk.errors import ShrinkError, TraceError
-from keepk.show.inspection import AS_A_WHOLE
+from keepk.show.inspection import AS_A_WHOLE, SCREEN
 from networks import NETWORKS
 
 
@@ -344,6 +344,32 @@ def test_an_interactive_session_shows_the_table():
     assert repr(report) == str(report)
 
 
+def test_the_repr_of_a_large_model_fits_on_a_screen():
+    layers = [layer for _ in range(100) for layer in (nn.Linear(6, 6), nn.ReLU())]
+    report = keepk.inspect(nn.Sequential(*layers, nn.Linear(6, 3)), torch.zeros(2, 6))
+    lines = repr(report).splitlines()
+    assert len(str(report).splitlines()) > 200
+    assert len(lines) <= SCREEN
+    assert lines[0] == str(report).splitlines()[0]
+    assert "Can shrink: 600 units in 100 spaces" in lines
+    assert lines.count("  ... and 96 more rows") == 1
+    assert [line for line in lines if line.startswith("  total ")] == [
+        line for line in str(report).splitlines() if line.startswith("  total ")
+    ]
+    assert lines[-1] == "print() shows all of it."
+
+
+def test_a_notebook_gets_every_table_and_note_escaped():
+    model, example = NETWORKS["layer_norm"]()
+    report = dataclasses.replace(keepk.inspect(model, example), unknown=("a <script> in forward",))
+    html = report._repr_html_()
+    assert html.count("<table>") == 2
+    assert "a &lt;script&gt; in forward" in html
+    assert "<script>" not in html
+    assert "is normalised over" in html
+    assert [layer.name for layer in report.layers if f">{layer.name}<" not in html] == []
+
+
 def test_strange_input_is_refused_in_words():
     with pytest.raises(TraceError, match=r"got int as the model\. Give a torch\.nn\.Module"):
         keepk.inspect(3, torch.zeros(2, 8))
@@ -440,7 +466,7 @@ def test_several_inputs_and_their_types():
         ),
         ("raising_nets:net --input 2x8", "importing raising_nets failed (OSError: no disk)."),
         ("nets_to_inspect:nat --input 2x8", "nets_to_inspect has no 'nat'. Nearest names: 'net'"),
-        ("nets_to_inspect:number --input 2x8", "number is of type int. Name a torch.nn.Module or a callable"),
+        ("nets_to_inspect:number --input 2x8", "number has type int. Name a torch.nn.Module or a callable"),
         ("nets_to_inspect:needs_width --input 2x8", "needs_width() failed (TypeError: needs_width() missing 1"),
         ("nets_to_inspect:make_nothing --input 2x8", "make_nothing() returned NoneType. Return a torch.nn.Module."),
         ("nets_to_inspect:net --input 2,8", "input '2,8': not of the form SIZExSIZE... or SIZExSIZE...:DTYPE."),
@@ -449,9 +475,9 @@ def test_several_inputs_and_their_types():
         ("nets_to_inspect:net --input 2x8:nn", "input '2x8:nn': not of the form"),
         (
             "nets_to_inspect:net --input 99999999999x99999999999",
-            "'99999999999x99999999999': there is no such tensor (Runt",
+            "'99999999999x99999999999': the tensor cannot be created (Runt",
         ),
-        (f"nets_to_inspect:net --input {10**30}", "there is no such tensor ("),
+        (f"nets_to_inspect:net --input {10**30}", "the tensor cannot be created ("),
         ("nets_to_inspect:net --input 2x9", "model Sequential: its forward failed on the example (RuntimeError"),
     ],
 )

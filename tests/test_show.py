@@ -111,6 +111,16 @@ def test_plain_and_rich_tables_hold_the_same_words():
         assert [word for word in words if word not in text.split()] == []
 
 
+def test_a_notebook_gets_every_word_escaped():
+    table = Table(("layer", "<kept>"), (("a & b", "7"), ("<i>", "12")), title="<b>", total_row=True)
+    html = table._repr_html_()
+    assert html.startswith("<table><caption>&lt;b&gt;</caption><thead><tr>")
+    assert [word for word in ("&lt;kept&gt;", "a &amp; b", "&lt;i&gt;", ">7<", ">12<") if word not in html] == []
+    assert html.endswith("</tfoot></table>")
+    assert "<tfoot>" not in Table(("a",), (("b",),))._repr_html_()
+    assert "<tbody></tbody>" in Table(("a",), ())._repr_html_()
+
+
 def test_words_with_brackets_are_no_markup():
     table = Table(("layer[0]",), (("[red]fc1[/red]",),))
     assert "[red]fc1[/red]" in rendered(table)

@@ -1,12 +1,13 @@
 """The tables: hand-made results against numbers worked out by hand, and docs that hold no others."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from keepk.errors import DataError
-from keepk.paper import results
+from keepk.paper import results, zoo_tables
 from keepk.paper.tables import error_table, experiment_tables, fill, layer_percent_table, write_pages
 
 REPOSITORY = Path(__file__).parent.parent
@@ -104,6 +105,24 @@ def test_the_paper_is_quoted_right_for_lenet_5():
 def test_the_command_shows_both_tables_of_a_file(folder):
     made = [error_table("lenet-300-100", RECORDS), layer_percent_table("lenet-300-100", RECORDS)]
     assert experiment_tables(folder / "lenet-300-100.jsonl") == made
+
+
+def test_the_short_table_of_the_zoo_counts_by_source(tmp_path):
+    def verdicts(pruner, *found):
+        lines = [json.dumps({"source": source, "outcome": outcome}) for source, outcome in found]
+        (tmp_path / f"{pruner}.jsonl").write_text("\n".join(lines))
+
+    verdicts("keepk", ("vision", "passed"), ("vision", "refused"), ("timm", "passed"))
+    verdicts("torch-pruning", ("vision", "wrong"), ("vision", "passed"), ("timm", "failed"))
+    table = zoo_tables.summary(tmp_path)
+    assert table.columns[2:] == tuple(
+        f"{pruner}: {word}" for pruner in ("keepk", "Torch-Pruning 1.6.1") for word in ("correct", "wrong")
+    )
+    assert table.rows == (
+        ("torchvision", "2", "1", "0", "1", "1"),
+        ("timm", "1", "1", "0", "0", "0"),
+        ("all", "3", "2", "0", "1", "1"),
+    )
 
 
 def marked(name, content=""):

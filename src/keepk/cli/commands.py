@@ -1,4 +1,7 @@
-"""The commands behind `keepk`: each parses, calls and prints (typer and rich, the extra ``keepk[cli]``)."""
+"""The subcommands of `keepk`. Each parses its options, calls the library and prints the result.
+
+Needs typer and rich, the extra ``keepk[cli]``.
+"""
 
 import json
 from enum import Enum
@@ -19,17 +22,18 @@ from keepk.show.terminal import PlanPlot
 
 
 class PlainErrors(TyperGroup):
-    """What keepk refuses is one red line and exit code 1, not a traceback; Ctrl-C is quiet."""
+    """Print a `KeepkError` as one red line and exit with code 1, without a traceback; exit quietly on Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the subcommand."""
         try:
             return super().invoke(ctx)
         except KeepkError as refused:
+            # Without markup: messages quote names such as "blocks[0]", which rich would read as a tag.
             Console(stderr=True).print(f"Error: {refused}", style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+            raise typer.Exit(130) from None  # 128 + SIGINT, as shells report it
 
 
 app = typer.Typer(
@@ -38,7 +42,7 @@ app = typer.Typer(
 
 
 class Experiment(str, Enum):
-    """The experiments of the paper that can be repeated."""
+    """The paper's experiments that `keepk run` repeats."""
 
     LENET_300_100 = "lenet-300-100"
     LENET_5 = "lenet-5"
@@ -58,32 +62,32 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _keepk(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Neural-network pruning for PyTorch: say how many weights or channels to keep, get exactly that many."""
+    """Prune PyTorch models: say how many weights or channels to keep, and exactly that many are kept."""
 
 
 @app.command()
 def plan(
     *,
-    total: Annotated[int, typer.Option("--total", "-M", help="M: how many weights or channels there are, a count.")],
-    p0: Annotated[float, typer.Option(help="Share pruned by the end of the fast first part, 0 to 1.")],
-    n1: Annotated[int, typer.Option(help="Epochs of the fast first part. 1 goes to p0 at once; 0 leaves it out.")],
-    nu: Annotated[float, typer.Option(help="Share that each event after it prunes in addition, 0 to 1.")],
+    total: Annotated[int, typer.Option("--total", "-M", help="M, the number of weights or channels.")],
+    p0: Annotated[float, typer.Option(help="Share pruned by the end of the first part, 0 to 1.")],
+    n1: Annotated[int, typer.Option(help="Epochs of the first part. 1 prunes p0 at once; 0 omits the part.")],
+    nu: Annotated[float, typer.Option(help="Additional share pruned at each later event, 0 to 1.")],
     prune: Annotated[
-        float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. This or --keep.")
+        float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. Give this or --keep.")
     ] = None,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", "-K", help="K: how many weights or channels are left, a count. This or --prune."),
+        typer.Option("--keep", "-K", help="K, the number of weights or channels to keep. Give this or --prune."),
     ] = None,
-    mu: Annotated[float, typer.Option(help="Steepness of the first part, a number of at least 0.")] = 10,
-    every: Annotated[int, typer.Option(help="Epochs between two events after the first part.")] = 1,
+    mu: Annotated[float, typer.Option(help="Steepness of the first part, at least 0.")] = 10,
+    every: Annotated[int, typer.Option(help="Epochs between events after the first part.")] = 1,
     epochs: Annotated[
-        int | None, typer.Option(help="Epochs of the plan.", show_default="as many as it takes to reach K")
+        int | None, typer.Option(help="Length of the plan in epochs.", show_default="until K is reached")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: total, keep and the plan as ints.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with total, keep and the plan.")] = False,
 ) -> None:
     """Print an annealing plan: how many weights or channels are left after each epoch.
 
@@ -106,8 +110,8 @@ def inspect(
         str,
         typer.Argument(
             metavar="MODULE:NAME",
-            help="Where the model is: a module (the current folder is searched first), and in it a torch.nn.Module "
-            "or a callable without arguments that makes one.",
+            help="The model: a Python module (the current directory is searched first), and the name in it of a "
+            "torch.nn.Module or of a callable without arguments that returns one.",
             show_default=False,
         ),
     ],
@@ -117,18 +121,19 @@ def inspect(
             "--input",
             "-i",
             metavar="SHAPE[:DTYPE]",
-            help="Shape of an argument of the model's forward, such as 2x3x224x224, with a batch of two or more: "
-            "random float32 numbers. 2x12:int64 makes zeros of that type. For several arguments give it several times.",
+            help="Shape of an argument of forward, such as 2x3x224x224, with a batch size of at least 2; filled with "
+            "random float32 numbers. 2x12:int64 is filled with zeros of that dtype. Repeat the option for several "
+            "arguments.",
             show_default=False,
         ),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: every space, reason, binding and layer.")
+        bool, typer.Option("--json", help="Print JSON with all spaces, reasons, bindings and layers.")
     ] = False,
 ) -> None:
-    """Say what of a model can shrink, what cannot and why, and what each layer costs.
+    """Report what can be removed from a model, what cannot and why, and what each layer costs.
 
-    Nothing is trained, changed or downloaded. MACs are multiply-accumulates of one forward pass.
+    Nothing is trained, changed or downloaded. MACs are the multiply-accumulates of one forward pass.
 
     Example: [cyan]keepk inspect mynet:make_model --input 2x3x224x224[/cyan] (make_model in mynet.py)
     """
@@ -143,25 +148,23 @@ def inspect(
 @app.command()
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Folder for picture, numbers and the two saved networks; made if missing.")
+        Path, typer.Option(help="Folder for the figure, the numbers and the two saved networks; created if missing.")
     ] = Path("demo"),
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of weights, batches and parity; the same seed gives the same numbers.")
-    ] = 0,
-    dense_epochs: Annotated[int, typer.Option(min=0, help="Epochs of ordinary training before the pruning.")] = 10,
-    fine_tune_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training after the pruning.")] = 14,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same numbers.")] = 0,
+    dense_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training before pruning.")] = 10,
+    fine_tune_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training after pruning.")] = 14,
     parity_starts: Annotated[
-        int, typer.Option(min=1, max=99, help="Networks tried for each point of the parity figure.")
+        int, typer.Option(min=1, max=99, help="Initialisations for each point of the parity figure.")
     ] = 3,
 ) -> None:
-    """Cut a network of handwritten digits to exactly K channels and K' head weights while it trains.
+    """Prune a digit classifier to exactly K channels and K' head weights while it trains.
 
-    Save it, load it, measure how much smaller and faster it is; repeat the paper's parity figure in small; draw it all.
-    Takes about a minute on a CPU and downloads nothing.
+    Saves and loads it, measures how much smaller and faster it is, repeats a small version of the paper's parity
+    experiment, and draws a figure. Takes about a minute on a CPU and downloads nothing.
 
     Example: [cyan]keepk demo --out demo --seed 0[/cyan]
     """
-    from keepk.paper import demo as story  # noqa: PLC0415 - the other commands need none of it
+    from keepk.paper import demo as story  # noqa: PLC0415 - the other commands start faster without it
     from keepk.paper.demo_parity import Setting  # noqa: PLC0415
     from keepk.paper.digits import Recipe  # noqa: PLC0415
 
@@ -175,7 +178,7 @@ def demo(
     for unit, layers in (("channels", report.kept.channels), ("head weights", report.kept.head)):
         console.print(layer_table(layers, title=unit, total=whole(layers)))
     console.print(report, report.parity_line, sep="")
-    console.print("One seed, 400 test pictures (one is 0.25 %). Other seeds differ: try --seed 1.", style="dim")
+    console.print("One seed, 400 test images (one is 0.25 %). Other seeds differ: try --seed 1.", style="dim")
     console.print(f"Picture: {picture}\nNumbers: {numbers}\nNetwork: {out / story.SMALL}", soft_wrap=True, markup=False)
 
 
@@ -185,57 +188,59 @@ def run(
         Experiment,
         typer.Argument(
             metavar="EXPERIMENT",
-            help=f"What to repeat: {', '.join(one.value for one in Experiment)}.",
+            help=f"The experiment: {', '.join(one.value for one in Experiment)}.",
             show_default=False,
         ),
     ],
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the data; what is missing is downloaded. Not of parity, which draws its own.",
+            help="Folder with the data; missing files are downloaded. Not for parity, which generates its data.",
             show_default="$KEEPK_DATA, else ~/.cache/keepk",
         ),
     ] = None,
     seeds: Annotated[
         int | None,
         typer.Option(
-            help="Runs per recipe, a count; seeds 1, 2, ...; of parity, draws of data.", show_default="5, parity 3"
+            help="Number of seeds per recipe: 1, 2, ...; for parity, number of data draws.", show_default="5, parity 3"
         ),
     ] = None,
     recipe: Annotated[
-        list[str] | None, typer.Option(help="Name of a recipe; may be given several times.", show_default="all")
+        list[str] | None,
+        typer.Option(help="Name of a recipe. Repeat the option for several recipes.", show_default="all"),
     ] = None,
     results: Annotated[
-        Path | None, typer.Option(help="Folder of the results, one file an experiment.", show_default="results")
+        Path | None, typer.Option(help="Folder for the results, one file per experiment.", show_default="results")
     ] = None,
     runs: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the checkpoints; a stopped run goes on there. Not of parity, which has none.",
+            help="Folder for the checkpoints, from which an interrupted run resumes. Not for parity.",
             show_default="runs",
         ),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs at a time, a count. Not of parity.", show_default="2")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each run, a count.", show_default="1")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Number of runs in parallel. Not for parity.", show_default="2")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each run.", show_default="1")] = None,
     full: Annotated[
         bool | None,
         typer.Option(
             "--full",
-            help="The paper's networks at full width and length: days on a CPU. Not of parity.",
+            help="Train the paper's networks at full width and length, which takes days on a CPU. Not for parity.",
             show_default=False,
         ),
     ] = None,
-    inits: Annotated[
-        int | None, typer.Option(help="parity: initialisations per draw of data, a count.", show_default="10")
-    ] = None,
-    figure: Annotated[Path | None, typer.Option(help="parity: where to draw its figure, a PNG.")] = None,
+    inits: Annotated[int | None, typer.Option(help="parity: initialisations per data draw.", show_default="10")] = None,
+    figure: Annotated[Path | None, typer.Option(help="parity: write the figure to this PNG file.")] = None,
 ) -> None:
-    """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON a result.
+    """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON per result.
 
     Example: [cyan]keepk run lenet-300-100 --seeds 5[/cyan]
     """
-    from keepk.paper import experiments, tables  # noqa: PLC0415 - the other commands need none of it
+    from keepk.paper import experiments, tables  # noqa: PLC0415 - the other commands start faster without it
 
+    # None means "not given": an option that the experiment does not have is refused only if it was given.
     options = {"data": data, "seeds": seeds, "recipe": recipe, "results": results, "runs": runs, "jobs": jobs}
     options |= {"threads": threads, "full": full, "inits": inits, "figure": figure}
     written = experiments.run(experiment.value, options)

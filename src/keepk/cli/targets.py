@@ -1,4 +1,4 @@
-"""What the command line names: a model as ``module:name``, an input as ``2x3x224x224``."""
+"""Arguments of the command line: a model given as ``module:name``, an input given as ``2x3x224x224``."""
 
 import importlib
 import re
@@ -14,11 +14,21 @@ from torch import Tensor, nn
 from keepk.errors import TraceError
 from keepk.plan.names import nearest
 
-REASON = 200  # letters of what torch says
+REASON = 200  # characters of torch's error that are quoted; some of its messages have a page
 
 
 def model_from(target: str) -> nn.Module:
-    """The model that ``module:name`` stands for: a module, or what a callable without arguments returns.
+    """Import the model given as ``module:name``.
+
+    Args:
+        target: A Python module and, after the colon, the name in it of a `torch.nn.Module` or of a callable without
+            arguments that returns one. The name may contain dots.
+
+    Returns:
+        The model.
+
+    Raises:
+        TraceError: If `target` has a different form, or does not lead to a module.
 
     >>> model_from("torch.nn:ReLU")
     ReLU()
@@ -36,7 +46,7 @@ def model_from(target: str) -> nn.Module:
         return found
     if not callable(found):
         raise TraceError(
-            f"model {target!r}: {name} is of type {type(found).__name__}. "
+            f"model {target!r}: {name} has type {type(found).__name__}. "
             f"Name a torch.nn.Module or a callable without arguments that returns one."
         )
     try:
@@ -44,7 +54,7 @@ def model_from(target: str) -> nn.Module:
     except Exception as error:
         raise TraceError(
             f"model {target!r}: {name}() failed ({type(error).__name__}: {error}). "
-            f"Name a callable that works without arguments."
+            f"Name a callable that needs no arguments."
         ) from error
     if not isinstance(made, nn.Module):
         raise TraceError(f"model {target!r}: {name}() returned {type(made).__name__}. Return a torch.nn.Module.")
@@ -52,15 +62,17 @@ def model_from(target: str) -> nn.Module:
 
 
 def _imported(path: str, target: str) -> ModuleType:
+    # A console script has its own folder first in sys.path, not the current one, unlike `python -m`.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as missing:
+        # The named module may exist and fail to import another one; that is a different mistake.
         if missing.name is not None and (path == missing.name or path.startswith(f"{missing.name}.")):
             raise TraceError(
-                f"model {target!r}: there is no module {missing.name!r} in {here} or among the installed ones. "
+                f"model {target!r}: there is no module {missing.name!r} in {here} or among the installed packages. "
                 f"Run the command in the folder of {missing.name.partition('.')[0]}.py, or install it."
             ) from missing
         raise _broken(path, target, missing) from missing
@@ -87,7 +99,16 @@ def _attribute(module: ModuleType, name: str, target: str) -> object:
 
 
 def input_from(spec: str) -> Tensor:
-    """The tensor that ``2x3x224x224`` or ``2x12:int64`` stands for: random numbers, or zeros of an integer type.
+    """Create the tensor given as ``2x3x224x224`` or ``2x12:int64``.
+
+    Args:
+        spec: Sizes joined by "x" and, after a colon, a torch dtype; float32 by default.
+
+    Returns:
+        Random numbers with a fixed seed, or zeros for an integer dtype: zero is a valid index for any embedding.
+
+    Raises:
+        TraceError: If `spec` has a different form, or the tensor cannot be created.
 
     >>> input_from("2x12:int64").shape
     torch.Size([2, 12])
@@ -97,14 +118,19 @@ def input_from(spec: str) -> Tensor:
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes) or not isinstance(dtype, torch.dtype):
         raise TraceError(
             f"input {spec!r}: not of the form SIZExSIZE... or SIZExSIZE...:DTYPE. "
-            f"Write 2x3x224x224 for two pictures, 2x12:int64 for two rows of 12 whole numbers."
+            f"Write 2x3x224x224 for two images, 2x12:int64 for two rows of 12 integers."
         )
     try:
         return _tensor(tuple(map(int, sizes.split("x"))), dtype)
-    except (RuntimeError, OverflowError, TypeError, ValueError) as error:  # which one depends on the digits
+    except (
+        RuntimeError,
+        OverflowError,
+        TypeError,
+        ValueError,
+    ) as error:  # which one depends on how large the numbers are
         reason = shorten(f"{type(error).__name__}: {error}", REASON, placeholder=" ...")
         raise TraceError(
-            f"input {spec!r}: there is no such tensor ({reason}). Give smaller sizes or a plain type."
+            f"input {spec!r}: the tensor cannot be created ({reason}). Give smaller sizes or a common dtype."
         ) from error
 
 

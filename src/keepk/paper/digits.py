@@ -14,9 +14,8 @@ from torch import Tensor, nn
 import keepk
 from keepk.paper.data import Split
 from keepk.plan.schedules import plan
-from keepk.plan.spaces import Space
 from keepk.run.report import EpochRecord, LayerCount, layer_counts
-from keepk.show.run_report import SpaceReport
+from keepk.typing import Space, SpaceReport
 
 CHANNELS, HEAD = "channels", "head weights"
 CONVOLUTIONS = {"conv1": 64, "conv2": 128, "conv3": 128}

@@ -1,4 +1,4 @@
-"""One small table over all experiments, for the first screen: what was kept, at which error, how much smaller."""
+"""The README's table of results: units kept, test error, and how much smaller the network is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,17 @@ Records = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Line:
-    """A point of an experiment, and the recipe whose full network it is held against."""
+    """One row: a point of an experiment, and the recipe whose dense network it is compared with.
+
+    Attributes:
+        name: The network and data, as printed.
+        experiment: The result file, without its suffix.
+        recipe: The recipe that pruned.
+        asked: K, which tells the points of one recipe apart.
+        dense: The recipe of the dense network. A control that was trained for as many epochs as the pruned one is a
+            fairer comparison than the network that pruning started from.
+        unit: The units that were kept.
+    """
 
     name: str
     experiment: str
@@ -25,20 +35,19 @@ class Line:
 
 
 LINES = (
-    Line("LeNet-300-100, MNIST", "lenet-300-100", "keepk", 17_329, "keepk", "weights"),
-    Line("LeNet-300-100, MNIST", "lenet-300-100", "keepk", 3_999, "keepk", "weights"),
-    Line("LeNet-5, MNIST", "lenet-5", "keepk", 3_879, "keepk", "weights"),
     Line("VGG-16, width 1/4, CIFAR-10", "vgg16-cifar10", "keepk-60", 422, "control", "channels"),
     Line("VGG-16, width 1/4, CIFAR-10", "vgg16-cifar10", "keepk-70", 316, "control", "channels"),
-    Line("DenseNet-40, k = 4, a third of CIFAR-10", "densenet40-cifar10", "keepk-60", 1_248, "control", "reads"),
+    Line(
+        "DenseNet-40, growth rate 4, a third of CIFAR-10", "densenet40-cifar10", "keepk-60", 1_248, "control", "reads"
+    ),
 )
 
 
 def summary_table(result_folder: Path) -> Table:
-    """Test errors are means over the seeds that there are."""
-    columns = ("network", "kept", "test %", "dense %", "parameters", "MACs")
+    """The table, with test errors averaged over the available seeds."""
+    columns = ("network", "kept", "test error %", "dense %", "parameters", "MACs")
     rows = [_row(line, results.read(result_folder / f"{line.experiment}.jsonl")) for line in LINES]
-    return Table(columns, tuple(rows), title="what was kept, and at which test error")
+    return Table(columns, tuple(rows), title="kept units and test error")
 
 
 def _row(line: Line, records: Records) -> tuple[str, ...]:
@@ -51,7 +60,7 @@ def _row(line: Line, records: Records) -> tuple[str, ...]:
 
 
 def _less(kept: Records, dense: Records, key: str) -> str:
-    """How many times fewer; nothing where only zeros were made."""
+    """The pruned network's cost as a fraction of the dense one's; empty for weights, which are only masked."""
     if not all(key in it for it in (*kept, *dense)):
         return ""
     return f"1/{mean(it[key] for it in dense) / mean(it[key] for it in kept):.1f}"

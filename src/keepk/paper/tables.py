@@ -101,6 +101,7 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/shrink_event_half": lambda: benchmark_tables.shrink_event_half(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
         "summary/results": lambda: summary_table.summary_table(result_folder),
+        "zoo/summary": lambda: zoo_tables.summary(result_folder / "zoo"),
         "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
         "parity/errors": lambda: parity_tables.error_table(results.read(result_folder / "parity.jsonl")),
         "zoo/files": lambda: zoo_tables.files(result_folder / "zoo"),

@@ -1,4 +1,4 @@
-"""The zoo's score, made from the verdicts that `benchmarks/zoo.py` wrote."""
+"""Tables of the zoo's verdicts, which `benchmarks/zoo.py` writes."""
 
 import json
 from collections import Counter
@@ -10,10 +10,17 @@ from keepk.show.tables import Table
 
 OUTCOMES = ("passed", "wrong", "refused", "failed")
 PRUNERS = {"keepk": "keepk", "torch-pruning": "Torch-Pruning 1.6.1"}
+# Sources as the README names them; the verdicts use the names of the modules of benchmarks/zoo_networks.
+NAMES = {
+    "handwritten": "hand-written",
+    "vision": "torchvision",
+    "language": "transformers",
+    "medical": "monai",
+}
 
 
 def score(folder: Path) -> Table:
-    """By source, how many networks each pruner passed, of how many; and what became of the others."""
+    """The number of networks with each outcome, by source and pruner."""
     verdicts = {name: _read(folder / f"{name}.jsonl") for name in PRUNERS}
     random = folder / "keepk-random.jsonl"
     columns = ("networks", "of", *(f"{said}: {word}" for said in PRUNERS.values() for word in OUTCOMES))
@@ -25,8 +32,24 @@ def score(folder: Path) -> Table:
     return Table(columns, tuple(rows))
 
 
+def summary(folder: Path) -> Table:
+    """The number of networks that each pruner shrinks correctly or wrongly, by source: `score` in fewer columns."""
+    verdicts = {name: _read(folder / f"{name}.jsonl") for name in PRUNERS}
+    sources = list(dict.fromkeys(row["source"] for row in verdicts["keepk"]))
+    rows = list[tuple[str, ...]]()
+    for source in (*sources, "all"):
+        found = {name: rows if source == "all" else _of(source, rows) for name, rows in verdicts.items()}
+        counts = [Counter(row["outcome"] for row in found[name]) for name in PRUNERS]
+        cells = (str(count[word]) for count in counts for word in ("passed", "wrong"))
+        rows.append((NAMES.get(source, source), str(len(found["keepk"])), *cells))
+    return Table(
+        ("networks from", "networks", *(f"{it}: {word}" for it in PRUNERS.values() for word in ("correct", "wrong"))),
+        tuple(rows),
+    )
+
+
 def files(folder: Path) -> Table:
-    """By source, how many of the shrunk networks load from their files and run as ONNX, each with equal outputs."""
+    """The number of shrunk networks that compute the same after saving and loading, and as ONNX, by source."""
     verdicts = _read(folder / "keepk.jsonl")
     sources = list(dict.fromkeys(row["source"] for row in verdicts))
     rows = tuple(_file_row(name, _of(name, verdicts) if name != "all" else verdicts) for name in (*sources, "all"))

@@ -1,4 +1,4 @@
-"""The demo's picture: the run over its epochs, what is kept by layer, and the parity error by hidden nodes."""
+"""The demo's figure: accuracy and channels over the epochs, units kept by layer, and the parity error."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,10 @@ from keepk.run.report import EpochRecord, LayerCount
 from keepk.show.parity_plot import LOOKS, Point, curve
 from keepk.show.plots import DPI, INK, LARGE, SMALL, SOFT, draw_layers, draw_run, tidy
 
+# Positions in fractions of the figure. They are explicit because automatic layouts let labels of neighbouring panels
+# touch; a test checks that no two texts overlap.
 TOP, BOTTOM = 0.735, 0.12
-RUN, LAYERS, PARITY = (0.09, 0.425), (0.475, 0.66), (0.737, 0.987)  # from left to right, each panel's own
+RUN, LAYERS, PARITY = (0.09, 0.425), (0.475, 0.66), (0.737, 0.987)  # left and right edge of each panel
 TITLES = {RUN: "accuracy and plan", LAYERS: "what is kept", PARITY: "parity of 5 in 50 signs"}
 NAMES = {"keepk": "annealed from {start} nodes", "adam": "this few from the start"}
 
@@ -26,7 +28,19 @@ def demo_figure(
     title: str,
     subtitle: str = "",
 ) -> Figure:
-    """Three panels; `total` channels are there in the beginning."""
+    """Draw the three panels.
+
+    Args:
+        history: One record per epoch.
+        layers: Kept units of each layer.
+        parity: The points of the parity experiment, with the columns of its result file.
+        total: The number of channels before pruning.
+        title: The result in one line; "->" is drawn as an arrow.
+        subtitle: Details below it.
+
+    Returns:
+        The figure, which belongs to no pyplot state.
+    """
     figure = Figure(figsize=(13, 5.6), dpi=DPI, facecolor="white")
     figure.text(0.016, 0.945, title.replace("->", "→"), fontsize=19, fontweight="bold", color=INK, va="center")
     figure.text(0.016, 0.875, subtitle.replace("->", "→"), fontsize=SMALL + 1, color=SOFT, va="center")
@@ -43,13 +57,13 @@ def demo_figure(
 
 
 def draw_parity(axes: Axes, points: Sequence[Point]) -> None:
-    """Test error of the networks that validation chose, by hidden nodes, and the noise floor."""
+    """Draw the test error of the networks chosen by validation error over hidden nodes, and the noise floor."""
     for place, recipe in enumerate(NAMES):
         found = [point for point in points if point["recipe"] == recipe]
         name = NAMES[recipe].format(start=max(point["total"] for point in found))
         _, colour, marker = LOOKS[recipe]
         drawn = curve(found, recipe)
-        # The later lies below, with larger marks, so that both are seen where they agree.
+        # The later recipe is drawn below with larger markers, so that both are visible where they agree.
         style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6 + 3 * place, "zorder": 4 - place}
         axes.plot(drawn.nodes, drawn.chosen, linewidth=2.2, label=name, **style)
     nodes, floor, starts = sorted({it["asked"] for it in points}), points[0]["noise_floor"], points[0]["test_errors"]
@@ -59,7 +73,7 @@ def draw_parity(axes: Axes, points: Sequence[Point]) -> None:
     axes.set_ylabel("test error")
     axes.set_xticks(nodes)
     axes.set_xlim(nodes[0] - 0.5, nodes[-1] + 0.5)
-    axes.set_ylim(0, 68)  # no error is above 55 but by luck: room for the legend
+    axes.set_ylim(0, 68)  # errors rarely exceed 55 %; the rest is room for the legend
     axes.set_yticks(range(0, 51, 10))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} %"))
     axes.legend(loc="upper left", frameon=False, fontsize=SMALL, labelcolor=INK, borderaxespad=0, labelspacing=0.3)
@@ -67,5 +81,5 @@ def draw_parity(axes: Axes, points: Sequence[Point]) -> None:
 
 
 def _place(span: tuple[float, float], bottom: float, top: float) -> tuple[float, float, float, float]:
-    """Left, bottom, width, height."""
+    """The position as matplotlib's `add_axes` takes it: left, bottom, width, height."""
     return span[0], bottom, span[1] - span[0], top - bottom

@@ -1,10 +1,11 @@
-"""`inspect`: what can shrink, what cannot and why, and what each layer costs, as a table and as JSON."""
+"""`inspect`: a report on what can be removed from a model, what cannot and why, and what each layer costs."""
 
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from html import escape
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +37,13 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 WIDTH = 120
-NAMES = 5  # how many names a line has; the JSON form has all
-NAMES_IN_TABLE = 3
+NAMES = 5  # names listed in a line before "and 3 more"; `Inspection.json` lists all
+NAMES_IN_TABLE = 3  # fewer, because the table has four more columns
+SCREEN = 40  # lines; a longer report has a shortened repr
+SHORT = 4  # rows or notes that each section of a shortened repr shows
 MARGIN = "  "
-AS_A_WHOLE = (
-    "is one unit, all of a layer: it could only go as a whole, and something of every layer stays; a Pruner counts it "
-    "among those that it keeps"
-)
-ONE_CHANNEL = "has one channel, and something of every layer stays; a Pruner does not count it"
+AS_A_WHOLE = "is the only unit of its layer, and every layer keeps at least one unit; a Pruner counts it as kept"
+ONE_CHANNEL = "has one channel, and every layer keeps at least one; a Pruner does not count it"
 PLAINLY = {
     "input": "read from an axis without channels, such as an input of the model",
     "output": "outputs of the model",
@@ -53,20 +53,21 @@ PLAINLY = {
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What `keepk.inspect` found, in plain values. It shows itself as a table, richly on a rich console.
+    """The result of `keepk.inspect`, as plain values. ``print`` shows all of it; a long ``repr`` is shortened.
 
     Attributes:
-        model: The model's class.
-        example: Shapes (and types, where they are not float32) of the tensors that forward was called with.
-        spaces: What can shrink.
-        fixed: What cannot, by reason.
-        bindings: Of which parts equal numbers must go.
-        layers: Parameters and multiply-accumulates (MACs) per sample of each module, without the modules inside it.
-        batch: How many samples the example has, by which its MACs were divided. None if that could not be told, because
-            its tensors share no first dimension, or MACs do not grow with it: MACs are of the whole example then.
-        unknown: Parts of the model's forward that the trace has not seen, such as a train mode that fails.
-        attributes: Attributes that are as large as something that can shrink and keep their values when it does:
-            forward does not need them, and they may be equal to it by chance.
+        model: The name of the model's class.
+        example: Shapes of the tensors that forward was called with, and dtypes other than float32.
+        spaces: Groups of units that can be removed.
+        fixed: Axes that cannot shrink, grouped by reason.
+        bindings: Parts that must lose equal numbers of units.
+        layers: Parameters and multiply-accumulates (MACs) per sample of each module, excluding its submodules.
+        batch: The number of samples in the example, by which MACs were divided. None if it could not be determined,
+            because the tensors share no first dimension or MACs do not grow with it; MACs then refer to the whole
+            example.
+        unknown: Parts of the model's forward that the trace could not follow, such as a train mode that fails.
+        attributes: Attributes that equal the size of something that can shrink and would keep their value: forward
+            does not use them, and they may equal it by coincidence.
     """
 
     model: str
@@ -81,37 +82,43 @@ class Inspection:
 
     @property
     def parameters(self) -> int:
-        """All parameters, shared ones once."""
+        """The number of parameters; shared ones count once."""
         return sum(layer.parameters for layer in self.layers)
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of one forward pass, per sample; of the whole example if `batch` is None."""
+        """Multiply-accumulates of one forward pass, per sample, or for the whole example if `batch` is None."""
         return sum(layer.macs for layer in self.layers)
 
     def json(self) -> str:
-        """Everything, and the totals, as JSON."""
+        """All attributes and the totals, as JSON."""
         return json.dumps({**asdict(self), "parameters": self.parameters, "macs": self.macs}, indent=2)
 
     def data(self) -> dict[str, Any]:
-        """Everything, and the totals, as plain dicts, lists, words and numbers: what JSON gives back."""
+        """All attributes and the totals, as plain dicts, lists, strings and numbers."""
         plain: dict[str, Any] = json.loads(self.json())
         return plain
 
     def __str__(self) -> str:
-        lines = [_headline(self)]
-        for section in _sections(self):
-            lines.append(section.title)
-            if section.table:
-                lines.append(indent(str(section.table), MARGIN))
-            for note in section.notes:
-                lines.append(_wrapped(note.what, MARGIN))
-                if note.why:
-                    lines.append(_wrapped(note.why, MARGIN * 3))
-        return "\n".join(lines)
+        return "\n".join([_headline(self), *(line for section in _sections(self) for line in section.lines())])
 
     def __repr__(self) -> str:
-        return str(self)  # what an interactive session shows without a print
+        text = str(self)
+        if text.count("\n") < SCREEN:
+            return text
+        # A ResNet-50 has 160 layers, which would scroll the answer out of sight in an interactive session.
+        shortened = (line for section in _sections(self) for line in section.lines(SHORT))
+        return "\n".join([_headline(self), *shortened, "print() shows all of it."])
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p><b>{escape(_headline(self))}</b></p>"]
+        for section in _sections(self):
+            parts.append(f"<p><b>{escape(section.title)}</b></p>")
+            if section.table:
+                parts.append(section.table._repr_html_())
+            if section.notes:
+                parts.append(f"<ul>{''.join(map(_html_note, section.notes))}</ul>")
+        return "".join(parts)
 
     def __rich__(self) -> "Group":
         from rich.console import Group  # noqa: PLC0415 - only a rich console calls this
@@ -133,17 +140,23 @@ class Inspection:
 def inspect(
     model: nn.Module, example: Any = None, *, examples: Sequence[Any] | None = None, training_example: Any = None
 ) -> Inspection:
-    """Say what of a model can shrink, what cannot and why, and what each layer costs; nothing of the model changes.
+    """Report what can be removed from a model, what cannot and why, and what each layer costs.
+
+    The model is traced on a copy; it does not change.
 
     Args:
         model: Any module whose forward works on the example.
-        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with a batch of two or more.
-        examples: Several of these, for a model that takes different paths; costs are those of the first.
+        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with a batch size of at
+            least 2.
+        examples: Several of these instead, for a model that takes different paths; costs are those of the first.
         training_example: The input of forward in train mode, if it differs.
 
     Returns:
-        Units that can be removed, axes that cannot and why, costs by layer, and parts of the model's forward that the
-        trace has not seen, such as a train mode that fails on the example.
+        The units that can be removed, the axes that cannot shrink with the reasons, the costs of each layer, and the
+        parts of the model's forward that the trace could not follow, such as a train mode that fails on the example.
+
+    Raises:
+        TraceError: If `model` is not a module, the example is missing or malformed, or the model's forward fails on it.
 
     Examples:
         >>> import torch
@@ -185,7 +198,7 @@ def inspect(
 
 
 def _as_a_whole(graph: Graph, space: Group) -> FixedGroup | None:
-    """A space of one unit that has an axis to itself, as what it is: nothing would be left of the axis without it."""
+    """The reason why a group of one unit is fixed, if the unit fills a whole axis, of which nothing would be left."""
     if len(space.units) > 1:
         return None
     totals = {(axis.tensor, axis.dim): axis.size for axis in graph.wiring.axes}
@@ -197,16 +210,16 @@ def _as_a_whole(graph: Graph, space: Group) -> FixedGroup | None:
 
 
 def _quantised(model: nn.Module) -> Iterator[str]:
-    """A model that is quantised or prepared for that has few channels that can be followed, or none."""
+    """A note for a model that is quantised or prepared for it: few of its channels, if any, can be traced."""
     if found := quantised_module(model):
         yield (
             f"{found}, so its channels cannot be followed. Prune first and quantise afterwards: inspect the model "
-            f"as it was before it was prepared"
+            f"before it is prepared for quantisation"
         )
 
 
 def _single(graph: Graph, model: nn.Module) -> Iterator[FixedGroup]:
-    """The layers with one channel that another one reads."""
+    """The layers that have a single channel, together with the layers that read it."""
     modules = dict(model.named_modules())
     pairs = [pair for pair in single_channels(graph, modules) if set(pair) <= set(modules)]
     sides = [(f"{pair[side]}.weight", modules[pair[side]], side) for pair in pairs for side in (0, 1)]
@@ -231,6 +244,32 @@ class _Section:
     table: Table | None
     notes: tuple[_Note, ...]
 
+    def lines(self, most: int | None = None) -> Iterator[str]:
+        """The section as text, with at most `most` rows and `most` notes."""
+        yield self.title
+        if self.table:
+            rows = self.table.rows
+            # The total is the row one wants to see, so it survives the cut.
+            totals = rows[len(rows) - 1 :] if self.table.total_row else ()
+            body = rows[: len(rows) - len(totals)]
+            yield indent(str(replace(self.table, rows=(*body[:most], *totals))), MARGIN)
+            yield from _omitted(len(body), most, "row")
+        for note in self.notes[:most]:
+            yield _wrapped(note.what, MARGIN)
+            if note.why:
+                yield _wrapped(note.why, MARGIN * 3)
+        yield from _omitted(len(self.notes), most, "note")
+
+
+def _omitted(count: int, most: int | None, word: str) -> Iterator[str]:
+    if most is not None and count > most:
+        yield f"{MARGIN}... and {count - most:,} more {_plural(word, count - most)}"
+
+
+def _html_note(note: _Note) -> str:
+    why = f"<br><small>{escape(note.why)}</small>" if note.why else ""
+    return f"<li>{escape(note.what)}{why}</li>"
+
 
 def _headline(report: Inspection) -> str:
     example = ", ".join(report.example) or "no tensors"
@@ -254,7 +293,7 @@ def _sections(report: Inspection) -> Iterator[_Section]:
     if report.unknown:
         yield _Section("Not seen by the trace", None, tuple(map(_Note, report.unknown)))
     if report.attributes:
-        why = "forward does not need them, and they may be equal to a size by chance: check them after a removal"
+        why = "forward does not use them, and they may equal a size by coincidence: check them after a removal"
         yield _Section("Attributes that stay as they are", None, (_Note(_some(report.attributes), why),))
     if report.layers:
         yield _Section(f"Layers (MACs {per_what(report.batch)})", _layer_table(report), ())
@@ -262,7 +301,7 @@ def _sections(report: Inspection) -> Iterator[_Section]:
 
 def _space_table(spaces: Sequence[SpaceFound]) -> Table:
     axes = [_axes([(axis.tensor, axis.axis, "") for axis in space.axes], NAMES_IN_TABLE) for space in spaces]
-    width = max(map(len, axes))
+    width = max(map(len, axes))  # padded, because a table aligns all columns but the first to the right
     rows = tuple(
         (space.name, f"{space.units:,}", space.kind, "lossy" if space.lossy else "exact", words.ljust(width))
         for space, words in zip(spaces, axes, strict=True)
@@ -271,7 +310,7 @@ def _space_table(spaces: Sequence[SpaceFound]) -> Table:
 
 
 def _lossy_notes(spaces: Iterable[SpaceFound]) -> Iterator[_Note]:
-    """One note a reason; the same line of a repeated block is one reason."""
+    """One note per reason; repeated blocks that fail at the same line share one."""
     alike = dict[tuple[object, ...], list[SpaceFound]]()
     for space in spaces:
         if space.lossy:
@@ -307,7 +346,7 @@ def _equal_note(equal: EqualParts) -> _Note:
 
 
 def _multiple_notes(spaces: Iterable[SpaceFound]) -> Iterator[_Note]:
-    """One note a reason."""
+    """One note per reason."""
     alike = dict[tuple[int, str], list[str]]()
     for space in spaces:
         if space.multiple > 1:
@@ -332,7 +371,7 @@ def _layer_table(report: Inspection) -> Table:
 
 
 def _axes(axes: Sequence[tuple[str, int, str]], most: int = NAMES) -> str:
-    """Axes in words: (tensor, axis, what to add)."""
+    """Format axes, given as (tensor, axis, suffix), grouped by axis number."""
     named = dict[int, list[str]]()
     for tensor, axis, addition in axes[:most]:
         named.setdefault(axis, []).append(f"{tensor}{addition}")
@@ -363,7 +402,7 @@ def _wrapped(text: str, margin: str) -> str:
 
 
 def _wrapping(table: Table) -> "RichTable":
-    """A table for a narrow console: words are wrapped rather than cut off."""
+    """The table for a narrow console: long names are wrapped instead of truncated."""
     rich = table.__rich__()
     for column, title in zip(rich.columns, table.columns, strict=True):
         if title.strip() in ("space", "axes", "layer", "type"):

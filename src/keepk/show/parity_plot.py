@@ -1,4 +1,4 @@
-"""The parity experiment's figure: test error by hidden nodes, of the best start and of any, beside the noise floor."""
+"""The parity experiment's figure: test error by hidden nodes, for the best start and for all starts."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean, quantiles
@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 from keepk.show.plots import BLUE, DPI, INK, ORANGE, SOFT
 
 GREEN, PURPLE = "#009E73", "#CC79A7"
-# By recipe: what it is called, colour and marker, in the order of the legend.
+# By recipe: label, colour and marker, in the order of the legend. Markers differ, so that a print in grey is readable.
 LOOKS = {
     "keepk": ("256 nodes annealed", BLUE, "o"),
     "adam": ("Adam from the start", ORANGE, "s"),
@@ -23,7 +23,7 @@ Point = Mapping[str, Any]
 
 
 class Curve(NamedTuple):
-    """By number of nodes: the mean error of the networks that validation chose, and the quartiles of all of them."""
+    """By number of nodes, the mean error of the networks chosen by validation error, and the quartiles of all."""
 
     nodes: list[int]
     chosen: list[float]
@@ -33,7 +33,8 @@ class Curve(NamedTuple):
 
 
 def parity_figure(points: Sequence[Point]) -> Figure:
-    """Two panels from the points of a result file: the best of all starts, and the spread of the starts."""
+    """Draw two panels from the points of a result file: the best start, and the spread of all starts."""
+    # The dense network that `keepk` starts from is a point of the file too, far to the right of the others.
     small = [point for point in points if point["recipe"] != "keepk" or point["asked"] < point["total"]]
     floors = {point["seed"]: point["noise_floor"] for point in small}
     figure = Figure(figsize=(11, 5.4), dpi=DPI, facecolor="white")
@@ -70,7 +71,7 @@ def parity_figure(points: Sequence[Point]) -> Figure:
 
 
 def curve(points: Sequence[Point], recipe: str) -> Curve:
-    """What is drawn of a recipe."""
+    """The curve of one recipe."""
     nodes = sorted({point["asked"] for point in points if point["recipe"] == recipe})
     found = [[point for point in points if (point["recipe"], point["asked"]) == (recipe, asked)] for asked in nodes]
     chosen = [mean(point["test_error"] for point in of_draws) for of_draws in found]
@@ -80,13 +81,14 @@ def curve(points: Sequence[Point], recipe: str) -> Curve:
 
 
 def fewest_at_floor(points: Sequence[Point]) -> int | None:
-    """The least number of nodes at which the annealed network is at the noise floor on every draw."""
+    """The smallest number of nodes at which the annealed network reaches the noise floor on every draw."""
     ours = [point for point in points if point["recipe"] == "keepk"]
     missed = {point["asked"] for point in ours if not point["at_floor"]}
     return min({point["asked"] for point in ours} - missed, default=None)
 
 
 def _quarters(errors: list[float]) -> list[float]:
+    # `quantiles` needs two points; with one start all three quartiles are its error.
     return quantiles(errors, n=4, method="inclusive") if len(errors) > 1 else errors * 3
 
 

@@ -1,4 +1,7 @@
-"""Panels of a run, drawn with matplotlib (the extra ``keepk[demo]``) without a screen and without global state."""
+"""Panels that show a run, drawn with matplotlib (the extra ``keepk[demo]``).
+
+Figures are built without pyplot, so that no display is needed and no global state changes.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,14 +15,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from keepk.run.report import EpochRecord, LayerCount
 
 DPI = 160
-BLUE, ORANGE = "#0072B2", "#D55E00"  # Okabe and Ito: told apart by every kind of eye
+BLUE, ORANGE = "#0072B2", "#D55E00"  # from the palette of Okabe and Ito, which colour-blind readers can tell apart
 INK, SOFT, TRACK = "#222222", "#595959", "#E6E6E6"
 PHASE_SHADES = ("#FFFFFF", "#E9EEF4", "#F7F3EA")
 SMALL, LARGE = 11.5, 13
 
 
 def draw_run(upper: Axes, lower: Axes, history: Sequence[EpochRecord], total: int, *, unit: str) -> None:
-    """Accuracy above, units kept below, over the same epochs; the phases shaded and named."""
+    """Draw accuracy in `upper` and kept units in `lower` over the same epochs, with the phases shaded and named."""
     draw_accuracy(upper, history)
     draw_kept(lower, history, total, unit=unit)
     for axes in (upper, lower):
@@ -31,7 +34,7 @@ def draw_run(upper: Axes, lower: Axes, history: Sequence[EpochRecord], total: in
 
 
 def draw_accuracy(axes: Axes, history: Sequence[EpochRecord]) -> None:
-    """Validation accuracy at the end of every epoch."""
+    """Draw the validation accuracy at the end of every epoch."""
     accuracies = [epoch.accuracy for epoch in history]
     axes.plot(range(1, len(history) + 1), accuracies, color=ORANGE, linewidth=2.2, label="validation accuracy")
     axes.set_ylabel("validation\naccuracy")
@@ -41,11 +44,11 @@ def draw_accuracy(axes: Axes, history: Sequence[EpochRecord]) -> None:
 
 
 def draw_kept(axes: Axes, history: Sequence[EpochRecord], total: int, *, unit: str) -> None:
-    """How many units are left, as steps: pruning happens at the end of an epoch."""
+    """Draw the number of units left as steps, because pruning happens at the end of an epoch."""
     epochs, kept = range(len(history) + 1), [total, *(epoch.kept for epoch in history)]
     axes.fill_between(epochs, kept, 1, step="post", color=BLUE, alpha=0.18, linewidth=0)
     axes.step(epochs, kept, where="post", color=BLUE, linewidth=2.2, label=f"{unit} kept")
-    axes.set_yscale("log")
+    axes.set_yscale("log")  # a plan falls by shares, which a linear axis shows as a flat line near the end
     axes.set_ylim(kept[-1] / 2, total * 1.9)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -57,7 +60,7 @@ def draw_kept(axes: Axes, history: Sequence[EpochRecord], total: int, *, unit: s
 
 
 def draw_layers(axes: Axes, layers: Sequence[LayerCount]) -> None:
-    """Kept of total by layer: the grey track is the whole layer."""
+    """Draw one bar per layer: the kept share on a grey track that represents the whole layer."""
     rows = range(len(layers), 0, -1)
     shares = [100 * layer.kept / layer.total for layer in layers]
     axes.barh(rows, [100] * len(layers), height=0.2, color=TRACK, label="total")
@@ -74,12 +77,12 @@ def draw_layers(axes: Axes, layers: Sequence[LayerCount]) -> None:
 
 
 def write_png(figure: Figure, path: Path) -> None:
-    """The figure as a PNG."""
+    """Write the figure as a PNG."""
     figure.savefig(path, format="png", dpi=DPI)
 
 
 def tidy(axes: Axes) -> None:
-    """The house's look: two spines, soft words, a light grid behind the data."""
+    """Apply the common style: two spines, grey labels, a light grid behind the data."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(SOFT)
     axes.tick_params(colors=SOFT, labelsize=SMALL)
@@ -96,7 +99,7 @@ def _note(axes: Axes, words: str, epoch: int, kept: int, *, side: Literal["left"
 
 
 def _spans(history: Sequence[EpochRecord]) -> list[tuple[str, int, int]]:
-    """By phase: its name and the epochs between which it lies."""
+    """The name, first and last epoch of each phase."""
     spans, start = list[tuple[str, int, int]](), 0
     for phase, epochs in groupby(history, key=lambda epoch: epoch.phase):
         end = start + len(list(epochs))

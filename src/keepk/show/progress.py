@@ -9,13 +9,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def epoch_progress(console: Console, epochs: int) -> Iterator[Callable[[str, str], None]]:
-    """A bar that shows a phase, the epoch and some words; call it with phase and words at the end of every epoch."""
+    """Show a progress bar over epochs.
+
+    Args:
+        console: Where the bar is drawn.
+        epochs: How often the callback will be called.
+
+    Yields:
+        A callback that takes the name of the phase and a short status, to be called at the end of every epoch.
+    """
     columns = (
         TextColumn("[bold]{task.description:<9}"),
         BarColumn(bar_width=16),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[words]}", style="cyan", markup=False),
+        TextColumn("{task.fields[words]}", style="cyan", markup=False),  # names may contain brackets
     )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=epochs, words="")

@@ -1,4 +1,4 @@
-"""A plan drawn with characters."""
+"""A plan drawn with characters, for terminals."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,13 +14,19 @@ if TYPE_CHECKING:
 WIDTH = 80
 MOST_COLUMNS_PER_EPOCH = 6
 AXIS_NAME = " epoch"
+# Fill levels of a cell in eighths; in ASCII a cell is drawn as full from one half on.
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 EIGHTHS_IN_ASCII = " ___#####"
 
 
 @dataclass(frozen=True)
 class PlanPlot:
-    """How many weights are left over the epochs, as filled columns; epoch 0 is the whole network."""
+    """The units left over the epochs, as filled columns. Epoch 0 is the dense network.
+
+    Attributes:
+        report: The plan.
+        height: The number of rows of the columns.
+    """
 
     report: PlanReport
     height: int = 10
@@ -45,7 +51,7 @@ class PlanPlot:
             yield Text(line, style="cyan", no_wrap=True, overflow="crop")
 
     def lines(self, width: int, *, unicode: bool) -> list[str]:
-        """The rows of the plot from top to bottom, none wider than `width`."""
+        """The lines of the plot from top to bottom, at most `width` characters each."""
         top, end = f"{self.report.total:,}", f"{self.report.keep:,}"
         right = max(len(end) + 1, len(AXIS_NAME) + len(str(len(self.report.counts))))
         epochs = _epoch_of_column(len(self.report.counts), width - len(top) - 2 - right)
@@ -60,11 +66,12 @@ class PlanPlot:
 
     def _eighths(self, epoch: int) -> int:
         left = self.report.counts[epoch - 1] if epoch else self.report.total
+        # At least one eighth, so that a plan that keeps 0.1 % does not look as if it kept nothing.
         return max(1, left * self.height * 8 // self.report.total)
 
 
 def _epoch_of_column(last: int, room: int) -> list[int]:
-    """Which epoch each column shows: every epoch several times if there is room, else evenly chosen ones."""
+    """The epoch that each column shows: each epoch repeated if there is room, evenly spaced epochs otherwise."""
     if last < room:
         wide = min(MOST_COLUMNS_PER_EPOCH, room // (last + 1))
         return [epoch for epoch in range(last + 1) for _ in range(wide)]
@@ -77,7 +84,7 @@ def _row(eighths: list[int], level: int, fills: str) -> str:
 
 
 def _ticks(epochs: list[int]) -> str:
-    """The numbers below the axis, as many round ones as stand apart."""
+    """The labels below the axis: multiples of the smallest round step at which they do not touch."""
     apart = len(str(epochs[-1])) + 2
     steps = (base * 10**power for power in count() for base in (1, 2, 5))
     step = next(step for step in steps if step * len(epochs) >= apart * (epochs[-1] + 1))
