@@ -472,7 +472,7 @@ def has_pictures(name):
     return any(parameter.dim() == 4 for parameter in NETWORKS[name]()[0].parameters())
 
 
-@pytest.mark.parametrize("name", filter(has_pictures, WITH_EXACT_UNITS))
+@pytest.mark.parametrize("name", [*filter(has_pictures, WITH_EXACT_UNITS)])
 def test_channels_last_stays(name):
     """Traced in that format too: strides decide which operations torch runs."""
     model, example = NETWORKS[name]()
