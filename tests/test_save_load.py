@@ -995,6 +995,7 @@ def sweeps(tmp_path_factory):
     return job(tmp_path_factory.mktemp("killed"), "kills")
 
 
+@pytest.mark.xdist_group("sweeps")  # one process runs the fixture
 @pytest.mark.parametrize("old", [0, 1], ids=["first save", "next save"])
 def test_a_save_killed_at_any_file_step_leaves_the_old_or_the_new_model(sweeps, old):
     found, files = sweeps[old]["found"], sweeps[old]["files"]
