@@ -619,15 +619,25 @@ def test_an_event_whose_metric_fails_changes_nothing(failure, error, words, shri
 
 
 @pytest.mark.parametrize("shrink", MODES)
-def test_channels_that_leave_too_few_weights_change_nothing(shrink, monkeypatch):
+@pytest.mark.parametrize(
+    ("keep", "events", "least", "left", "planned"),
+    [(1_500, 0, 1707, 1707, 1820), (1_100, 1, 1323, 1310, 1394)],
+    ids=["first event", "second event"],
+)
+def test_channels_that_leave_too_few_weights_change_nothing(keep, events, least, left, planned, shrink, monkeypatch):
     """Such a plan is refused before the run; an event that meets it nevertheless is refused as well."""
-    with pytest.raises(PlanError, match="Keep at most 975 weights, or more channels"):
-        Run(traced_network("conv_bn_flatten"), weights_beside_channels(keep=1_500), shrink=shrink)
+    refusal = (
+        rf"keeps {planned} weights at epoch {events + 1}, .* as few as {least} .*Keep at most 975 weights, or more"
+    )
+    with pytest.raises(PlanError, match=refusal):
+        Run(traced_network("conv_bn_flatten"), weights_beside_channels(keep=keep), shrink=shrink)
     monkeypatch.setattr("keepk.run.pruner.refuse_undercut", lambda *_: None)
-    run = Run(traced_network("conv_bn_flatten"), weights_beside_channels(keep=1_500), shrink=shrink)
+    run = Run(traced_network("conv_bn_flatten"), weights_beside_channels(keep=keep), shrink=shrink)
+    for _ in range(events):
+        run.epoch()
     step(run.model, run.example, run.optimizer)
     before = state_of(run)
-    with pytest.raises(RankError, match="the channels that stay have only 1707 of its weights, fewer than the 1820"):
+    with pytest.raises(RankError, match=f"have only {left} of its weights, fewer than the {planned} of its plan at th"):
         run.pruner.step()
     assert state_of(run) == before
 
