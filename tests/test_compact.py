@@ -61,7 +61,8 @@ def silence_rows(model, seed):
                 parameter[rows] = 0
 
 
-LEAST = {"dense_block": 28}  # of 30: a last source and its reading stay
+# Fewer than were masked. Of a dense block 2 of 30 stay; of weight norm, whose zeros are in the length, all.
+LEAST = {"dense_block": 28, "weight_norm": 0}
 
 # Their forward branches on values, so that nothing of theirs can be proved dead.
 NOT_FOLLOWED = (
@@ -111,7 +112,8 @@ def test_what_cannot_be_proved_dead_stays(name):
         report = compact(model, example)
         assert relative_error(before, call(model, example)) == 0
     assert report.units == 0
-    assert ("look at values" in report.note) == (name in NOT_FOLLOWED)
+    if name in NOT_FOLLOWED:
+        assert "look at values" in report.note
 
 
 @settings(max_examples=40)
