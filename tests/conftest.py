@@ -9,13 +9,27 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `strategies` is shared by the tests
 
+from networks import NETWORKS
+
 torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Examples in documentation give no warning of any kind: the exceptions for tests are not for what users copy."""
+    """Examples in documentation give no warning of any kind: the exceptions for tests are not for what users copy.
+
+    The cases of one network meet in one process, which traces it once (`traced_once.py`).
+    """
     for item in items:
         if isinstance(item, pytest.DoctestItem):
             item.add_marker(pytest.mark.filterwarnings("error::keepk.KeepkWarning"))
+        elif (name := network_of(item)) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(name))
+
+
+def network_of(item: pytest.Item) -> str | None:
+    """The network that a test was parametrized with, or None."""
+    name = item.callspec.params.get("name") if hasattr(item, "callspec") else None
+    return name if isinstance(name, str) and name in NETWORKS else None

@@ -5,9 +5,8 @@ from collections import OrderedDict
 
 import torch
 
-import keepk
 from masked import call, leaves, without_dropout
-from networks import NETWORKS
+from traced_once import traced_network
 
 TOLERANCE = 1e-10
 KINDS = ("linears", "conv_bn_flatten", "dense_block", "multihead_attention", "lstm", "gru", "tied_embedding", "caches")
@@ -15,8 +14,7 @@ KINDS = ("linears", "conv_bn_flatten", "dense_block", "multihead_attention", "ls
 
 def traced(name="linears", share=0.5):
     """A network with its example, its graph and units that can go."""
-    model, example = NETWORKS[name]()
-    graph = keepk.trace(model, example)
+    model, example, graph = traced_network(name)
     return model, example, graph, graph.choose(share, seed=0)
 
 

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -18,15 +19,15 @@ from keepk.errors import PlanError, RankError, ShrinkError, SpaceError, StateErr
 from keepk.graph.units import Units as GraphUnits
 from keepk.run.channel_links import find_links
 from masked import call, leaves, relative_error, without_dropout, zero_slices
-from networks import EXPECTED, NETWORKS
+from networks import NETWORKS, WITH_EXACT_UNITS, WITHOUT_EXACT_UNITS
 from pictures import picture
 from random_networks import random_networks
 from shrinking import left, output, step
 from strategies import seeds
+from traced_once import traced_before, traced_network
 
 MODES = ("each", "end", "never")
 TOLERANCE, ROUNDING = 1e-9, 1e-12
-NO_EXACT_CHANNEL = [name for name, expected in EXPECTED.items() if expected.only and expected.verdict != "exact"]
 BOUND = (
     "grouped",
     "grouped_transposed",
@@ -74,15 +75,16 @@ def table_metric(seed, levels):
 
 
 class Run:
-    """A network that is trained and pruned."""
+    """A network that is trained and pruned. One that comes with its graph is not traced again."""
 
     def __init__(self, network, spaces, *, make=ADAM, **options):
-        self.model, self.example = network
+        self.model, self.example, *graph = network
         self.optimizer = make(self.model.parameters())
         self.ids = {name: id(parameter) for name, parameter in self.model.named_parameters()}
         self.keys = list(self.model.state_dict())
         self.rows = {name: len(it) for name, it in self.model.named_parameters() if it.dim()}
-        self.pruner = keepk.Pruner(self.model, spaces, self.optimizer, example=self.example, **options)
+        with traced_before(self.model, self.example, *graph) if graph else nullcontext():
+            self.pruner = keepk.Pruner(self.model, spaces, self.optimizer, example=self.example, **options)
         self.side = self.pruner._session.channels
 
     def epoch(self):
@@ -194,9 +196,9 @@ def check_trains_on(run):
         assert not parameter.detach()[~kept].any()
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in NO_EXACT_CHANNEL])
+@pytest.mark.parametrize("name", WITH_EXACT_UNITS)
 def test_shrunk_at_each_event_at_the_end_and_never_are_one_run(name):
-    runs = three_runs(NETWORKS[name])
+    runs = three_runs(partial(traced_network, name))
     told = any("fixed" in entry for entry in runs[0].pruner.certificate.values())
     assert told == (name in FIXED_IN_PART)  # which is warned of; no other network gets a word
     check_in_lockstep(runs)
@@ -212,6 +214,7 @@ def test_with_momentum_and_decay_too(name):
 @given(network=random_networks(), seed=seeds)
 @settings(deadline=None, max_examples=4)
 def test_random_networks_are_one_run_in_all_modes(network, seed):
+    network = (*network, keepk.trace(*network))
     try:
         runs = three_runs(lambda: copy.deepcopy(network), metric=table_metric(seed, levels=4))
     except SpaceError as refused:
@@ -220,10 +223,10 @@ def test_random_networks_are_one_run_in_all_modes(network, seed):
     check_in_lockstep(runs)
 
 
-@pytest.mark.parametrize("name", NO_EXACT_CHANNEL)
+@pytest.mark.parametrize("name", WITHOUT_EXACT_UNITS)
 def test_a_network_without_exact_channels_is_refused_with_the_reason(name):
     with pytest.raises(SpaceError, match=r"removing one changes more than|is fixed|none with channels"):
-        Run(NETWORKS[name](), all_channels(prune=0.5))
+        Run(traced_network(name), all_channels(prune=0.5))
 
 
 # Which stay
@@ -238,7 +241,7 @@ def test_the_very_ones_stay_that_a_sort_chooses(data, seed, levels, floor):
     least = floor * (4 if name == "concat" else 2)
     keep = data.draw(st.sampled_from([least, total]) | st.integers(least, total))
     plan = [*sorted(data.draw(st.lists(st.integers(keep, total), max_size=2)), reverse=True), keep]
-    run = Run(NETWORKS[name](), all_channels(keep=keep, metric=metric, schedule=plan, layer_floor=floor))
+    run = Run(traced_network(name), all_channels(keep=keep, metric=metric, schedule=plan, layer_floor=floor))
     layers = [layer.units.tolist() for layer in run.members().layers]
     assert sum(map(len, layers)) == total
     scores = {unit: float(metric(Units([unit]))) for layer in layers for unit in layer}
@@ -264,7 +267,7 @@ def test_as_few_as_possible_and_all(name, keep):
     """Under ties all over."""
 
     def build(**asked):
-        return Run(NETWORKS[name](), all_channels(**asked, metric=no_opinion))
+        return Run(traced_network(name), all_channels(**asked, metric=no_opinion))
 
     run = with_nearest_keep(build, **({"keep": 1} if keep == "least" else {"prune": 0.0}))
     for _ in range(run.pruner.epochs):
@@ -278,7 +281,7 @@ def test_as_few_as_possible_and_all(name, keep):
 
 @pytest.mark.parametrize("name", BOUND)
 def test_bound_parts_lose_equally_many(name):
-    run = with_nearest_keep(lambda **keep: Run(NETWORKS[name](), all_channels(**keep)), prune=0.6)
+    run = with_nearest_keep(lambda **keep: Run(traced_network(name), all_channels(**keep)), prune=0.6)
     assert run.side.graph.bindings
     for counts in run.pruner.plan["all"]:
         run.epoch()
@@ -296,7 +299,7 @@ def test_widths_are_multiples(data, round_to, seed):
 
     def build(**asked):
         spaces = all_channels(**asked, round_to=round_to, metric=table_metric(seed, levels=3))
-        return Run(NETWORKS[name](), spaces)
+        return Run(traced_network(name), spaces)
 
     run = with_nearest_keep(build, prune=share)
     for count in run.pruner.plan["all"]:
@@ -325,7 +328,7 @@ def test_readings_of_a_dense_net_are_counted(data, seed, floor):
     least = 4 * floor + 4
     keep = data.draw(st.sampled_from([least, 56]) | st.integers(least, 56))
     spaces = all_channels(keep=keep, at="input", metric=table_metric(seed, levels=3), layer_floor=floor)
-    run = Run(NETWORKS["dense_block"](), spaces)
+    run = Run(traced_network("dense_block"), spaces)
     assert run.members().total == 56
     for count in run.pruner.plan["all"]:
         run.epoch()
@@ -346,7 +349,7 @@ def check_read(run):
 
 
 def test_readings_are_one_run_in_all_modes():
-    check_in_lockstep(three_runs(NETWORKS["dense_block"], at="input"))
+    check_in_lockstep(three_runs(partial(traced_network, "dense_block"), at="input"))
 
 
 @pytest.mark.parametrize("round_to", [1, 2, 4])
@@ -355,7 +358,7 @@ def test_rounded_readings_are_met_or_refused_before_the_run(round_to):
 
     def build(**asked):
         spaces = all_channels(**asked, at="input", round_to=round_to, metric=prefer_first)
-        return Run(NETWORKS["dense_block"](), spaces)
+        return Run(traced_network("dense_block"), spaces)
 
     run = with_nearest_keep(build, keep=1)
     for count in run.pruner.plan["all"]:
@@ -493,7 +496,7 @@ def weights_beside_channels(keep=400):
 def test_weights_and_channels_in_one_run():
     """Weights of channels that go do not count; the masks of the shrunk run are those of the masked one, cut."""
     spaces = weights_beside_channels()
-    runs = [Run(NETWORKS["conv_bn_flatten"](), spaces, make=MOMENTUM, shrink=shrink) for shrink in MODES]
+    runs = [Run(traced_network("conv_bn_flatten"), spaces, make=MOMENTUM, shrink=shrink) for shrink in MODES]
     for epoch in range(3):
         for run in runs:
             run.epoch()
@@ -526,8 +529,8 @@ def test_phases_freeze_one_part_while_another_is_pruned(shrink):
         keepk.weights("head.weight", keep=50, name="head"),
     ]
     phases = [keepk.Phase(2, prune="convs", freeze="head*"), keepk.Phase(1, prune="head", freeze=["first*", "second*"])]
-    run = Run(NETWORKS["conv_bn_flatten"](), spaces, make=MOMENTUM, phases=phases, shrink=shrink)
-    graph = keepk.trace(*NETWORKS["conv_bn_flatten"]())
+    run = Run(traced_network("conv_bn_flatten"), spaces, make=MOMENTUM, phases=phases, shrink=shrink)
+    graph = traced_network("conv_bn_flatten")[2]
     frozen = {name: run.model.get_parameter(name).detach().clone() for name in ("head.weight", "head.bias")}
     for kept in ({"convs": 16, "head": 900}, {"convs": 12, "head": 900}):
         run.epoch()
@@ -546,8 +549,8 @@ def test_phases_freeze_one_part_while_another_is_pruned(shrink):
 
 def test_lossy_channels_go_when_asked():
     with pytest.raises(SpaceError, match="Use lossy=True to remove them anyway"):
-        Run(NETWORKS["layer_norm"](), all_channels(keep=5))
-    run = Run(NETWORKS["layer_norm"](), all_channels(keep=5, lossy=True))
+        Run(traced_network("layer_norm"), all_channels(keep=5))
+    run = Run(traced_network("layer_norm"), all_channels(keep=5, lossy=True))
     for count in run.pruner.plan["all"]:
         run.epoch()
         assert run.pruner.kept == {"all": count}
@@ -605,7 +608,7 @@ def test_an_event_whose_metric_fails_changes_nothing(failure, error, words, shri
         keepk.channels("second", keep=4, name="second", schedule=thirds, metric=moody),
         keepk.weights("head.*", keep=100, name="head", schedule=thirds),
     ]
-    run = Run(NETWORKS["conv_bn_flatten"](), spaces, shrink=shrink)
+    run = Run(traced_network("conv_bn_flatten"), spaces, shrink=shrink)
     run.epoch()
     step(run.model, run.example, run.optimizer)
     before, moody.fails = state_of(run), True
@@ -619,15 +622,25 @@ def test_an_event_whose_metric_fails_changes_nothing(failure, error, words, shri
 
 
 @pytest.mark.parametrize("shrink", MODES)
-def test_channels_that_leave_too_few_weights_change_nothing(shrink, monkeypatch):
+@pytest.mark.parametrize(
+    ("keep", "events", "least", "left", "planned"),
+    [(1_500, 0, 1707, 1707, 1820), (1_100, 1, 1323, 1310, 1394)],
+    ids=["first event", "second event"],
+)
+def test_channels_that_leave_too_few_weights_change_nothing(keep, events, least, left, planned, shrink, monkeypatch):
     """Such a plan is refused before the run; an event that meets it nevertheless is refused as well."""
-    with pytest.raises(PlanError, match="Keep at most 975 weights, or more channels"):
-        Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
+    refusal = (
+        rf"keeps {planned} weights at epoch {events + 1}, .* as few as {least} .*Keep at most 975 weights, or more"
+    )
+    with pytest.raises(PlanError, match=refusal):
+        Run(traced_network("conv_bn_flatten"), weights_beside_channels(keep=keep), shrink=shrink)
     monkeypatch.setattr("keepk.run.parties.refuse_undercut", lambda *_: None)
-    run = Run(NETWORKS["conv_bn_flatten"](), weights_beside_channels(keep=1_500), shrink=shrink)
+    run = Run(traced_network("conv_bn_flatten"), weights_beside_channels(keep=keep), shrink=shrink)
+    for _ in range(events):
+        run.epoch()
     step(run.model, run.example, run.optimizer)
     before = state_of(run)
-    with pytest.raises(RankError, match="the channels that stay have only 1707 of its weights, fewer than the 1820"):
+    with pytest.raises(RankError, match=f"have only {left} of its weights, fewer than the {planned} of its plan at th"):
         run.pruner.step()
     assert state_of(run) == before
 
@@ -649,7 +662,7 @@ def cut_elsewhere(run):
 @pytest.mark.parametrize("shrink", ["each", "never"])
 @pytest.mark.parametrize("change", [replace_parameter, replace_module])
 def test_a_model_that_was_changed_behind_the_pruner_is_refused(change, shrink):
-    run = Run(NETWORKS["conv_bn_flatten"](), all_channels(keep=9), shrink=shrink)
+    run = Run(traced_network("conv_bn_flatten"), all_channels(keep=9), shrink=shrink)
     run.epoch()
     change(run)
     before = state_of(run)
@@ -661,7 +674,7 @@ def test_a_model_that_was_changed_behind_the_pruner_is_refused(change, shrink):
 @pytest.mark.parametrize("shrink", ["each", "never"])
 def test_a_model_that_was_cut_behind_the_pruner_is_counted_and_refused(shrink):
     """What is left is told as it is; but no event can go on to K, and no fresh model could take the state."""
-    run = Run(NETWORKS["conv_bn_flatten"](), all_channels(keep=9), shrink=shrink)
+    run = Run(traced_network("conv_bn_flatten"), all_channels(keep=9), shrink=shrink)
     run.epoch()
     (name, kept), *_ = run.pruner.kept.items()
     left = kept - 2 if shrink == "each" else kept - int((~run.side.dead[[0, 9]]).sum())  # one may be masked already

@@ -24,6 +24,7 @@ from networks import NETWORKS
 from random_networks import random_networks
 from shrinking import backward
 from strategies import seeds
+from traced_once import traced_network
 
 WIRINGS = [
     ("conv_bn_flatten", "output"),
@@ -164,8 +165,7 @@ def compare(loops, at, tolerance, alive=None):
 
 @pytest.mark.parametrize(("name", "at"), WIRINGS)
 def test_every_metric_is_the_loop_over_units_before_and_after_shrinks(name, at):
-    model, example = NETWORKS[name]()
-    graph = keepk.trace(model, example)
+    model, _, graph = traced_network(name)
     loops = Loops(model, graph)
     compared = [compare(loops, at, 1e-12)]
     for seed in (1, 2):
@@ -188,8 +188,7 @@ def test_every_metric_is_the_loop_over_units_of_random_networks(network, at, see
 @pytest.mark.parametrize("name", ["conv_bn_flatten", "grouped", "dense_block", "lstm"])
 def test_what_is_masked_is_no_channel_any_more(name):
     """A run that masks has channels that are dead and still in the tensors."""
-    model, example = NETWORKS[name]()
-    graph = keepk.trace(model, example)
+    model, _, graph = traced_network(name)
     for seed in (1, 2):
         alive = graph.alive
         alive[graph.choose(0.4, seed=seed)] = False
@@ -219,8 +218,8 @@ def test_layers_that_are_wired_apart_keep_their_tensors_by_role():
         "depthwise": ("first", {"first", "depthwise"}, {"first.bias", "depthwise.bias", "norm"}, {"pointwise"}),
     }
     for name, (home, *sides) in wanted.items():
-        model, example = NETWORKS[name]()
-        found = next(it for it in layers(model, keepk.trace(model, example), "output") if it.name == home)
+        model, _, graph = traced_network(name)
+        found = next(it for it in layers(model, graph, "output") if it.name == home)
         for slices, modules in zip((found.producer, found.carrier, found.reader), sides, strict=True):
             named = {it.name if it.name in modules else it.name.rpartition(".")[0] for it in slices}
             assert named == modules
@@ -259,8 +258,8 @@ def test_a_weight_that_is_masked_or_scaled_is_what_produces(made):
 
 
 def test_a_channel_that_is_flattened_has_all_of_its_columns():
-    model, example = NETWORKS["conv_bn_flatten"]()
-    layer = layers(model, keepk.trace(model, example), "output")[1]
+    model, _, graph = traced_network("conv_bn_flatten")
+    layer = layers(model, graph, "output")[1]
     columns = model.head.weight.detach().unflatten(1, (12, 15)).permute(1, 2, 0)
     assert torch.equal(layer.reader[0].tensor, columns)
 
@@ -271,8 +270,7 @@ def taylor(layer):
 
 @pytest.mark.parametrize("name", ["conv_bn_flatten", "grouped", "residual", "lstm"])
 def test_gradients_lie_beside_the_weights(name):
-    model, example = NETWORKS[name]()
-    graph = keepk.trace(model, example)
+    model, example, graph = traced_network(name)
     loops = Loops(model, graph)
     for seed in (1, 2):
         model.zero_grad()
@@ -365,8 +363,7 @@ BY_BOTH_SIDES = metrics.blend(0.5, scale=metrics.l2, weights=metrics.outgoing)
 @pytest.mark.parametrize("name", ["residual", "shared_module", "conv_bn_flatten"])
 def test_parts_of_a_channel_may_be_on_several_devices(name, metric):
     """The first part is on a device of its own, which has no values; the others are moved to it."""
-    model, inputs = NETWORKS[name]()
-    graph = keepk.trace(model, inputs)
+    model, _, graph = traced_network(name)
     model.first.to("meta")
     layer = layers(model, graph, "output")[0]
     devices = {it.tensor.device.type for it in layer.slices}

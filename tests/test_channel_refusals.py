@@ -16,6 +16,7 @@ from keepk.rank.metrics import describes
 from keepk.run.channel_members import find_channels
 from networks import NETWORKS
 from test_save_load import looks, unchanged
+from traced_once import traced_network
 
 
 def small():
@@ -105,8 +106,8 @@ def test_spaces_that_do_not_fit_the_model(spaces, words):
 
 def test_channels_that_are_fixed_come_with_the_graphs_own_reason():
     for name, select in (("roll", "first"), ("topk_over_channels", "first"), ("output", "head")):
-        model, example = NETWORKS[name]()
-        fixed = next(it for it in keepk.trace(model, example).fixed if it.tensor == f"{select}.weight" and it.axis == 0)
+        model, example, graph = traced_network(name)
+        fixed = next(it for it in graph.fixed if it.tensor == f"{select}.weight" and it.axis == 0)
         words = f"space '{select}': select='{select}' matches no channel that can be removed: axis 0 of "
         words += f"'{select}.weight' is fixed, {fixed.why}. keepk.inspect(model, example) lists what can shrink."
         refused(SpaceError, f"^{re.escape(words)}$", model, keepk.channels(select, keep=1), example=example)
@@ -120,8 +121,8 @@ def test_channels_that_are_fixed_come_with_the_graphs_own_reason():
 
 
 def test_channels_that_are_lossy_come_with_the_reason_and_the_way_out():
-    model, example = NETWORKS["layer_norm"]()
-    why = keepk.trace(model, example).groups[0].lossy
+    model, example, graph = traced_network("layer_norm")
+    why = graph.groups[0].lossy
     words = "space 'first': select='first' matches 12 channels of 'first', but removing one changes more than setting "
     words += f"it to zero would: {why}. Use lossy=True to remove them anyway."
     refused(SpaceError, f"^{re.escape(words)}$", model, keepk.channels("first", keep=3), example=example)
@@ -169,8 +170,7 @@ def nearest_by_counting(possible, keep):
 @pytest.mark.parametrize("round_to", [2, 4, 5, 7])
 def test_the_nearest_counts_of_round_to_are_those_of_counting(round_to, floor):
     """A layer keeps all of its channels, or a multiple that is not below the floor."""
-    model, example = NETWORKS["linears"]()
-    graph = keepk.trace(model, example)
+    *_, graph = traced_network("linears")
     allowed = [[n for n in range(1, size + 1) if n == size or (n % round_to == 0 and n >= floor)] for size in (12, 9)]
     possible = {sum(counts) for counts in itertools.product(*allowed)}
     for keep in range(1, 22):
@@ -188,8 +188,7 @@ def test_the_nearest_counts_of_round_to_are_those_of_counting(round_to, floor):
 @pytest.mark.parametrize("select", [("first",), ("grouped",), ("first", "grouped", "last")])
 def test_the_nearest_counts_of_bound_groups_are_those_of_counting(select, round_to):
     """A convolution of 2 groups: both lose equally many of its inputs, and of its outputs."""
-    model, example = NETWORKS["grouped"]()
-    graph = keepk.trace(model, example)
+    *_, graph = traced_network("grouped")
     sizes = {"first": 12, "grouped": 8, "last": 7}
     allowed = []
     for name in select:

@@ -33,6 +33,8 @@ from keepk.cut.record import record_of
 from keepk.errors import CheckpointError, StateError
 from pictures import picture
 
+pytestmark = pytest.mark.xdist_group("test_channel_resume")  # one process runs the fixture
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):

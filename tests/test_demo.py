@@ -19,6 +19,8 @@ from keepk.paper.demo_parity import ANNEALED, FROM_THE_START, Setting, parity_po
 from keepk.paper.parity_data import draw
 from keepk.paper.results import REQUIRED
 
+pytestmark = pytest.mark.xdist_group("test_demo")  # one process runs the fixture
+
 TINY = digits.Recipe(
     keep=60,
     keep_head=900,

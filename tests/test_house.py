@@ -174,7 +174,7 @@ def test_the_types_are_those_of_the_public_functions(tmp_path):
         (report, "RunReport"),
         (report.spaces[0], "SpaceReport"),
         (graph, "Graph"),
-        (graph.spaces[0], "Group"),
+        (graph.groups[0], "Group"),
         (found, "Inspection"),
         (found.layers[0], "LayerCost"),
         (measured, "LatencyReport"),

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
+import keepk
 from masked import call, leaves, masked, relative_error, without_dropout
 from networks import EXPECTED, NETWORKS
 from random_networks import OPERATIONS, random_network, random_networks
+from traced_once import traced_network
 
 SEEDS = range(50)
 
@@ -33,6 +35,34 @@ def check_sound(model, example):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_is_sound(name):
     check_sound(*NETWORKS[name]())
+
+
+def plain_settings(model):
+    return [{key: repr(it) for key, it in vars(module).items() if key[0] != "_"} for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_one_test_does_to_a_traced_network_reaches_no_other(name):
+    """The trace is kept for the process; each caller has copies that are as if they had just been made."""
+    model, example, graph = traced_network(name)
+    units = len(graph.units)
+    keepk.shrink(model, graph, graph.choose(0.5, seed=0, lossy=True), replay=False)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers(), *leaves(example)):
+            tensor.zero_()
+    model.train(not model.training)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, list | dict):  # also the modules and parameters in it
+                value.clear()
+    (model, example, graph), (fresh, given) = traced_network(name), NETWORKS[name]()
+    assert len(graph.units) == units
+    assert graph.alive.all()
+    assert str(model) == str(fresh)
+    assert plain_settings(model) == plain_settings(fresh)
+    assert model.state_dict().keys() == fresh.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in fresh.state_dict().items())
+    assert all(torch.equal(a, b) for a, b in zip(leaves(example), leaves(given), strict=True))
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -6,14 +6,14 @@ from torch import nn
 
 import keepk
 from networks import NETWORKS
+from traced_once import traced_network
 
 WITH_SWAPPED_LAYERS = {"dense_block": "SelectingBatchNorm2d", "multihead_attention": "HeadwiseAttention"}
 
 
 @pytest.fixture(params=WITH_SWAPPED_LAYERS)
 def cut(request):
-    model, example = NETWORKS[request.param]()
-    graph = keepk.trace(model, example)
+    model, example, graph = traced_network(request.param)
     keepk.shrink(model, graph, graph.choose(0.5, seed=3))
     assert WITH_SWAPPED_LAYERS[request.param] in {type(module).__name__ for module in model.modules()}
     return model.eval(), example

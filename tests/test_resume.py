@@ -11,6 +11,8 @@ import pytest
 if not hasattr(os, "fork"):
     pytest.skip("the runs are forked", allow_module_level=True)
 
+pytestmark = pytest.mark.xdist_group("test_resume")  # one process runs the fixture
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):

@@ -16,6 +16,7 @@ from keepk.graph import table
 from masked import call, masked, relative_error
 from networks import NETWORKS
 from pictures import picture
+from traced_once import traced_network
 
 TOLERANCE = 1e-10
 KINDS = ("conv_bn_flatten", "dense_block", "multihead_attention", "lstm", "tied_embedding", "caches", "python_branch")
@@ -134,8 +135,7 @@ def test_a_model_on_the_meta_device():
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", KINDS)
 def test_under_any_gradient_mode_the_same_is_found(name, mode):
-    model, example = NETWORKS[name]()
-    wanted = keepk.trace(model, example)
+    model, example, wanted = traced_network(name)
     with mode():
         found = keepk.trace(model, example)
         assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode)

@@ -29,6 +29,8 @@ from keepk.paper.recipes import Recipe, Stage, saliency
 from keepk.paper.training import Run, error_percent, packed_flags, wrong_pictures
 from keepk.rank.metrics import magnitude
 
+pytestmark = pytest.mark.xdist_group("test_training")  # one process runs the fixture
+
 SEED = 3
 FC, CONV = 405_510, 25_570
 STAGES = [

@@ -8,14 +8,15 @@ import keepk
 from keepk.errors import ShrinkError
 from keepk.graph import table
 from networks import NETWORKS
+from traced_once import traced_network
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_is_right_by_numbers(name):
-    model, example = NETWORKS[name]()
+    model, example, graph = traced_network(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
-    assert keepk.verify(model, keepk.trace(model, example), example) < 1e-10
+    assert keepk.verify(model, graph, example) < 1e-10
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -57,8 +58,7 @@ def test_a_rule_that_lies_is_found_out_and_the_layer_named():
 
 
 def test_a_network_that_lost_channels_before_is_verified_as_it_is():
-    model, example = NETWORKS["residual"]()
-    graph = keepk.trace(model, example)
+    model, example, graph = traced_network("residual")
     keepk.shrink(model, graph, graph.choose(0.3, seed=5))
     assert keepk.verify(model, graph, example, share=0.4, seed=7) < 1e-12
     assert len(model(example)) == len(example)
