@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCS_INSTALLED := .venv/.docs-installed
 
-.PHONY: demo test test-slow check format tables bench clean help
+.PHONY: demo test test-slow coverage check format tables docs bench clean help
 
 help:  ## what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1	/'
@@ -29,12 +30,26 @@ test: check  ## check, then all tests and doctests, warnings as errors
 test-slow: $(INSTALLED)  ## 3,000 random networks, 2,000 of them with traps, shrunk and compared with masked ones
 	KEEPK_SLOW=1 $(BIN)/python -m pytest -n 2 tests/test_shrunk_is_masked.py -k slow
 
+coverage: $(INSTALLED)  ## all tests with coverage of lines and branches: a table, and pages in coverage/
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n 2
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet
+	$(BIN)/coverage report
+
 format: $(INSTALLED)  ## let ruff format and mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 tables: $(INSTALLED)  ## write the docs' tables anew from results/
 	$(BIN)/python -m keepk.paper.tables README.md docs/*.md
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(DOCS_INSTALLED)  ## the documentation as pages in site/, warnings as errors
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env docs site
 
 bench: $(INSTALLED)  ## measure again what of results/benchmarks/ needs keepk alone
 	$(BIN)/python benchmarks/select_event.py --limit-gb 16 --out results/benchmarks/select_event.json
@@ -44,4 +59,4 @@ bench: $(INSTALLED)  ## measure again what of results/benchmarks/ needs keepk al
 	$(BIN)/python benchmarks/paper_sizes.py --out results/benchmarks/paper_sizes.json
 
 clean:  ## remove the environment and all caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* coverage site
