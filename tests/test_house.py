@@ -80,6 +80,7 @@ def test_the_public_names():
             "OneShot",
             "Phase",
             "Pruner",
+            "Statistics",
             "channels",
             "compact",
             "errors",
@@ -89,6 +90,7 @@ def test_the_public_names():
             "load",
             "load_checkpoint",
             "metrics",
+            "recalibrate",
             "report",
             "rule",
             "save",
@@ -110,6 +112,7 @@ def test_the_public_names():
         "outgoing",
         "product",
         "random",
+        "taylor",
     ]
     for name in keepk.__all__:
         assert getattr(keepk, name).__doc__

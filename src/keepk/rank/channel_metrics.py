@@ -76,7 +76,7 @@ class Norm:
         if not self.per_weight:
             return _norm(weights, order)
         count = sum(it[0].numel() for it in weights)  # all channels of a layer have equally many weights
-        return _double(_norm(weights, order)) / count ** (1 / order)  # no two norms become equal by the division
+        return _double(_norm(weights, order)) / float(count ** (1 / order))  # no two norms become equal by the division
 
 
 def norm(
@@ -182,9 +182,9 @@ def blend(
     Args:
         alpha: The weight of the scale.
         scale: R_B.
-        weights: R_L. By default the mean reading, ``norm("l1_l2", per_weight=True)``: (mean \|w\| + root mean square) / 2
-            over the weights of all producers of a channel. ``norm("l1_l2", per_weight=False)`` is the literal sum,
-            under which a ranking of all layers collapses.
+        weights: R_L. By default ``norm("l1_l2", per_weight=True)``: (mean |w| + root mean square) / 2 over the weights
+            of all producers of a channel. ``norm("l1_l2", per_weight=False)`` is the literal sum, under which a ranking
+            of all layers collapses.
         over: Where the maxima are taken: over the space that is ranked, or over each layer.
 
     >>> blend(alpha=0.5)
@@ -213,7 +213,9 @@ def reads_weights_alone(metric: Callable[..., Any]) -> bool:
 
 def ranks_channels_alone(metric: Callable[..., Any]) -> bool:
     """Whether a metric is one of ours that ranks channels and no weights."""
-    return isinstance(metric, Blend | Norm) or metric in (bn_scale, product) or getattr(metric, "ranks", "") == "channels"
+    return (
+        isinstance(metric, Blend | Norm) or metric in (bn_scale, product) or getattr(metric, "ranks", "") == "channels"
+    )
 
 
 def reads_scales(metric: Callable[..., Any]) -> bool:

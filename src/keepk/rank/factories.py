@@ -7,11 +7,13 @@ from keepk.errors import SpaceError
 from keepk.plan.names import shown
 from keepk.rank.channel_metrics import Blend, blend, norm
 from keepk.rank.metrics import random
+from keepk.rank.taylor import taylor
 
 CALLS: list[tuple[Callable[..., Any], str]] = [
     (random, "keepk.metrics.random(seed=0)"),
     (norm, 'keepk.metrics.norm("l2")'),
     (blend, "keepk.metrics.blend(alpha=0.5)"),
+    (taylor, "keepk.metrics.taylor(statistics)"),
 ]
 
 

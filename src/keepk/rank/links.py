@@ -37,16 +37,17 @@ class Links:
             np.maximum.at(raised, sources, raised[readings])
         return raised
 
-    def needed(self, layers: Sequence[Indices], floor: int) -> list[int]:
+    def needed(self, layers: Sequence[Indices], floors: Sequence[int]) -> list[int]:
         """By layer, how many may have to stay so that each keeps its floor: the sources of what stays elsewhere, too.
 
-        >>> Links(np.array([[0, 3], [1, 4]]), np.array([1, 1, 1, 0, 0])).needed([np.arange(3), np.array([3, 4])], 2)
+        >>> links = Links(np.array([[0, 3], [1, 4]]), np.array([1, 1, 1, 0, 0]))
+        >>> links.needed([np.arange(3), np.array([3, 4])], floors=[2, 2])
         [2, 2]
         """
         home = np.full(len(self.heights), -1)
         for number, units in enumerate(layers):
             home[units] = number
-        needed = [min(floor, len(units)) for units in layers]
+        needed = [min(floor, len(units)) for floor, units in zip(floors, layers, strict=True)]
         for number in sorted(range(len(layers)), key=lambda it: int(self.heights[layers[it][0]])):
             readings = self.pairs[home[self.pairs[:, 0]] == number, 1]
             sources_of = np.bincount(readings, minlength=len(home))

@@ -235,7 +235,7 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[GraphSpace, ...]) 
         needs += ["the sources of what they read"] if len(links.pairs) else []
         raise SpaceError(
             f"space {space.name!r}: keep={keep}, but {' with '.join(needs)} needs {least} channels. "
-            f"Choose keep >= {least}{' or a lower floor' if space.layer_floor > 1 else ''}."
+            f"Choose keep >= {least}{' or a lower floor' if space.layer_floor != 1 else ''}."
         )
     possible = nearest_totals(portions, keep)
     if possible != [keep]:
@@ -324,12 +324,13 @@ def _choices(
     if loose:
         # Layers whose counts nothing binds are one portion: any of their channels may go in any order.
         members = np.concatenate([members for _, members in loose])
-        needed = links.needed([own for _, own in loose], space.layer_floor)
+        floors = [space.floor_of(len(layer.units)) for layer, _ in loose]
+        needed = links.needed([own for _, own in loose], floors)
         least = sum(needed) + _count_read(graph, sources, members)
         yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))))
-    for (_, members), step in zip(free, steps, strict=True):
+    for (layer, members), step in zip(free, steps, strict=True):
         if step > 1:
-            least = space.layer_floor + _count_read(graph, sources, members)
+            least = space.floor_of(len(layer.units)) + _count_read(graph, sources, members)
             yield Choice((members,), _rounded(len(members), least, step))
 
 
@@ -354,7 +355,8 @@ def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices],
     """Equally many go of each block; a block keeps the floor of every layer that it has a part of."""
     sizes = [len(block) for block in blocks]
     floors = [
-        space.layer_floor * len(np.unique(graph.units.space[block])) + _count_read(graph, sources, block)
+        sum(space.floor_of(len(graph.spaces[home].units)) for home in np.unique(graph.units.space[block]).tolist())
+        + _count_read(graph, sources, block)
         for block in blocks
     ]
     most = min(size - min(floor, size) for size, floor in zip(sizes, floors, strict=True))

@@ -18,6 +18,7 @@ from keepk.plan.portions import Split, chain, has_even_steps, snapped
 from keepk.rank.channel_metrics import channel_scores, default_metric, product, reads_weights_alone
 from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, Parameters, layers_of
+from keepk.rank.statistics import Statistics, statistics_of
 from keepk.run.channel_members import ChannelMembers
 from keepk.run.surgery import Surgery
 from keepk.run.watch import Watch
@@ -65,6 +66,15 @@ class ChannelSide:
         """Warn of layers that have channels which their space does not count."""
         for name, it in self.members.items():
             self.watch.uncounted(name, it.keep, it.total, [(u.layer, u.channels, u.width, u.why) for u in it.uncounted])
+
+    def follow_statistics(self) -> None:
+        """Tell the statistics that metrics read which channels there are now; they start again."""
+        spaces = dict[Statistics, dict[str, list[Layer]]]()
+        for name, it in self.members.items():
+            for statistics in statistics_of(it.space.metric):
+                spaces.setdefault(statistics, {})[name] = self.layers(name)
+        for statistics, layers in spaces.items():
+            statistics.follow(layers)
 
     @property
     def kept(self) -> dict[str, int]:
@@ -214,7 +224,7 @@ class ChannelSide:
         """The best of every layer, up to its floor, with all that they read, and the best reading of every source."""
         forced, heights = np.zeros(len(values), bool), members.links.heights
         layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))  # readings before sources
-        needs = [(layer.units, members.space.layer_floor) for layer in layers]
+        needs = [(layer.units, members.space.floor_of(len(layer.units))) for layer in layers]
         needs += [(readings, 1) for readings in members.sources]
         for units, least in needs:
             living = units[~self.dead[units]]

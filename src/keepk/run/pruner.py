@@ -157,6 +157,7 @@ class Pruner:
         if channels is not None:
             channels.watch = self._watch
             channels.warn_of_uncounted()
+            channels.follow_statistics()
         self._frozen: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] | None = self._hook()
         _LIVE[next(_NUMBERS)] = self
@@ -253,6 +254,7 @@ class Pruner:
                 disarm(rewraps, TAKEN_BACK)  # it would no longer average gradients, without a word
             raise
         self._watch.event(fell=any(now[name] < before[name] for name in now))
+        self._follow_statistics()
         if rewraps is None:
             return wrapper
         disarm(rewraps)
@@ -331,6 +333,7 @@ class Pruner:
             self._sides.take_masks(saved, self._plan)
             self._enter_epoch(saved.epoch)
             self._watch.restart()
+            self._follow_statistics()
             for module in self._certified_modules():
                 way_back.callback(certified(module, *self._with_others(module))())
             return way_back.pop_all().close
@@ -367,6 +370,11 @@ class Pruner:
         """Masks follow whoever cut the model since, such as `keepk.compact`."""
         if self._sides.follow_cuts():
             self._certify()
+            self._follow_statistics()
+
+    def _follow_statistics(self) -> None:
+        if self._sides.channels is not None:
+            self._sides.channels.follow_statistics()
 
     def _certify(self) -> None:
         """Write what is asked and kept into the record of the model and of the modules that follow it."""
