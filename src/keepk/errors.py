@@ -77,7 +77,7 @@ class KeepkWarning(UserWarning):
     """Every warning that keepk gives, so that one filter is enough to silence it or to turn it into an error.
 
     It is given when a count became untrue (pruned weights that came back), when a ranking decides little (most
-    scores equal, a layer about to lose nearly all of its units), when selected layers have channels that cannot be
-    removed and are not counted, when `Pruner.step` seems to be called once per batch, and when a model is saved before
-    its first event.
+    scores equal, BatchNorm scales that hardly differ, a layer about to lose nearly all of its units), when selected
+    layers have channels that cannot be removed and are not counted, when `Pruner.step` seems to be called once per
+    batch, and when a model is saved before its first event.
     """

@@ -15,7 +15,14 @@ from keepk.graph.maps import Flags
 from keepk.graph.tracer import named_tensors
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split, chain, has_even_steps, snapped
-from keepk.rank.channel_metrics import channel_scores, default_metric, product, reads_weights_alone
+from keepk.rank.channel_metrics import (
+    bn_scale,
+    channel_scores,
+    default_metric,
+    product,
+    reads_scales,
+    reads_weights_alone,
+)
 from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, Parameters, layers_of
 from keepk.rank.statistics import Statistics, statistics_of
@@ -202,6 +209,9 @@ class ChannelSide:
         decision = keep_best(members.choices, ~self.dead, values, rest, known)
         assert not forced[decision.removed].any()  # every choice has room for what must stay
         self._warn_of_ranking(members, metric, units, scores, decision.removed)
+        if reads_scales(metric):
+            scales = channel_scores(bn_scale, layers)
+            self.watch.alike_scales(members.space.name, float(scales.mean()), float(scales.std()))
         return decision
 
     def _warn_of_ranking(
