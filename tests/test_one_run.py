@@ -104,7 +104,7 @@ def test_controls_are_as_wide_as_costly_and_as_long_as_the_pruned_run(seed_of, m
     assert abs(narrow["macs"] / pruned["macs"] - 1) < 0.2
     assert filters(seconds) == filters(dense)
     assert {it["dense_test_error"] for it in (pruned, scratch, narrow, seconds)} == {dense["test_error"]}
-    assert all(it["versions"].get("commit") for it in lines.values())
+    assert all(it["commits"] == [it["versions"]["commit"]] for it in lines.values())
     if metric == "blend":
         assert all(left >= -(-total // 10) for left, total in pruned["layers"].values())
 

@@ -150,12 +150,17 @@ def _one_seed(
         control = _finished_point(runs / experiment, chosen.control, seed) if chosen.match == "seconds" else None
         trained = settled(chosen, _finished_point(runs / experiment, chosen.like, seed), control)
     run_of_seed = Run(trained, seed, DATA[experiment](data), folder, start)
+    versions = result_files.versions()  # of the code that runs, not of a checkout that has moved on when it ends
+    commits = run_of_seed.progress.commits
+    if (commit := versions.get("commit")) and commit not in commits:
+        commits.append(commit)
     points = run_of_seed.finish(partial(_say, f"{experiment} {recipe} seed {seed}"))
     shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
     about = {
         "dense_test_error": _dense_error(points, start, runs / experiment, chosen.control, seed),
         "threads": threads,
-        "versions": result_files.versions(),
+        "versions": versions,
+        "commits": commits,
     }
     result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
     finished.write_text(chosen.fingerprint())

@@ -39,6 +39,7 @@ class Progress:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     points: list[dict[str, Any]] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)  # of the code that trained it, the first one first
 
 
 @dataclass(frozen=True)
