@@ -24,7 +24,7 @@ KEEP = 1_267
 def pruned(example: torch.Tensor) -> VGG16:
     torch.manual_seed(0)
     model = VGG16()
-    metric = keepk.metrics.blend(alpha=0, over="layer")
+    metric = keepk.metrics.blend(alpha=0, weights=keepk.metrics.l1_l2, over="layer")
     keepk.Pruner(model, [keepk.channels("features.*", keep=KEEP, metric=metric)], example=example).step()
     return model
 

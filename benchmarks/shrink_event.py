@@ -153,9 +153,7 @@ def keepk_replay(trained: Trained, task: Task) -> Times:
     return {"replay": seconds}
 
 
-def keepk_builder(
-    trained: Trained, task: Task, *, optimizer: bool = True, replay: bool
-) -> Callable[[], keepk.Pruner]:
+def keepk_builder(trained: Trained, task: Task, *, optimizer: bool = True, replay: bool) -> Callable[[], keepk.Pruner]:
     found = keepk.trace(trained.model, task.pictures).groups
     names = [group.module for group in found if not group.lossy and group.kind != "read"]  # a DenseNet: its sources
     spaces = [keepk.channels(name, prune=task.share, metric=keepk.metrics.l1) for name in names]

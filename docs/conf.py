@@ -6,11 +6,11 @@ are turned into links between pages, or into links to the repository where there
 
 import posixpath
 import re
-import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import tomllib
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging

@@ -258,3 +258,27 @@ def test_a_model_that_is_saved_before_its_first_event(tmp_path):
         pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=30))
         del pruner
         keepk.save(net, tmp_path / "d")  # nobody has it any more
+
+
+def test_scales_that_hardly_differ_are_told_once():
+    """After a few steps the scales of BatchNorms are all near 1: their order says nothing yet."""
+    for spread, warns in ((0.02, True), (0.4, False)):
+        torch.manual_seed(0)
+        layers = [part for _ in range(2) for part in (nn.Linear(40, 40), nn.BatchNorm1d(40), nn.ReLU())]
+        model = nn.Sequential(*layers, nn.Linear(40, 3))
+        with torch.no_grad():
+            for norm in (model[1], model[4]):
+                norm.weight.copy_(torch.linspace(1 - spread, 1 + spread, 40))
+        space = keepk.channels("*", keep=40, schedule=[60, 40], name="c", metric=keepk.metrics.blend(0.5))
+        pruner = keepk.Pruner(model, space, example=torch.zeros(2, 40))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            pruner.step()
+            pruner.step()
+        words = [str(it.message) for it in told]
+        assert len(words) == warns, words
+        if warns:
+            assert "space 'c': its BatchNorm scales hardly differ (mean 1, standard deviation 0.012)" in words[0]
+            assert "Train longer first, or choose another metric=" in words[0]
+    with quiet():
+        keepk.Pruner(model, keepk.channels("*", keep=30, metric=keepk.metrics.l2), example=torch.zeros(2, 40)).step()

@@ -110,7 +110,15 @@ def mean(values):
 
 def size(values, kind):
     one, two = math.fsum(map(abs, values)), math.sqrt(math.fsum(value * value for value in values))
-    return {"l1": one, "l2": two, "l1_l2": (one + two) / 2}[kind]
+    mean_size, root_mean_square = one / len(values), two / math.sqrt(len(values))
+    return {
+        "l1": one,
+        "l2": two,
+        "l1_l2": (one + two) / 2,
+        "mean l1": mean_size,
+        "mean l2": root_mean_square,
+        "mean l1_l2": (mean_size + root_mean_square) / 2,
+    }[kind]
 
 
 def slow(loops, unit, name, at):
@@ -139,6 +147,7 @@ NAMED = {
     "outgoing": metrics.outgoing,
     "norm of producer": metrics.norm("l1", of="producer"),
     "norm of reader": metrics.norm("l1", of="reader"),
+    **{f"mean {kind}": metrics.norm(kind, per_weight=True) for kind in ("l1", "l2", "l1_l2")},
 }
 
 
@@ -393,9 +402,12 @@ def test_a_term_of_the_blend_that_cannot_be_ranked_is_named(bad):
         channel_scores(metrics.blend(0.5, weights=lambda layer: torch.full((len(layer),), math.inf)), found)
 
 
-def formula(layers_found, alpha, over):
+MEANS = metrics.norm("l1_l2", per_weight=True)
+
+
+def formula(layers_found, alpha, over, weights):
     """R = alpha R_B / R_B^max + (1 - alpha) R_L / R_L^max, written out."""
-    terms = [(alpha, metrics.bn_scale), (1 - alpha, metrics.l1_l2)]
+    terms = [(alpha, metrics.bn_scale), (1 - alpha, weights)]
     found = [[metric(layer).tolist() for layer in layers_found] for _, metric in terms]
     scores = []
     for number, layer in enumerate(layers_found):
@@ -418,7 +430,21 @@ def test_the_blend_is_the_papers_formula(over, silent):
     found = layers(net, keepk.trace(net, example().double()), "output")
     for alpha in (0, 0.25, 0.5, 1):
         got = channel_scores(metrics.blend(alpha, over=over), found)
-        assert got == pytest.approx(formula(found, alpha, over), rel=1e-12, abs=1e-15)
+        assert got == pytest.approx(formula(found, alpha, over, MEANS), rel=1e-12, abs=1e-15)
+        got = channel_scores(metrics.blend(alpha, weights=metrics.norm("l1_l2", per_weight=False), over=over), found)
+        assert got == pytest.approx(formula(found, alpha, over, metrics.l1_l2), rel=1e-12, abs=1e-15)
+
+
+def test_the_mean_of_a_norm_does_not_fall_with_the_number_of_inputs():
+    """Equal weights, twice as many in the second layer: equal worth as means, not as sums."""
+    net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(0.25)
+    found = layers(net, keepk.trace(net, torch.zeros(2, 10)), "output")
+    assert channel_scores(MEANS, found) == pytest.approx(0.25, rel=1e-6)
+    sums = channel_scores(metrics.l1_l2, found)
+    assert (sums[20:] > 1.3 * sums[:20]).all()
 
 
 def test_the_ends_of_the_blend_are_its_terms_to_the_last_bit():
@@ -430,7 +456,7 @@ def test_the_ends_of_the_blend_are_its_terms_to_the_last_bit():
         net[0].weight.zero_()[:, 0] = net[1].weight
         net[4].weight.fill_(0.5)
     found = layers(net, keepk.trace(net, example()), "output")
-    for alpha, term in ((1, metrics.bn_scale), (0, metrics.l1_l2)):
+    for alpha, term in ((1, metrics.bn_scale), (0, MEANS)):
         wanted, got = channel_scores(term, found), channel_scores(metrics.blend(alpha), found)
         assert len(set(wanted[:64].tolist())) == 64
         assert np.array_equal(np.argsort(wanted, kind="stable"), np.argsort(got, kind="stable"))
@@ -563,6 +589,8 @@ def test_numbers_of_metrics_that_make_no_sense():
     for alpha, words in ((1.5, "a share"), (-0.1, "negative"), (True, "got bool"), ("0.5", "got str")):
         with pytest.raises(RankError, match=rf"blend: alpha={alpha!r}: .*{words}"):
             metrics.blend(alpha)
+    with pytest.raises(RankError, match=r"norm\(per_weight=1\): got int. Give True or False"):
+        metrics.norm("l1", per_weight=1)
     with pytest.raises(RankError, match=r"blend\(over='net'\): unknown. Give \"space\" or \"layer\""):
         metrics.blend(0.5, over="net")
     with pytest.raises(RankError, match=r"norm\(kind='l3', of=None\): unknown"):

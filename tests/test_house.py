@@ -85,6 +85,7 @@ def test_the_public_names():
             "OneShot",
             "Phase",
             "Pruner",
+            "Statistics",
             "channels",
             "compact",
             "errors",
@@ -94,6 +95,7 @@ def test_the_public_names():
             "load",
             "load_checkpoint",
             "metrics",
+            "recalibrate",
             "report",
             "rule",
             "save",
@@ -115,6 +117,7 @@ def test_the_public_names():
         "outgoing",
         "product",
         "random",
+        "taylor",
     ]
     for name in keepk.__all__:
         assert getattr(keepk, name).__doc__

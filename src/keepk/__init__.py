@@ -28,9 +28,11 @@ from keepk.plan.schedules import Cubic as Cubic
 from keepk.plan.schedules import OneShot as OneShot
 from keepk.plan.spaces import channels as channels
 from keepk.plan.spaces import weights as weights
+from keepk.rank.statistics import Statistics as Statistics
 from keepk.run.checkpoint import load_checkpoint as load_checkpoint
 from keepk.run.checkpoint import save_checkpoint as save_checkpoint
 from keepk.run.pruner import Pruner as Pruner
+from keepk.run.recalibrate import recalibrate as recalibrate
 from keepk.show.inspection import inspect as inspect
 from keepk.show.run_report import report as report
 from keepk.version import __version__ as __version__
@@ -42,6 +44,7 @@ __all__ = [
     "OneShot",
     "Phase",
     "Pruner",
+    "Statistics",
     "channels",
     "compact",
     "errors",
@@ -51,6 +54,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "metrics",
+    "recalibrate",
     "report",
     "rule",
     "save",

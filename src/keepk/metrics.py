@@ -11,5 +11,6 @@ tensor([3., 1., 2.])
 
 from keepk.rank.channel_metrics import blend, bn_scale, l1, l1_l2, l2, norm, outgoing, product
 from keepk.rank.metrics import magnitude, random
+from keepk.rank.taylor import taylor
 
-__all__ = ["blend", "bn_scale", "l1", "l1_l2", "l2", "magnitude", "norm", "outgoing", "product", "random"]
+__all__ = ["blend", "bn_scale", "l1", "l1_l2", "l2", "magnitude", "norm", "outgoing", "product", "random", "taylor"]

@@ -48,6 +48,7 @@ class Experiment(str, Enum):
     LENET_5 = "lenet-5"
     VGG16_CIFAR10 = "vgg16-cifar10"
     VGG16_HALF_CIFAR10 = "vgg16-half-cifar10"
+    VGG16_FULL_CIFAR10 = "vgg16-full-cifar10"
     VGG16_SVHN = "vgg16-svhn"
     DENSENET40_CIFAR10 = "densenet40-cifar10"
     PARITY = "parity"

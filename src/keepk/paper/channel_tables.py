@@ -38,7 +38,7 @@ def layer_table(experiment: str, records: Records) -> Table:
 
 def cost_table(experiment: str, records: Records) -> Table:
     """By recipe: channels, test error, parameters, multiply-accumulates of one picture, and CPU time."""
-    printed = PRINTED[experiment]
+    printed = PRINTED.get(experiment, [])  # none at other widths
     rows = [(f"printed: {who}", kept, "", error, "", parameters, "", "") for who, kept, error, parameters in printed]
     for record in records:
         rows.append(

@@ -4,7 +4,8 @@ The usual recipes are small enough for two cores. ``full-*`` is the paper's text
 for the dense network, a fifth of it after each quarter; then 250 at .005, half of it after each quarter, without weight
 decay. Its p0, N^c and alpha come from a grid search that it does not give: here p0 = .5 by epoch 10, nu = .02, and
 alpha = 1, the BatchNorm's scale, which it found best for VGG-16 and as good as others for DenseNet-40. ``blend-70``
-shows what alpha = .5 does: norms shrink with the layer in front, and the first layers are thinned out.
+shows what alpha = .5 does with norms that are sums: they shrink with the layer in front, and the first layers are
+thinned out. The recipes of `one_run` take means.
 """
 
 from dataclasses import replace
@@ -13,11 +14,13 @@ from functools import partial
 from keepk.paper.models import VGG16, DenseNet40
 from keepk.paper.recipes import Recipe, Stage
 from keepk.plan.schedules import Annealing
-from keepk.rank.channel_metrics import blend
+from keepk.rank.channel_metrics import blend, l1_l2
 from keepk.rank.layers import At
 
 FC = ("classifier.*",)
-GAMMA = blend(alpha=1.0)
+# The weights' norm as a sum, which has no part in alpha = 1, but in the name that checkpoints know the recipes by.
+GAMMA = blend(alpha=1.0, weights=l1_l2)
+SUMS = blend(alpha=0.5, weights=l1_l2)
 small_vgg = partial(
     Recipe,
     network=VGG16,
@@ -103,7 +106,7 @@ VGG = (
     VGG_CONTROL,
     _vgg("keepk-60", 422, 0.02),
     _vgg("keepk-70", 316, 0.04),
-    replace(_vgg("blend-70", 316, 0.04), metric=blend(alpha=0.5)),
+    replace(_vgg("blend-70", 316, 0.04), metric=SUMS),
     VGG_FULL,
     _full(VGG_FULL, "full-50", 2_112, 10),
     _full(VGG_FULL, "full-60", 1_689, 15),

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from keepk.errors import DataError
-from keepk.paper import cifar_recipes, lenet, parity
+from keepk.paper import cifar_recipes, lenet, one_run, parity
 from keepk.paper import results as result_files
+from keepk.paper.alike import settled
 from keepk.paper.cifar import cifar10
 from keepk.paper.data import Mnist, mnist
 from keepk.paper.pictures import Pictures
@@ -24,10 +25,16 @@ from keepk.run.checkpoint import load_checkpoint
 from keepk.run.pruner import Pruner
 
 FULL = "full-"
-EXPERIMENTS: dict[str, dict[str, Recipe]] = {**lenet.EXPERIMENTS, **cifar_recipes.EXPERIMENTS}
+EXPERIMENTS: dict[str, dict[str, Recipe]] = {
+    **lenet.EXPERIMENTS,
+    **{
+        name: {**cifar_recipes.EXPERIMENTS.get(name, {}), **one_run.EXPERIMENTS.get(name, {})}
+        for name in (*cifar_recipes.EXPERIMENTS, *one_run.EXPERIMENTS)
+    },
+}
 DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
     **dict.fromkeys(lenet.EXPERIMENTS, mnist),
-    **dict.fromkeys(cifar_recipes.EXPERIMENTS, cifar10),
+    **dict.fromkeys((*cifar_recipes.EXPERIMENTS, *one_run.EXPERIMENTS), cifar10),
     "vgg16-svhn": svhn,
 }
 PARITY = "parity"
@@ -78,7 +85,7 @@ def _run_recipes(
     """Run every recipe with seeds 1, 2, ... and add the points to the experiment's result file, which is returned.
 
     A seed that was killed goes on from its last epoch; one that is finished is not run again. `jobs` seeds run at a
-    time, each in a process with `threads` threads. A recipe that starts from another waits for it. Without names, all
+    time, each in a process with `threads` threads. A recipe that needs another one waits for it. Without names, all
     recipes are run that two cores can carry; `full` takes the paper's own networks instead.
     """
     for name, value in (("seeds", seeds), ("jobs", jobs), ("threads", threads)):
@@ -88,8 +95,7 @@ def _run_recipes(
     work = partial(_one_seed, experiment, data=data, results=results, runs=runs, threads=threads)
     pool = ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn"))
     try:
-        for starts in (False, True):
-            names = [name for name in chosen if bool(EXPERIMENTS[experiment][name].start) is starts]
+        for names in _in_turn(experiment, chosen):
             tasks = [pool.submit(work, name, seed) for name in names for seed in range(1, seeds + 1)]
             for finished in as_completed(tasks):
                 finished.result()
@@ -107,15 +113,25 @@ def _usual(experiment: str, full: bool) -> list[str]:
 
 
 def _with_starts(experiment: str, names: Sequence[str]) -> list[str]:
-    """The recipes, and those that they start from."""
+    """The recipes, and those that they need, first."""
     known = EXPERIMENTS[experiment]
     for name in names:
         if name not in known:
             raise DataError(
                 f"experiment {experiment!r}: no recipe {name!r}. Nearest names: {nearest(name, list(known))}."
             )
-    starts = [start for name in names if (start := known[name].start)]
-    return list(dict.fromkeys([*starts, *names]))
+    needed = list(dict.fromkeys(other for name in names for other in known[name].needs if other not in names))
+    return [*_with_starts(experiment, needed), *names] if needed else list(dict.fromkeys(names))
+
+
+def _in_turn(experiment: str, names: Sequence[str]) -> list[list[str]]:
+    """The recipes in groups, each of which needs only recipes of the groups before it."""
+    known, done, groups = EXPERIMENTS[experiment], set[str](), list[list[str]]()
+    while left := [name for name in dict.fromkeys(names) if name not in done]:
+        groups.append([name for name in left if not {*known[name].needs} - done])
+        assert groups[-1]  # no recipe needs itself
+        done |= {*groups[-1]}
+    return groups
 
 
 def _one_seed(
@@ -129,22 +145,48 @@ def _one_seed(
         print(f"{experiment} {recipe} seed {seed}: finished before; remove {folder} to run it again", flush=True)
         return
     start = runs / experiment / f"{chosen.start}-{seed}" if chosen.start else None
-    run_of_seed = Run(chosen, seed, DATA[experiment](data), folder, start)
+    trained = chosen
+    if chosen.like is not None:
+        control = _finished_point(runs / experiment, chosen.control, seed) if chosen.match == "seconds" else None
+        trained = settled(chosen, _finished_point(runs / experiment, chosen.like, seed), control)
+    run_of_seed = Run(trained, seed, DATA[experiment](data), folder, start)
+    versions = result_files.versions()  # of the code that runs, not of a checkout that has moved on when it ends
+    commits = run_of_seed.progress.commits
+    if (commit := versions.get("commit")) and commit not in commits:
+        commits.append(commit)
     points = run_of_seed.finish(partial(_say, f"{experiment} {recipe} seed {seed}"))
     shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
     about = {
-        "dense_test_error": _dense_error(points, start),
+        "dense_test_error": _dense_error(points, start, runs / experiment, chosen.control, seed),
         "threads": threads,
-        "versions": result_files.versions(),
+        "versions": versions,
+        "commits": commits,
     }
     result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
     finished.write_text(chosen.fingerprint())
 
 
-def _dense_error(points: Sequence[dict[str, Any]], start: Path | None) -> float:
-    """The test error of the dense network that a run began with."""
+def _dense_error(
+    points: Sequence[dict[str, Any]], start: Path | None, runs: Path, control: str | None, seed: int
+) -> float | None:
+    """The test error of the dense network that a run began with, or of its control; None if that is not finished."""
+    if control is not None and not (runs / f"{control}-{seed}" / "finished").exists():
+        return None
+    if control is not None:
+        return float(_finished_point(runs, control, seed)["test_error"])
     first = points[0] if start is None else load_checkpoint(start)["points"][-1]
     return float(first["test_error"])
+
+
+def _finished_point(runs: Path, recipe: str | None, seed: int) -> dict[str, Any]:
+    """The last point of a finished run."""
+    folder = runs / f"{recipe}-{seed}"
+    if not (folder / "finished").exists():
+        raise DataError(
+            f"{folder}: no finished run of recipe {recipe!r} with seed {seed}, which is needed. Run it first."
+        )
+    point: dict[str, Any] = load_checkpoint(folder)["points"][-1]
+    return point
 
 
 def _say(who: str, progress: Progress, pruner: Pruner) -> None:

@@ -6,6 +6,7 @@ plan go from the fresh network to the last point; each stage that ends at a numb
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from hashlib import sha256
 from math import cos, pi
 from typing import Any, Literal, TypeAlias
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from keepk.plan.phases import Phase
 from keepk.plan.schedules import AnySchedule, plan
 from keepk.plan.spaces import ChannelSpace, WeightSpace, channels, weights
-from keepk.rank.channel_metrics import ChannelMetric
 from keepk.rank.metrics import magnitude
 
 Metric: TypeAlias = Callable[[Tensor], Tensor]
@@ -50,6 +50,8 @@ class Stage:
         freeze: Globs of parameters that get no update.
         report: Whether its end is a point of the experiment.
         metric: Ranks the weights at its events.
+        first_event: The epoch at whose end the schedule has its first event.
+        scale_l1: The L1 penalty on the scales of BatchNorms (Network Slimming).
     """
 
     epochs: int
@@ -64,6 +66,8 @@ class Stage:
     report: bool = True
     metric: Metric = field(default=magnitude, repr=False)
     warmup: int = 0
+    first_event: int = 1
+    scale_l1: float = 0.0
 
     def learning_rate(self, progress: float) -> float:
         """The rate after `progress` epochs of this stage.
@@ -92,10 +96,15 @@ class Recipe:
         batch: Pictures per step.
         options: Arguments of the network.
         units: What spaces are of: "weights", or channels counted at the "output" or the "input" of modules.
-        metric: Ranks channels; None is the library's own choice. Weights are ranked by their stage's metric.
+        metric: Ranks channels; None is the library's own choice. `taylor` and `random` are given as they are: a run
+            calls them with its own statistics or seed. Weights are ranked by their stage's metric.
         start: The recipe whose last network this one goes on with.
         smoothing: Of the labels.
         pictures: How many of the training pictures are used, the first ones; None is all.
+        layer_floor: The least that stays of every layer's channels: a count, or a share.
+        control: The recipe whose last network is the dense one that results are compared with, if it is not `start`.
+        like: The recipe whose finished run of the same seed this one is made alike,
+        match: in its "widths", its "macs" or its CPU "seconds"; see `keepk.paper.alike`.
     """
 
     name: str
@@ -105,23 +114,37 @@ class Recipe:
     batch: int
     options: Mapping[str, Any] = field(default_factory=dict)
     units: Literal["weights", "output", "input"] = "weights"
-    metric: ChannelMetric | None = None
+    metric: Callable[..., Any] | None = None
     start: str | None = None
     smoothing: float = 0.0
     pictures: int | None = None
+    layer_floor: int | float = 1
+    control: str | None = None
+    like: str | None = None
+    match: Literal["widths", "macs", "seconds"] | None = None
+
+    @property
+    def needs(self) -> list[str]:
+        """The recipes that must be finished before this one can start."""
+        control = self.control if self.match == "seconds" else None
+        return [name for name in (self.start, self.like, control) if name]
 
     def fingerprint(self) -> str:
         """A hash of every number of this recipe, which a checkpoint of another recipe does not share.
 
-        Fields that have their default value are left out, so that a field added to `Stage` later does not
-        invalidate the checkpoints of the recipes that do not use it.
+        Fields that have their default value are left out, so that a field added later does not invalidate the
+        checkpoints of the recipes that do not use it.
         """
         metrics = [stage.metric.__name__ for stage in self.stages]
-        said = (self.network.__name__, dict(self.spaces), self.batch, metrics, list(map(_not_default, self.stages)))
+        stages = list(map(_not_default, self.stages))
+        said: tuple[Any, ...] = (self.network.__name__, dict(self.spaces), self.batch, metrics, stages)
         metric = getattr(self.metric, "__name__", self.metric)  # not the address of a function
         more = (dict(self.options), self.units, metric, self.start, self.smoothing, self.pictures)
         usual: tuple[Any, ...] = ({}, "weights", None, None, 0.0, None)
-        return sha256(repr(said if more == usual else said + more).encode()).hexdigest()
+        said = said if more == usual else said + more
+        added = {"layer_floor": (self.layer_floor, 1), "like": (self.like, None), "match": (self.match, None)}
+        changed = {name: value for name, (value, default) in added.items() if value != default}
+        return sha256(repr((*said, changed) if changed else said).encode()).hexdigest()
 
     @property
     def epochs(self) -> int:
@@ -132,21 +155,21 @@ class Recipe:
         """Each stage as a phase of the pruner; None if no stage prunes."""
         if not any(stage.keep for stage in self.stages):
             return None
-        return [Phase(stage.epochs, prune=tuple(stage.keep), freeze=stage.freeze) for stage in self.stages]
+        return [phase for stage in self.stages for phase in _phases(stage)]
 
     def weight_spaces(self, totals: Mapping[str, int], metric: Metric = magnitude) -> list[WeightSpace]:
         """Each space with the plan that goes through all of its points."""
         return [self._space(name, glob, totals[name], metric) for name, glob in self.spaces.items()]
 
-    def channel_spaces(self) -> list[ChannelSpace]:
+    def channel_spaces(self, metric: Callable[..., Any] | None) -> list[ChannelSpace]:
         """Each space with the goal of the stage that prunes it; without one it keeps all of its channels."""
         assert self.units != "weights"
         goals = {name: goal for stage in self.stages for name, goal in stage.keep.items()}
-        at, metric = self.units, self.metric
+        space = partial(channels, at=self.units, metric=metric, layer_floor=self.layer_floor)
         return [
-            channels(glob, keep=goals[name][0], schedule=goals[name][1], at=at, metric=metric, name=name)
+            space(glob, keep=goals[name][0], schedule=goals[name][1], name=name)
             if name in goals
-            else channels(glob, prune=0.0, at=at, metric=metric, name=name)
+            else space(glob, prune=0.0, name=name)
             for name, glob in self.spaces.items()
         ]
 
@@ -155,9 +178,16 @@ class Recipe:
         for stage in self.stages:
             if name in stage.keep:
                 keep, schedule = stage.keep[name]
-                counts += plan(schedule, left, keep, epochs=stage.epochs)
+                counts += plan(schedule, left, keep, epochs=stage.epochs - stage.first_event + 1)
                 left = keep
         return weights(glob, keep=left, name=name, schedule=counts, metric=metric)
+
+
+def _phases(stage: Stage) -> list[Phase]:
+    """A stage as a phase, or as two if its events begin later."""
+    before = stage.first_event - 1 if stage.keep else 0
+    dense = [Phase(before, freeze=stage.freeze)] if before else []
+    return [*dense, Phase(stage.epochs - before, prune=tuple(stage.keep), freeze=stage.freeze)]
 
 
 def _not_default(stage: Stage) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def experiment_tables(path: Path) -> list[Table]:
     if path.stem == "parity":
         return parity_tables.experiment_tables(path)
     records = results.read(path)
-    if path.stem in channel_tables.PRINTED:
+    if path.stem not in PAPER_ERRORS:
         return [make(path.stem, records) for make in (channel_tables.cost_table, channel_tables.layer_table)]
     return [make(path.stem, records) for make in (error_table, layer_percent_table)]
 

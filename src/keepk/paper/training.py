@@ -22,6 +22,9 @@ from keepk.paper.pictures import Pictures
 from keepk.paper.recipes import Recipe, Stage, saliency
 from keepk.plan.names import matches
 from keepk.plan.spaces import Space
+from keepk.rank.metrics import random
+from keepk.rank.statistics import Statistics
+from keepk.rank.taylor import taylor
 from keepk.run.checkpoint import load_checkpoint, save_checkpoint
 from keepk.run.pruner import Pruner
 from keepk.run.report import layer_counts
@@ -36,6 +39,7 @@ class Progress:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     points: list[dict[str, Any]] = field(default_factory=list)
+    commits: list[str] = field(default_factory=list)  # of the code that trained it, the first one first
 
 
 @dataclass(frozen=True)
@@ -88,21 +92,27 @@ class Run:
         self._stage = recipe.stages[0]
         if start is not None:
             load_checkpoint(start, model=self.model)
-        self.pruner = self._new_pruner()
+        self._statistics = Statistics(self.model) if recipe.metric is taylor else None
+        self.pruner = self._new_pruner(seed)
         self.order = torch.Generator().manual_seed(seed)
         self.progress = Progress(recipe.fingerprint())
         if (folder / "checkpoint.json").exists():
             self.progress = self._resumed(load_checkpoint(folder, **self._parts()))
 
-    def _new_pruner(self) -> Pruner:
+    def _new_pruner(self, seed: int) -> Pruner:
         recipe, data = self.recipe, self.data
         example = None if recipe.units == "weights" else data.seen(data.train.images[:2])
         spaces: list[Space] = (
             [*recipe.weight_spaces(_totals(self.model, recipe), self._score)]
             if recipe.units == "weights"
-            else [*recipe.channel_spaces()]
+            else [*recipe.channel_spaces(self._channel_metric(seed))]
         )
         return Pruner(self.model, spaces, self.optimizer, epochs=recipe.epochs, phases=recipe.phases(), example=example)
+
+    def _channel_metric(self, seed: int) -> Callable[..., Any] | None:
+        if self._statistics is not None:
+            return taylor(self._statistics)
+        return random(seed) if self.recipe.metric is random else self.recipe.metric
 
     def finish(self, report: Callable[[Progress, Pruner], None]) -> list[dict[str, Any]]:
         """Train what is left; returns the points of all stages."""
@@ -162,7 +172,10 @@ class Run:
         # Full batches only: the few rows left over sit this epoch out.
         rows = torch.randperm(total, generator=self.order).to(inputs.labels.device)[: total - total % size]
         batches = torch.split(rows, size)
-        squares = MeanSquares(self.model) if self._ranks_by_gradients() else None
+        due = self._is_event_due()
+        squares = MeanSquares(self.model) if due and stage.metric is saliency else None
+        statistics = self._statistics if due else None
+        scales = [it.weight for it in self.model.modules() if isinstance(it, nn.BatchNorm2d) and stage.scale_l1]
         for number, chosen in enumerate(batches):
             self.optimizer.param_groups[0]["lr"] = stage.learning_rate(epoch + number / len(batches))
             scores = inputs.forward(inputs.batch(chosen))
@@ -171,15 +184,19 @@ class Run:
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
             if squares:
                 squares.add()
+            if statistics:
+                statistics.update()
+            for scale in scales:  # the subgradient of the penalty
+                assert scale.grad is not None
+                scale.grad.add_(scale.detach().sign(), alpha=stage.scale_l1)
             self.optimizer.step()
         if squares:
             squares.leave_roots()
 
-    def _ranks_by_gradients(self) -> bool:
-        """Whether the coming event needs what the gradients of this epoch were like."""
-        pruner = self.pruner
-        due = any(counts[pruner.epoch] < pruner.kept[name] for name, counts in pruner.plan.items())
-        return due and self._stage.metric is saliency
+    def _is_event_due(self) -> bool:
+        """Whether something goes at the end of this epoch, so that a metric may need what its gradients were like."""
+        pruner, kept = self.pruner, self.pruner.kept
+        return any(counts[pruner.epoch] < kept[name] for name, counts in pruner.plan.items())
 
     def _point(self) -> dict[str, Any]:
         certified = self.pruner.certificate.values()
@@ -207,7 +224,8 @@ class Run:
         costs = layer_costs(self.model, self.data.seen(self.data.test.images[:1]))
         parameters, macs = sum(layer.parameters for layer in costs), sum(layer.macs for layer in costs)
         counted = {"parameters": parameters, "printed_parameters": printed_parameters(self.model), "macs": macs}
-        dense = _widths(self.recipe.network(**self.recipe.options), self.recipe.units)
+        options = {name: value for name, value in self.recipe.options.items() if name != "filters"}
+        dense = _widths(self.recipe.network(**options), self.recipe.units)
         layers = {name: [width, dense[name]] for name, width in _widths(self.model, self.recipe.units).items()}
         return {"layers": layers, **counted}
 

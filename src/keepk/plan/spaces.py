@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
+from math import ceil
 from typing import Any, ClassVar, Literal
 
 from keepk.errors import SpaceError
@@ -23,6 +24,7 @@ OF_CHANNELS = (
     'norm("l2")',
     "blend(alpha=0.5)",
     "random(seed=0)",
+    "taylor(statistics)",
 )
 
 
@@ -37,7 +39,7 @@ class Space:
     name: str
     metric: Callable[..., Any] | None
     schedule: AnySchedule
-    layer_floor: int
+    layer_floor: int | float
     units: ClassVar[str]
 
     def count_kept(self, total: int) -> int:
@@ -63,6 +65,7 @@ class Space:
 class WeightSpace(Space):
     """A space of single weights; `weights` makes it."""
 
+    layer_floor: int
     units: ClassVar[str] = "weights"
 
 
@@ -74,6 +77,17 @@ class ChannelSpace(Space):
     round_to: int | None
     lossy: bool
     units: ClassVar[str] = "channels"
+
+    def floor_of(self, width: int) -> int:
+        """The fewest channels that stay in a layer which had `width` of them when the run began.
+
+        >>> channels("*", keep=20, layer_floor=0.1).floor_of(30), channels("*", keep=20, layer_floor=2).floor_of(30)
+        (3, 2)
+        """
+        if isinstance(self.layer_floor, int):
+            return self.layer_floor
+        # In the decimals that were written: 0.1 * 30 is above 3 in floats.
+        return ceil(width * exact_share(self.layer_floor, f"space {self.name!r}: layer_floor", SpaceError))
 
 
 def weights(
@@ -126,7 +140,7 @@ def channels(
     metric: Callable[..., Any] | None = None,
     schedule: AnySchedule = OneShot(),  # noqa: B008 - a frozen value
     name: str | None = None,
-    layer_floor: int = 1,
+    layer_floor: int | float = 1,
     round_to: int | None = None,
     lossy: bool = False,
 ) -> ChannelSpace:
@@ -148,7 +162,8 @@ def channels(
             BatchNorm, and `product` where not.
         schedule: How many are left after each epoch: a schedule, a callable or a list of ints.
         name: What the space is called in plans, reports and phases; by default the globs.
-        layer_floor: At least so many channels stay in each layer. K is still met.
+        layer_floor: At least this many channels stay in each layer: an int is a count, a float below 1 a share of the
+            layer's channels when the `Pruner` was made, rounded up, exact in the decimals written. K is still met.
         round_to: Each layer keeps all of its channels, or such a number that its width is a multiple of this.
         lossy: Take channels as well whose removal changes more than setting them to zero would, such as those that a
             LayerNorm normalises.
@@ -166,7 +181,8 @@ def channels(
     keep = _checked_count(called, keep, prune)
     _refuse_no_metric(called, metric, OF_CHANNELS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
-    layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=1)
+    if not (isinstance(layer_floor, float) and 0 < layer_floor < 1):
+        layer_floor = count(layer_floor, f"space {called!r}: layer_floor", _or_a_share, least=1)
     if at not in ("output", "input"):
         raise SpaceError(f'space {called!r}: at={shown(at)}. Give "output" or "input".')
     if round_to is not None:
@@ -174,6 +190,10 @@ def channels(
     if not isinstance(lossy, bool):
         raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Give True or False.")
     return ChannelSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy)
+
+
+def _or_a_share(message: str) -> SpaceError:
+    return SpaceError(f"{message.removesuffix('.')}, or a share between 0 and 1.")
 
 
 def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -34,12 +34,23 @@ class Norm:
         kind: "l1", "l2", or "l1_l2", their mean, which is the paper's R_L.
         of: "producer", the filter that computes the channel; "reader", the slices that read it; None takes the producer
             where channels are counted at the output, and the reader where they are counted at the input.
+        per_weight: Whether the norm is a mean over the channel's weights: mean |w| for "l1", the root mean square for
+            "l2". A sum grows with the number of weights, so it shrinks when channels in front are removed.
     """
 
     kind: Literal["l1", "l2", "l1_l2"]
     of: Literal["producer", "reader"] | None = None
+    per_weight: bool = False
+
+    def __repr__(self) -> str:
+        """Without the default of `per_weight`: checkpoints of recipes are known by this text."""
+        return f"Norm(kind={self.kind!r}, of={self.of!r}{', per_weight=True' * self.per_weight})"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.per_weight, bool):
+            raise RankError(
+                f"norm(per_weight={shown(self.per_weight)}): got {type(self.per_weight).__name__}. Give True or False."
+            )
         if self.kind not in ("l1", "l2", "l1_l2") or self.of not in (None, "producer", "reader"):
             raise RankError(
                 f'norm(kind={shown(self.kind)}, of={shown(self.of)}): unknown. Give "l1", "l2" or "l1_l2", of '
@@ -58,22 +69,44 @@ class Norm:
             )
         weights = _weights(slices)
         if self.kind == "l1_l2":
-            return (_norm(weights, 1) + _norm(weights, 2)) / 2
-        return _norm(weights, 1 if self.kind == "l1" else 2)
+            return (self._sized(weights, 1) + self._sized(weights, 2)) / 2
+        return self._sized(weights, 1 if self.kind == "l1" else 2)
+
+    def _sized(self, weights: Sequence[Tensor], order: int) -> Tensor:
+        if not self.per_weight:
+            return _norm(weights, order)
+        count = sum(it[0].numel() for it in weights)  # all channels of a layer have equally many weights
+        return _double(_norm(weights, order)) / float(count ** (1 / order))  # no two norms become equal by the division
 
 
-def norm(kind: Literal["l1", "l2", "l1_l2"], *, of: Literal["producer", "reader"] | None = None) -> Norm:
-    """The norm of a channel's weights on one side: of the filter that computes it, or of the slices that read it.
+def norm(
+    kind: Literal["l1", "l2", "l1_l2"], *, of: Literal["producer", "reader"] | None = None, per_weight: bool = False
+) -> Norm:
+    r"""The norm of a channel's weights on one side: of the filter that computes it, or of the slices that read it.
+
+    With n weights w of a channel, those of all its producers (or readers) together, as many as there are now:
+
+    .. math:: \text{l1\_l2} = \tfrac12 (\sum |w| + \sqrt{\sum w^2}), \qquad
+              \text{per weight: } \tfrac12 (\tfrac1n \sum |w| + \sqrt{\tfrac1n \sum w^2})
+
+    Args:
+        kind: "l1", "l2", or "l1_l2", the mean of both.
+        of: "producer", "reader", or None: the producer for channels counted at the output, else the reader.
+        per_weight: Take means over the channel's weights instead of sums. Under one ranking of all layers, a sum
+            favours layers with many inputs, and falls when channels in front are removed; a mean does neither.
 
     >>> norm("l2", of="reader")
     Norm(kind='l2', of='reader')
+    >>> norm("l1_l2", per_weight=True)
+    Norm(kind='l1_l2', of=None, per_weight=True)
     """
-    return Norm(kind, of)
+    return Norm(kind, of, per_weight)
 
 
 l1 = Norm("l1")
 l2 = Norm("l2")
 l1_l2 = Norm("l1_l2")
+_MEAN = Norm("l1_l2", per_weight=True)
 outgoing = Norm("l2", of="reader")
 
 
@@ -139,7 +172,7 @@ def blend(
     alpha: float,
     *,
     scale: ChannelMetric = bn_scale,
-    weights: ChannelMetric = l1_l2,
+    weights: ChannelMetric = _MEAN,
     over: Literal["space", "layer"] = "space",
 ) -> Blend:
     r"""The paper's metric, between the BatchNorm's scale (alpha = 1) and the norm of the weights (alpha = 0).
@@ -149,11 +182,13 @@ def blend(
     Args:
         alpha: The weight of the scale.
         scale: R_B.
-        weights: R_L.
+        weights: R_L. By default ``norm("l1_l2", per_weight=True)``: (mean |w| + root mean square) / 2 over the weights
+            of all producers of a channel. ``norm("l1_l2", per_weight=False)`` is the literal sum, under which a ranking
+            of all layers collapses.
         over: Where the maxima are taken: over the space that is ranked, or over each layer.
 
     >>> blend(alpha=0.5)
-    Blend(0.5 bn_scale + 0.5 Norm(kind='l1_l2', of=None), over='space')
+    Blend(0.5 bn_scale + 0.5 Norm(kind='l1_l2', of=None, per_weight=True), over='space')
     """
     share = float(exact_share(alpha, "blend: alpha", RankError))
     if over not in ("space", "layer"):
@@ -178,7 +213,18 @@ def reads_weights_alone(metric: Callable[..., Any]) -> bool:
 
 def ranks_channels_alone(metric: Callable[..., Any]) -> bool:
     """Whether a metric is one of ours that ranks channels and no weights."""
-    return isinstance(metric, Blend | Norm) or metric in (bn_scale, product)
+    return (
+        isinstance(metric, Blend | Norm)
+        or metric in (bn_scale, product)
+        or getattr(metric, "ranks", ()) == ("channels",)
+    )
+
+
+def reads_scales(metric: Callable[..., Any]) -> bool:
+    """Whether the BatchNorm's scale has a part in a metric of ours."""
+    if isinstance(metric, Blend):
+        return any(weight and reads_scales(term) for weight, term in metric.terms)
+    return metric is bn_scale
 
 
 def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArray[np.float64]:

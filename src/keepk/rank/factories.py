@@ -7,10 +7,12 @@ from keepk.errors import SpaceError
 from keepk.plan.names import shown
 from keepk.rank.channel_metrics import Blend, blend, norm
 from keepk.rank.metrics import makes_metrics
+from keepk.rank.taylor import taylor
 
 # The mark belongs on their definitions, like that of `random`.
 makes_metrics('keepk.metrics.norm("l2")')(norm)
 makes_metrics("keepk.metrics.blend(alpha=0.5)")(blend)
+makes_metrics("keepk.metrics.taylor(statistics)")(taylor)
 
 
 def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:

@@ -37,6 +37,11 @@ class Slices:
     _places: "_Places" = field(repr=False)
 
     @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself, with what belongs to other channels."""
+        return self._parameter
+
+    @property
     def tensor(self) -> Tensor:
         """The weights, channels first: entry i is all that channel i has in this parameter."""
         weights = self._parameter.detach()

@@ -42,18 +42,19 @@ class Links:
             np.maximum.at(raised, sources, raised[reads])
         return raised
 
-    def needed(self, layers: Sequence[Indices], floor: int) -> list[int]:
+    def needed(self, layers: Sequence[Indices], floors: Sequence[int]) -> list[int]:
         """By layer, how many units may have to be kept so that every layer keeps its floor.
 
         A layer must keep the sources of the units that its readers keep, too.
 
-        >>> Links(np.array([[0, 3], [1, 4]]), np.array([1, 1, 1, 0, 0])).needed([np.arange(3), np.array([3, 4])], 2)
+        >>> links = Links(np.array([[0, 3], [1, 4]]), np.array([1, 1, 1, 0, 0]))
+        >>> links.needed([np.arange(3), np.array([3, 4])], floors=[2, 2])
         [2, 2]
         """
         home = np.full(len(self.heights), -1)
         for number, units in enumerate(layers):
             home[units] = number
-        needed = [min(floor, len(units)) for units in layers]
+        needed = [min(floor, len(units)) for floor, units in zip(floors, layers, strict=True)]
         for number in sorted(range(len(layers)), key=lambda it: int(self.heights[layers[it][0]])):
             reads = self.pairs[home[self.pairs[:, 0]] == number, 1]
             # An upper bound: readers might share sources, but which units they keep is not known before the run.

@@ -196,7 +196,8 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
         if matches(_module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
     ]
     # Every model has outputs, and they are fixed. Mention them only if the glob names no lossy layer explicitly.
-    telling = [it for it in fixed if not is_output(it.reason)] or fixed * (not _any([it.module for it in lossy], [glob]))
+    by_name = _any([it.module for it in lossy], [glob])
+    telling = [it for it in fixed if not is_output(it.reason)] or fixed * (not by_name)
     if lossy and telling:
         raise SpaceError(
             f"{where}: axis {telling[0].axis} of {telling[0].tensor!r} ({len(telling)} such axes) is fixed, "
@@ -246,7 +247,7 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> Ch
         needs += ["the sources of what they read"] if len(links.pairs) else []
         raise SpaceError(
             f"space {space.name!r}: keep={keep}, but {' with '.join(needs)} needs {least} channels. "
-            f"Choose keep >= {least}{' or a lower floor' if space.layer_floor > 1 else ''}."
+            f"Choose keep >= {least}{' or a lower floor' if space.layer_floor != 1 else ''}."
         )
     possible = nearest_totals(portions, keep)
     if possible != [keep]:
@@ -339,12 +340,13 @@ def _choices(
     if loose:
         # Layers whose counts nothing binds are one choice: any of their channels may be removed in any order.
         members = np.concatenate([members for _, members in loose])
-        needed = links.needed([own for _, own in loose], space.layer_floor)
+        floors = [space.floor_of(len(layer.units)) for layer, _ in loose]
+        needed = links.needed([own for _, own in loose], floors)
         least = sum(needed) + _count_read(graph, sources, members)
         yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))))
-    for (_, members), step in zip(free, steps, strict=True):
+    for (layer, members), step in zip(free, steps, strict=True):
         if step > 1:
-            least = space.layer_floor + _count_read(graph, sources, members)
+            least = space.floor_of(len(layer.units)) + _count_read(graph, sources, members)
             yield Choice((members,), _rounded(len(members), least, step))
 
 
@@ -369,7 +371,8 @@ def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices],
     """The counts that may stay of blocks that lose equally many; a block keeps the floor of each of its layers."""
     sizes = [len(block) for block in blocks]
     floors = [
-        space.layer_floor * len(np.unique(graph.units.group[block])) + _count_read(graph, sources, block)
+        sum(space.floor_of(len(graph.groups[home].units)) for home in np.unique(graph.units.group[block]).tolist())
+        + _count_read(graph, sources, block)
         for block in blocks
     ]
     most = min(size - min(floor, size) for size, floor in zip(sizes, floors, strict=True))

@@ -17,9 +17,10 @@ from keepk.graph.graph import Graph
 from keepk.graph.maps import Flags
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split, chain, has_even_steps
-from keepk.rank.channel_metrics import channel_scores, default_metric, product
+from keepk.rank.channel_metrics import bn_scale, channel_scores, default_metric, product, reads_scales
 from keepk.rank.choices import Decision, keep_best, rank_values
 from keepk.rank.layers import Layer, Parameters, layers_of
+from keepk.rank.statistics import Statistics, statistics_of
 from keepk.run.channel_members import ChannelMembers
 from keepk.run.counting import count_channels, masked_places
 from keepk.run.state import Saved
@@ -72,6 +73,15 @@ class ChannelSide:
         for name, it in self.members.items():
             layers = [(u.layer, u.channels, u.width, u.why) for u in it.uncounted]
             self._watch.uncounted(name, it.keep, it.total, layers)
+
+    def follow_statistics(self) -> None:
+        """Restart the statistics that metrics read, over the channels that are left now."""
+        spaces = dict[Statistics, dict[str, list[Layer]]]()
+        for name, it in self.members.items():
+            for statistics in statistics_of(it.space.metric):
+                spaces.setdefault(statistics, {})[name] = self.layers(name)
+        for statistics, layers in spaces.items():
+            statistics.follow(layers)
 
     @property
     def kept(self) -> dict[str, int]:
@@ -246,6 +256,9 @@ class ChannelSide:
         decision = keep_best(members.choices, ~self.dead, values, rest, known)
         assert not forced[decision.removed].any()  # every choice has room for the units that must stay
         self._warn_of_ranking(members, metric, units, scores, decision.removed)
+        if reads_scales(metric):
+            scales = channel_scores(bn_scale, layers)
+            self._watch.alike_scales(members.space.name, float(scales.mean()), float(scales.std()))
         return decision
 
     def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
@@ -253,7 +266,7 @@ class ChannelSide:
         forced, heights = np.zeros(len(values), bool), members.links.heights
         # Readings before their sources: a kept reading keeps its source, which then counts towards that floor.
         layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
-        needs = [(layer.units, members.space.layer_floor) for layer in layers]
+        needs = [(layer.units, members.space.floor_of(len(layer.units))) for layer in layers]
         needs += [(readings, 1) for readings in members.sources]
         for units, least in needs:
             living = units[~self.dead[units]]

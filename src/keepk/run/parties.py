@@ -224,7 +224,8 @@ def _try_metrics(model: nn.Module, graph: Graph, channels: Mapping[str, ChannelM
     for it in channels.values():
         layers = layers_of(graph, parameters, it.layers, alive, it.space.at)
         metric = it.space.metric or default_metric(layers)
-        if reads_weights_alone(metric) or traits_of(metric).needs == ("weights",):  # a metric of gradients has none to read yet
+        # A metric of gradients has none to read before the run.
+        if reads_weights_alone(metric) or traits_of(metric).needs == ("weights",):
             channel_scores(metric, layers)
 
 

@@ -272,6 +272,7 @@ class Pruner:
                 disarm(old, TAKEN_BACK)  # it would no longer average gradients, without a word
             raise
         session.watch.event(fell=any(now[name] < before[name] for name in now))
+        session.channels.follow_statistics()  # those of the next epoch are of the network that is left
         if old is None:
             return wrapper
         disarm(old)

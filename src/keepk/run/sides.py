@@ -101,6 +101,9 @@ class NoChannels:
     def warn_of_uncounted(self) -> None:
         """Nothing is left uncounted."""
 
+    def follow_statistics(self) -> None:
+        """No metric of channels reads statistics."""
+
     def decide(self, event: Event) -> Event:
         """No channels are pruned."""
         return event
@@ -164,6 +167,7 @@ class Session:
         self._record = record_of(spec.model)  # of the model that the masks fit
         self._cut_elsewhere: str | None = None  # a tensor that something else than this run has cut
         self.channels.warn_of_uncounted()
+        self.channels.follow_statistics()
         self.frozen: tuple[nn.Parameter, ...] = ()
         self.enter_epoch(0)
 
@@ -381,6 +385,7 @@ class Session:
             side.follow_cuts(made, follow)
         self._hold_masks()  # without zeroing: this is called where only a count is wanted
         self._certify()
+        self.channels.follow_statistics()
 
     # States ----------------------------------------------------------------------------------------------------------
 
@@ -424,6 +429,7 @@ class Session:
             self._hold()
             self.enter_epoch(saved.epoch)
             self.watch.restart()
+            self.channels.follow_statistics()
             self._certify(way_back)
             return way_back.pop_all().close
 

@@ -153,7 +153,8 @@ class _Sorts:
             homes = self._graph.units.group[block]
             for home in np.unique(homes).tolist():
                 layer = block[homes == home]
-                kept = max(len(layer) - most_gone, min(members.space.layer_floor, len(layer)) * (len(blocks) == 1))
+                floor = members.space.floor_of(len(self._graph.groups[home].units))
+                kept = max(len(layer) - most_gone, min(floor, len(layer)) * (len(blocks) == 1))
                 sorts = [layer[marks[layer] == mark] for mark in np.unique(marks[layer])]
                 whole = len(sorts) == 1 and len(layer) == len(block) == counts[-1]
                 for units in sorts:

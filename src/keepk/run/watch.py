@@ -13,6 +13,7 @@ from keepk.errors import KeepkWarning
 
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 Thin = tuple[str, int, int]  # a layer's name, how many of its units are about to stay, how many it had
+SPREAD = 0.05  # of scales, relative to their mean: below it, their order is mostly noise
 SHARE = 0.05  # of a layer's units: if fewer are about to stay, the ranking is usually meaningless
 
 
@@ -62,6 +63,11 @@ class Watch:
         """Warn if most units of a space have the score at which the ranking is cut."""
         if 2 * tied > total:
             self.once(("tied", space), told_tied(space, kind, tied, total))
+
+    def alike_scales(self, space: str, mean: float, deviation: float) -> None:
+        """Warn where a space is ranked by BatchNorm scales that hardly differ; equal ones are tied, which is told."""
+        if 0 < deviation < SPREAD * mean:
+            self.once(("alike", space), told_alike(space, mean, deviation))
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step."""
@@ -144,6 +150,16 @@ def told_thin(space: str, kind: str, thin: Sequence[Thin]) -> str:
         f"space {space!r}: {len(thin)} layer{'s' if len(thin) > 1 else ''} would keep less than 5 % of "
         f"{'their' if len(thin) > 1 else 'its'} {kind}: {some}{more}. One ranking over all layers says little about "
         f"untrained weights. Train first, set layer_floor=..., or choose another metric=."
+    )
+
+
+def told_alike(space: str, mean: float, deviation: float) -> str:
+    """How little the scales differ, why, and what to do."""
+    return (
+        f"space {space!r}: its BatchNorm scales hardly differ (mean {mean:.3g}, standard deviation {deviation:.2g}), "
+        f"so ranking by them says little. Weight decay moves them apart slowly: it shrinks those that the loss does "
+        f"not need to exp(-S), where S is the sum of lr x decay / (1 - momentum) over all steps, and should be above "
+        f"2. Train longer first, or choose another metric=, such as keepk.metrics.taylor or product."
     )
 
 

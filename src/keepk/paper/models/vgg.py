@@ -1,7 +1,10 @@
 """VGG-16 for pictures of 32 x 32, as Li et al. (2017) have it."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
+from keepk.errors import KeepkError
 from keepk.paper.models.parts import he_normal, scaled
 
 BLOCKS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
@@ -14,18 +17,24 @@ class VGG16(nn.Module):
     Args:
         classes: How many scores it gives.
         width: Factor of all channels and hidden nodes; 0.25 has 16, 16, 32, ... 128 of them.
+        filters: The filters of each of the 13 convolutions instead, as a pruned network has them; the hidden nodes are
+            still those of `width`.
 
     >>> network = VGG16(width=0.25)
     >>> [layer.out_channels for layer in network.features if isinstance(layer, nn.Conv2d)]
     [16, 16, 32, 32, 64, 64, 64, 128, 128, 128, 128, 128, 128]
     """
 
-    def __init__(self, classes: int = 10, width: float = 1.0) -> None:
+    def __init__(self, classes: int = 10, width: float = 1.0, filters: Sequence[int] | None = None) -> None:
         super().__init__()
         layers, channels = list[nn.Module](), 3
+        given = [scaled(number, width) for block in BLOCKS for number in block] if filters is None else list(filters)
+        if len(given) != sum(map(len, BLOCKS)) or min(given) < 1:
+            raise KeepkError(f"VGG16: filters={given}: give the filters of 13 convolutions, each at least 1.")
+        left = iter(given)
         for block in BLOCKS:
-            for filters in block:
-                layers += _convolution(channels, channels := scaled(filters, width))
+            for _ in block:
+                layers += _convolution(channels, channels := next(left))
             layers.append(nn.MaxPool2d(2))
         hidden = scaled(HIDDEN, width)
         self.features = nn.Sequential(*layers)

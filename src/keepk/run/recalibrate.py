@@ -1,0 +1,104 @@
+"""BatchNorm statistics computed again, for a network that was cut since they were gathered."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from keepk.errors import KeepkError
+
+
+@torch.no_grad()
+def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
+    """Compute the running statistics of every BatchNorm again, as plain means over batches.
+
+    Right after channels were removed, running means and variances are still those of the network before. Training
+    replaces them gradually; to evaluate at once, recalibrate first. Each BatchNorm gets the mean over batches of the
+    batch's mean and (unbiased) variance, as with `torch.optim.swa_utils.update_bn`, except that everything but
+    BatchNorm is in eval mode, so dropout is off. No weight changes; modes and momenta are restored. If a forward pass
+    fails, the old statistics are restored, too.
+
+    Args:
+        model: The model, or a wrapper of it. Every BatchNorm that has running statistics is recalibrated.
+        batches: Inputs of the model: tensors; tuples or lists whose first entry is the input, ``(inputs, targets)``;
+            or dicts of keyword arguments. Tensors are moved to the model's device.
+
+    Returns:
+        The number of batches.
+
+    >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout())
+    >>> recalibrate(model, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])])
+    2
+    >>> model[0].running_mean, model[0].running_var
+    (tensor([3.5000]), tensor([5.]))
+    """
+    if not isinstance(model, nn.Module):
+        raise KeepkError(f"recalibrate: model: got {type(model).__name__}. Give an nn.Module.")
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise KeepkError(
+            f"recalibrate: batches: got one {type(batches).__name__}. Give a loader or a list of batches, such as "
+            f"[inputs]."
+        )
+    norms = [it for it in model.modules() if isinstance(it, _BatchNorm) and it.running_mean is not None]
+    if not norms:
+        raise KeepkError(
+            "recalibrate: the model has no BatchNorm with running statistics, so there is nothing to compute. "
+            "Leave the call out."
+        )
+    with _only_these_train(model, norms):
+        number = 0
+        for batch in batches:
+            _forward(model, batch, norms[0])
+            number += 1
+        if not number:
+            raise KeepkError(
+                "recalibrate: batches is empty, so there are no statistics to compute. Give at least one batch; an "
+                "iterator that was used before has none left."
+            )
+    return number
+
+
+@contextmanager
+def _only_these_train(model: nn.Module, norms: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Put BatchNorms into train mode with fresh statistics, all else into eval mode; restore modes and momenta."""
+    modes = [(module, module.training) for module in model.modules()]
+    momenta = [(norm, norm.momentum) for norm in norms]
+    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    try:
+        for module, _ in modes:
+            module.training = False  # not .eval(): some modules override it
+        for norm in norms:
+            norm.training, norm.momentum = True, None  # which makes torch take the mean over all batches
+            norm.reset_running_stats()
+        yield
+    except BaseException:
+        for buffer, old in before:
+            buffer.copy_(old)
+        raise
+    finally:
+        for norm, momentum in momenta:
+            norm.momentum = momentum
+        for module, training in modes:
+            module.training = training
+
+
+def _forward(model: nn.Module, batch: Any, norm: _BatchNorm) -> None:
+    assert norm.running_mean is not None
+    device = norm.running_mean.device
+    if isinstance(batch, Mapping):
+        model(**{name: it.to(device) if isinstance(it, Tensor) else it for name, it in batch.items()})
+        return
+    inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if not isinstance(inputs, Tensor):
+        raise KeepkError(
+            f"recalibrate: a batch is a {type(batch).__name__}{_inner(batch)}. Give tensors, (inputs, targets) or "
+            f"dicts of keyword arguments."
+        )
+    model(inputs.to(device))
+
+
+def _inner(batch: Any) -> str:
+    return f" that begins with {type(batch[0]).__name__}" if isinstance(batch, tuple | list) and batch else ""
