@@ -81,7 +81,7 @@ class KeepkWarning(UserWarning):
     """The class of every warning that keepk issues, so that one filter silences them or turns them into errors.
 
     It is issued when a count became wrong (pruned weights came back), when a ranking decides little (most scores
-    are equal, BatchNorm scales hardly differ, or a layer is about to lose nearly all of its units), when selected layers have channels that cannot be
-    removed and are not counted, when `Pruner.step` seems to be called once per batch, and when a model is saved before
-    its first event.
+    are equal, BatchNorm scales hardly differ, or a layer is about to lose nearly all of its units), when selected
+    layers have channels that cannot be removed and are not counted, when `Pruner.step` seems to be called once per
+    batch, and when a model is saved before its first event.
     """
