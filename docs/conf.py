@@ -1,7 +1,7 @@
 """How Sphinx builds the site: `make docs`.
 
-The pages are the Markdown files that GitHub shows as well, so links are written for GitHub: relative to the file. Here they
-are turned into links between pages, or into links to the repository where there is no page.
+The pages are the Markdown files that GitHub shows as well, so links are written for GitHub: relative to the file. Here
+they are turned into links between pages, or into links to the repository where there is no page.
 """
 
 import posixpath

@@ -18,7 +18,7 @@ from keepk.graph.call import Call
 from keepk.graph.costs import LayerCost
 from keepk.graph.edits import Edits
 from keepk.graph.graph import Graph
-from keepk.graph.units import Group as Group
+from keepk.graph.units import Group
 from keepk.plan.phases import Plan
 from keepk.plan.schedules import AnySchedule, Schedule
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
