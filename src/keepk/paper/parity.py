@@ -24,8 +24,8 @@ NODES = 256
 GOALS = tuple(range(1, 17))
 DRAWS, INITS = 3, 10
 
-# 17 nodes are left after the first 8 epochs of annealing, then one is removed every third epoch: 1 is reached after 48
-# more. Strong decay of the incoming weights and none of the outgoing ones keeps the nodes out of saturation, so that they
+# 17 nodes are left after the first 8 epochs of annealing, then one is removed every third epoch, to 1 after 48 more.
+# Strong decay of the incoming weights and none of the outgoing ones keeps the nodes out of saturation, so that they
 # can still change their role: by validation error, four nodes then reach the floor; with one decay throughout, five do.
 KEEPK = Recipe(
     name="keepk",

@@ -64,7 +64,7 @@ def draw(seed: int, *, sizes: tuple[int, int, int] = SIZES) -> Parity:
 
     .. math:: y = \pm x_1 x_2 x_3 x_4 x_5, \quad P(-) = 0.1
 
-    The learner does not know the five indices. A network treats all inputs alike, so without loss they are the first five.
+    The learner does not know the five indices. A network treats all inputs alike, so they may be the first five.
 
     >>> part = draw(1, sizes=(6, 2, 4)).train
     >>> bool(((part.signs[:, :5].prod(1) != part.labels) == part.flipped).all())

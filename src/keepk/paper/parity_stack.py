@@ -55,7 +55,7 @@ class Stack(nn.Module):
         return (self.outgoing[:, None] @ hidden).squeeze(1) + self.offset[:, None]
 
     def loss(self, signs: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the members' mean logistic losses, so that each member's gradient equals that of that member's loss."""
+        """The sum of the members' mean logistic losses; the gradient of a member depends on that member alone."""
         return F.softplus(-labels * self(signs)).mean(1).sum()
 
     @torch.no_grad()
