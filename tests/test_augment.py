@@ -85,6 +85,6 @@ def test_an_empty_batch_stays_empty():
 
 @pytest.mark.parametrize(("shape", "padding"), [((3, 32, 32), 4), ((1, 1, 3, 32, 32), 4), ((2, 3, 32, 32), -1)])
 def test_what_is_no_batch_is_refused(shape, padding):
-    message = rf"crop_and_flip: got pictures \[{', '.join(map(str, shape))}\] and padding={padding}\. Give a batch"
+    message = rf"crop_and_flip: got images \[{', '.join(map(str, shape))}\] and padding={padding}\. Give a batch"
     with pytest.raises(KeepkError, match=message):
         crop_and_flip(torch.zeros(shape), torch.Generator(), padding=padding)

@@ -115,7 +115,9 @@ def test_a_file_of_no_whole_records_is_refused(stop):
     if stop and stop % 3073 == 0:
         assert len(read("file", content, CIFAR_10_LABELS)) == stop // 3073
         return
-    message = f"file: is cut short, or not of the binary version: expected whole records of 3,073 bytes, got {stop:,} "
+    message = (
+        f"file: is truncated, or is not the binary version: expected complete records of 3,073 bytes, got {stop:,} "
+    )
     with pytest.raises(DataError, match=message):
         read("file", content, CIFAR_10_LABELS)
 
@@ -232,10 +234,10 @@ def test_missing_files_are_named_with_where_to_put_and_to_get_them(tmp_path):
     root = tmp_path / "data"
     assert str(caught.value).splitlines() == [
         f"CIFAR-10, binary version is not complete in {root}: missing {TEN[0]}, {TEN[2]}, {TEN[3]}, {TEN[4]}.",
-        f"Put the files {', '.join(TEN_FILES)}, or the archive cifar-10-binary.tar.gz that holds them, "
+        f"Put the files {', '.join(TEN_FILES)}, or the archive cifar-10-binary.tar.gz that contains them, "
         f"into {root} or {root / 'cifar-10-batches-bin'}.",
-        "They are at https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz.",
-        "Another folder is named by --data DIR or by $KEEPK_DATA.",
+        "They are published at https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz.",
+        "To use another folder, pass --data DIR or set $KEEPK_DATA.",
         "The download is switched off (download=False).",
     ]
 
@@ -250,7 +252,7 @@ def test_a_folder_that_is_not_there_is_not_made_without_a_download(tmp_path):
 def test_a_bad_file_is_named(tmp_path):
     write(tmp_path, ten())
     (tmp_path / "data_batch_4.bin").write_bytes(bytes(3072))
-    with pytest.raises(DataError, match=r"data_batch_4\.bin: is cut short, .* got 3,072 bytes"):
+    with pytest.raises(DataError, match=r"data_batch_4\.bin: is truncated, .* got 3,072 bytes"):
         cifar10(tmp_path, download=False)
 
 
@@ -273,7 +275,9 @@ def test_an_archive_of_something_else_is_refused(tmp_path):
 
 def test_an_archive_that_is_none_is_refused(tmp_path):
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(b"<html>not found</html>" * 100)
-    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz: is no archive: expected a whole \.tar\.gz file"):
+    with pytest.raises(
+        DataError, match=r"cifar-10-binary\.tar\.gz: is not an archive: expected a complete \.tar\.gz file"
+    ):
         cifar10(tmp_path, download=False)
 
 
@@ -284,14 +288,14 @@ def test_an_archive_cut_short_or_damaged_is_refused(tmp_path):
     damaged[len(whole) // 2] ^= 1
     for content in (*(whole[:stop] for stop in range(2, len(whole), len(whole) // 23)), whole[:-1], bytes(damaged)):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"tar.gz: is (damaged or cut short|no archive): expected a whole"):
+        with pytest.raises(DataError, match=r"tar.gz: is (damaged or truncated|not an archive): expected a complete"):
             cifar10(tmp_path, download=False)
 
 
 def test_too_few_pictures_to_validate_are_refused(tmp_path):
     few = {name: batch(0, (1,)) for name in TEN_FILES}
     write(tmp_path, few)
-    message = "CIFAR-10, binary version: 5 training pictures are too few to set a tenth aside for validation. Give"
+    message = "CIFAR-10, binary version: 5 training images are too few to set a tenth aside for validation. Give"
     with pytest.raises(DataError, match=message):
         cifar10(tmp_path, download=False)
 
@@ -299,7 +303,7 @@ def test_too_few_pictures_to_validate_are_refused(tmp_path):
 def test_files_without_pictures_are_refused(tmp_path):
     content = b"".join(bytes([1]) + bytes(1024) + b"\x07" * 2048 for _ in range(10))
     write(tmp_path, dict.fromkeys(TEN_FILES, (content,)))
-    with pytest.raises(DataError, match=r"its training files hold no pictures: red is 0 in every pixel\. Delete"):
+    with pytest.raises(DataError, match=r"the training files contain no images: red is 0 in every pixel\. Delete"):
         cifar10(tmp_path, download=False)
 
 

@@ -97,12 +97,12 @@ def test_a_raw_file_cut_short_anywhere_is_refused(tmp_path, stop):
 
 @pytest.mark.parametrize("stop", range(2, len(PACKED)))
 def test_a_packed_file_cut_short_anywhere_is_refused(read, stop):
-    with pytest.raises(DataError, match=r"is damaged or cut short: expected a whole gzip file, got .+\. Delete"):
+    with pytest.raises(DataError, match=r"is damaged or truncated: expected a complete gzip file, got .+\. Delete"):
         read(PACKED[:stop])
 
 
 def test_a_packed_file_of_a_cut_file_is_refused(read):
-    with pytest.raises(DataError, match="is cut short: expected 24 bytes"):
+    with pytest.raises(DataError, match="is truncated: expected 24 bytes"):
         read(gzip.compress(SMALL[:-1]))
 
 
@@ -133,7 +133,7 @@ def test_a_gzip_bomb_is_refused_before_it_fills_the_memory(tmp_path):
     """Its header may promise whatever it wants to."""
     path = tmp_path / "file.gz"
     too_large, many = r"is too large: expected at most 1,048,576 bytes, got more", "00010000 00010000 00010000 00010000"
-    heads = {"": "is no IDX file", f"00000804 {many}": too_large, "00000801 00000010": "has bytes after its end"}
+    heads = {"": "is not an IDX file", f"00000804 {many}": too_large, "00000801 00000010": "has bytes after its end"}
     for head, wrong in heads.items():
         path.write_bytes(bomb(64 << 20, bytes.fromhex(head)))
         assert path.stat().st_size < 1 << 17
@@ -151,7 +151,7 @@ def test_a_bomb_in_the_place_of_mnist_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "MNIST_FILES", small)
     for file in small:
         (tmp_path / f"{file.name}.gz").write_bytes(bomb(16 << 20))
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz: is no IDX file"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz: is not an IDX file"):
         mnist(tmp_path, download=False)
 
 
@@ -163,13 +163,13 @@ def test_trailing_bytes_are_refused(read, content):
 
 @pytest.mark.parametrize("magic", ["01 00 08 01", "00 01 08 01", "00 00 0a 01", "00 00 00 01", "00 00 08 21"])
 def test_other_magic_bytes_are_refused(read, magic):
-    with pytest.raises(DataError, match=rf"is no IDX file: expected the first bytes 00 00, .*, got {magic}\. "):
+    with pytest.raises(DataError, match=rf"is not an IDX file: expected the first bytes 00 00, .*, got {magic}\. "):
         read(bytes.fromhex(magic) + bytes(200))
 
 
 def test_dimensions_beyond_any_memory_are_only_counted(read):
     expected = 4 + 4 * 8 + 8 * (2**32 - 1) ** 8
-    with pytest.raises(DataError, match=f"is cut short: expected {expected:,} bytes for float64"):
+    with pytest.raises(DataError, match=f"is truncated: expected {expected:,} bytes for float64"):
         read(b"\0\0\x0e\x08" + b"\xff" * 32)
 
 
@@ -310,9 +310,9 @@ def test_missing_files_are_named_with_where_to_put_and_to_get_them(tmp_path, fil
     assert str(caught.value).splitlines() == [
         f"MNIST is not complete in {root}: missing {NAMES[0]}, {NAMES[2]}, {NAMES[3]}.",
         f"Put the four files {', '.join(NAMES)}, raw or .gz, into {root} or {root / 'mnist'} or {root / 'MNIST/raw'}.",
-        "They are at https://ossci-datasets.s3.amazonaws.com/mnist/ and "
+        "They are published at https://ossci-datasets.s3.amazonaws.com/mnist/ and "
         "https://storage.googleapis.com/cvdf-datasets/mnist/ (add .gz to the name).",
-        "Another folder is named by --data DIR or by $KEEPK_DATA.",
+        "To use another folder, pass --data DIR or set $KEEPK_DATA.",
         "The download is switched off (download=False).",
     ]
 
@@ -375,7 +375,7 @@ def test_offline_the_message_says_what_to_do_and_what_each_mirror_said(tmp_path,
         (2, header((10_000, 784)) + bytes(7_840_000), r"expected uint8 \[10000, 28, 28\], got uint8 \[10000, 784\]"),
         (1, header((60_000,)) + bytes(59_999) + b"\x0a", "expected labels from 0 to 9, got the label 10"),
         (3, header((10_000,)) + bytes(9_999) + b"\xff", "expected labels from 0 to 9, got the label 255"),
-        (0, header(SHAPES[0]) + b"\x07" * 47_040_000, "expected pictures, got the value 7 in every pixel"),
+        (0, header(SHAPES[0]) + b"\x07" * 47_040_000, "expected images, got the value 7 in every pixel"),
     ],
     ids=["count", "type", "shape", "label 10", "label 255", "one value"],
 )

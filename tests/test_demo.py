@@ -102,7 +102,7 @@ def test_a_network_that_computes_something_else_than_its_files_is_refused(folder
     small = keepk.load(digits.DigitsNet(), folder / "small").eval()
     assert isinstance(demo.loaded(folder / "small", small, images), digits.DigitsNet)
     nn.init.constant_(small.fc2.bias, 7.0)
-    with pytest.raises(FileError, match="small: what was loaded computes other outputs than the network in memory"):
+    with pytest.raises(FileError, match="small: the loaded network computes different outputs than the one in memory"):
         demo.loaded(folder / "small", small, images)
 
 
@@ -260,5 +260,5 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(tmp_path):
     (tmp_path / "taken").write_text("a file")
     result = CliRunner().invoke(commands.app, ["demo", "--out", str(tmp_path / "taken")])
     assert result.exit_code == 1
-    assert "keepk demo: cannot make the folder" in result.stderr
+    assert "keepk demo: cannot create the folder" in result.stderr
     assert result.stdout == ""

@@ -264,7 +264,7 @@ def test_a_rotten_part_is_not_held_against_the_mirror(tmp_path, mirrors, left):
     [
         ("wrong", "expected md5 [0-9a-f]{32}, got [0-9a-f]{32}", None),
         ("missing", "HTTP 404 Not Found", None),
-        ("portal", f"expected {len(CONTENT):,} bytes, got an answer of 19", None),
+        ("portal", f"expected {len(CONTENT):,} bytes, got a response of 19", None),
         ("portal_unannounced", f"cut off after 19 of {len(CONTENT):,} bytes", b"<html>log in</html>"),
         ("long_unannounced", f"expected {len(CONTENT):,} bytes, got {len(CONTENT) + 1:,}", None),
         ("other_range", "expected bytes from 0 on, got the range 'bytes 7-9/", None),
@@ -322,7 +322,7 @@ def test_a_mirror_that_falls_silent_is_asked_for_the_rest(tmp_path, mirrors):
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path, mirrors):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"file.digits.gz: cannot be written .* choose a folder"):
+    with pytest.raises(DataError, match=r"file.digits.gz: cannot be written .* choose a writable folder"):
         get(tmp_path / "file", mirrors[0])
     assert mirrors[0].ranges == []
 

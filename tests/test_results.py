@@ -90,7 +90,7 @@ def test_a_point_without_a_key_is_refused_and_nothing_is_written(path, key):
     results.append(path, [point(seed=1)])
     before = path.read_bytes()
     lacking = {name: value for name, value in point(seed=3).items() if name != key}
-    with pytest.raises(DataError, match=rf"lenet-5\.jsonl: a result without {key}\. Every point has experiment, "):
+    with pytest.raises(DataError, match=rf"lenet-5\.jsonl: a result without {key}\. Every result has experiment, "):
         results.append(path, [point(seed=2), lacking])
     assert path.read_bytes() == before
 
@@ -100,7 +100,7 @@ def test_a_broken_line_is_refused_by_file_and_line(path, broken):
     results.append(path, [point(seed=1), point(seed=2)])
     whole = path.read_text()
     path.write_text(f"{whole}{broken}\n{whole}")
-    with pytest.raises(DataError, match=r"lenet-5\.jsonl:3: not a result line\. Remove or mend it\."):
+    with pytest.raises(DataError, match=r"lenet-5\.jsonl:3: not a result line\. Remove or repair it\."):
         results.read(path)
 
 
@@ -108,7 +108,7 @@ def test_a_broken_line_is_refused_by_file_and_line(path, broken):
 def test_a_line_without_all_keys_is_refused_by_file_and_line(path, lacking):
     results.append(path, [point(seed=1)])
     path.write_text(f"{path.read_text()}{lacking}\n")
-    with pytest.raises(DataError, match=r"lenet-5\.jsonl:2: a result without .*test_error.* Remove or mend it\."):
+    with pytest.raises(DataError, match=r"lenet-5\.jsonl:2: a result without .*test_error.* Remove or repair it\."):
         results.read(path)
 
 

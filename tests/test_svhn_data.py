@@ -89,7 +89,7 @@ def test_a_file_cut_short_anywhere_never_gives_other_digits(packed, data):
 @fixed
 @given(st.binary(max_size=400) | st.binary(max_size=200).map(lambda tail: HEADER + tail))
 def test_any_bytes_are_refused(content):
-    with pytest.raises(DataError, match=r"file: is (damaged or cut short|not SVHN's): expected .*, got "):
+    with pytest.raises(DataError, match=r"file: is (damaged or truncated|not SVHN's): expected .*, got "):
         read_digits("file", content)
 
 
@@ -105,8 +105,8 @@ CUBE, DIGITS = np.zeros((32, 32, 3, 2), np.uint8), np.ones((2, 1), np.uint8)
         (CUBE, None, r"expected y as 2 integers, got nothing of that name"),
         (CUBE, DIGITS[:1], r"expected y as 2 integers, got uint8 \[1, 1\]"),
         (CUBE, DIGITS.astype(np.float64), r"expected y as 2 integers, got float64 \[2, 1\]"),
-        (CUBE, DIGITS * 11, r"is damaged: expected a label from 1 to 10, got 11 at place 0"),
-        (CUBE, DIGITS * np.array([[1], [0]], np.uint8), r"expected a label from 1 to 10, got 0 at place 1"),
+        (CUBE, DIGITS * 11, r"is damaged: expected a label from 1 to 10, got 11 at position 0"),
+        (CUBE, DIGITS * np.array([[1], [0]], np.uint8), r"expected a label from 1 to 10, got 0 at position 1"),
     ],
     ids=["size", "type", "no X", "no y", "count", "type of y", "label 11", "label 0"],
 )
@@ -146,9 +146,9 @@ def test_missing_files_are_named_with_where_to_put_and_to_get_them(tmp_path):
     assert str(caught.value).splitlines() == [
         f"SVHN, cropped digits is not complete in {tmp_path}: missing train_32x32.mat.",
         f"Put the files train_32x32.mat, test_32x32.mat into {tmp_path} or {tmp_path / 'svhn'}.",
-        "They are at http://ufldl.stanford.edu/housenumbers/train_32x32.mat and "
+        "They are published at http://ufldl.stanford.edu/housenumbers/train_32x32.mat and "
         "http://ufldl.stanford.edu/housenumbers/test_32x32.mat.",
-        "Another folder is named by --data DIR or by $KEEPK_DATA.",
+        "To use another folder, pass --data DIR or set $KEEPK_DATA.",
         "The download is switched off (download=False).",
     ]
 
@@ -169,7 +169,7 @@ def test_only_the_file_that_is_missing_is_asked_for(tmp_path, monkeypatch):
 def test_too_few_pictures_to_validate_are_refused(tmp_path):
     for name in ("train_32x32.mat", "test_32x32.mat"):
         (tmp_path / name).write_bytes(mat_file(*made(1, 9)))
-    with pytest.raises(DataError, match="SVHN, cropped digits: 9 training pictures are too few"):
+    with pytest.raises(DataError, match="SVHN, cropped digits: 9 training images are too few"):
         svhn(tmp_path, download=False)
 
 

@@ -1,4 +1,4 @@
-"""Files that are published together: found in the data folder, loose or in their archive, or downloaded."""
+"""Data sets of several files: read from the data folder, loose or inside their archive, or downloaded."""
 
 import tarfile
 from collections.abc import Mapping
@@ -10,12 +10,18 @@ from keepk.errors import DataError
 from keepk.paper.data import bad_file, data_folder, unpacked
 from keepk.paper.download import fetch, progress_bar
 
-ARCHIVE_REST = 1 << 24  # bytes of an archive that are none of its files'
+ARCHIVE_REST = 1 << 24  # bytes for tar headers and files that are not read, such as batches.meta.txt
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file at its public home, and what it is checked by after a download."""
+    """A published file, and the size and checksum that a download must have.
+
+    Attributes:
+        url: Where it is published.
+        size: Bytes.
+        md5: In hexadecimal.
+    """
 
     url: str
     size: int
@@ -23,7 +29,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What the file is called.
+        """The name of the file.
 
         >>> Source("https://example.org/digits.tar.gz", 10, "").name
         'digits.tar.gz'
@@ -36,11 +42,11 @@ class Published:
     """A data set of several files.
 
     Args:
-        title: What the data set is called.
-        folder: Where in the data folder the files are put; they may also lie there directly.
-        files: Their names.
-        sources: What is downloaded: each file, or one archive of them all, which is read without unpacking it.
-        largest: How many bytes each file may have, unpacked. What would be more is refused before it fills the memory.
+        title: The name of the data set, for errors.
+        folder: The subfolder of the data folder for downloaded files; files in the data folder itself are found too.
+        files: The names of the files.
+        sources: The downloads: each file, or one archive with all of them, which is read without extracting it.
+        largest: The maximum size in bytes of each uncompressed file. Larger ones are refused before they fill memory.
     """
 
     title: str
@@ -51,13 +57,21 @@ class Published:
 
     @property
     def archive(self) -> str | None:
-        """The name of the archive, if there is one."""
+        """The name of the archive, or None if the files are published one by one."""
         return next((source.name for source in self.sources if source.name.endswith(".tar.gz")), None)
 
     def read(self, folder: str | Path | None = None, *, download: bool = True) -> dict[str, bytes]:
-        """The content of each of `files`, by where it was found (see `data_folder`).
+        """Read all files. Loose files take precedence over the archive; missing files are downloaded.
 
-        Loose files go before the archive; what is nowhere is downloaded.
+        Args:
+            folder: The data folder (see `data_folder`).
+            download: Whether missing files may be downloaded.
+
+        Returns:
+            The content of each of `files`, by the path at which it was found.
+
+        Raises:
+            DataError: If a file is missing and cannot be downloaded, is damaged, or is too large.
         """
         root = data_folder(folder)
         if self._missing(root) and self._find_archive(root) is None:
@@ -88,25 +102,25 @@ class Published:
             raise self._not_found(root, f"failed: {error}") from error
 
     def _not_found(self, root: Path, download: str) -> DataError:
-        """What to put where, and why the download did not."""
+        """The error that says which files to put where, and why they were not downloaded."""
         places = f"{root} or {root / self.folder}"
-        archive = f", or the archive {self.archive} that holds them," if self.archive else ""
+        archive = f", or the archive {self.archive} that contains them," if self.archive else ""
         return DataError(
             f"{self.title} is not complete in {root}: missing {', '.join(self._missing(root))}.\n"
             f"Put the files {', '.join(self.files)}{archive} into {places}.\n"
-            f"They are at {' and '.join(source.url for source in self.sources)}.\n"
-            "Another folder is named by --data DIR or by $KEEPK_DATA.\n"
+            f"They are published at {' and '.join(source.url for source in self.sources)}.\n"
+            "To use another folder, pass --data DIR or set $KEEPK_DATA.\n"
             f"The download {download}"
         )
 
     def _from_archive(self, root: Path) -> dict[str, bytes]:
         archive = self._find_archive(root)
-        assert archive is not None  # it was there, or was downloaded
+        assert archive is not None  # `read` found it or downloaded it
         try:
             content = unpacked(archive, len(self.files) * self.largest + ARCHIVE_REST)
             members = _members(archive, content, self.files, self.largest)
         except tarfile.TarError as error:
-            raise bad_file(archive, "is no archive", "a whole .tar.gz file", str(error)) from error
+            raise bad_file(archive, "is not an archive", "a complete .tar.gz file", str(error)) from error
         if absent := [name for name in self.files if name not in members]:
             got = f"no {', '.join(absent)}"
             raise bad_file(archive, f"is not the published {self.archive}", ", ".join(self.files), got)
@@ -114,13 +128,13 @@ class Published:
 
 
 def _members(archive: Path, content: bytes, names: tuple[str, ...], largest: int) -> Mapping[str, bytes]:
-    """By name, the files of a tar archive that are asked for, in whatever folder of it they lie."""
+    """The requested files of a tar archive by name, from any folder in it."""
     found = {}
     with tarfile.open(fileobj=BytesIO(content), mode="r:") as tar:
         for member in tar:
             name = PurePosixPath(member.name).name
             if name in names and member.isfile() and (file := tar.extractfile(member)):
-                if member.size > largest:  # a sparse file of any size takes a few bytes
+                if member.size > largest:  # a sparse file of any size takes only a few bytes in the archive
                     raise bad_file(
                         f"{archive} ({name})", "is too large", f"at most {largest:,} bytes", f"{member.size:,}"
                     )

@@ -1,4 +1,4 @@
-"""Random crops and reflections of a whole batch at once."""
+"""Random crops and reflections, applied to a whole batch at once."""
 
 import torch
 import torch.nn.functional as F
@@ -8,21 +8,27 @@ from keepk.errors import KeepkError
 
 
 def crop_and_flip(images: Tensor, generator: torch.Generator, *, padding: int = 4, flip: bool = True) -> Tensor:
-    """Each picture of a batch [N, C, H, W] moved by up to `padding` pixels each way, and mirrored half of the time.
+    """Shift each image of a batch by up to `padding` pixels in each direction, and mirror it with probability 1/2.
 
-    A picture is set in a frame of zeros, and a window of its own size is cut out at a random place. Given bytes, the
-    frame is black; given normalised pictures, it has the mean's colour. The numbers are drawn where the generator is:
-    one on the CPU gives the same windows on every device.
+    Each image is padded with zeros and cropped to its original size at a random position. For uint8 images the padding
+    is black; for normalised images it has the colour of the mean.
 
     Args:
-        images: Of any type; the batch itself stays as it is.
-        generator: Where the random numbers come from.
-        padding: The width of the frame.
-        flip: Whether left and right may change places (not so for digits).
+        images: A batch [N, C, H, W] of any dtype; not modified.
+        generator: The source of random numbers. They are drawn on its device, so that a CPU generator gives the same
+            crops on every device.
+        padding: The width of the padding.
+        flip: Whether images may be mirrored (not for digits).
+
+    Returns:
+        A new batch of the same shape.
+
+    Raises:
+        KeepkError: If `images` is not a batch of images, or `padding` is negative.
     """
     if images.ndim != 4 or padding < 0:
         raise KeepkError(
-            f"crop_and_flip: got pictures {list(images.shape)} and padding={padding}. "
+            f"crop_and_flip: got images {list(images.shape)} and padding={padding}. "
             "Give a batch [N, C, H, W] and a padding of 0 or more."
         )
     number, _, height, width = images.shape
@@ -33,7 +39,7 @@ def crop_and_flip(images: Tensor, generator: torch.Generator, *, padding: int = 
 
     top, left = drawn(2 * padding + 1), drawn(2 * padding + 1)
     framed = F.pad(images, (padding,) * 4)
-    windows = framed.unfold(2, height, 1).unfold(3, width, 1)
+    windows = framed.unfold(2, height, 1).unfold(3, width, 1)  # a view of all crops; the next line copies one each
     crops = windows[torch.arange(number, device=images.device), :, top, left]
     if not flip:
         return crops

@@ -1,4 +1,4 @@
-"""The benchmarks' tables, made from the JSON that `benchmarks/` wrote."""
+"""Tables of the benchmarks, generated from the JSON files that the scripts in `benchmarks/` write."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ SELECT_NAMES = {
 
 
 def select_event(folder: Path) -> Table:
-    """One global event: CPU seconds, extra memory, and both as multiples of keepk's."""
+    """One global event: CPU seconds, extra memory, and both relative to keepk."""
     report = _read(folder / "select_event.json")
     ours = report["results"]["keepk_event"]
     rows = [_select_row(f"{SELECT_NAMES[name]}", row, ours) for name, row in report["results"].items()]
@@ -36,7 +36,7 @@ def select_event(folder: Path) -> Table:
 
 
 def hold_masks(folder: Path) -> Table:
-    """What holding masks costs a training step of batch 128."""
+    """The cost of masks in a training step with batch size 128."""
     report = _read(folder / "hold_masks.json")
     rows = tuple(
         (
@@ -54,7 +54,7 @@ def hold_masks(folder: Path) -> Table:
 
 
 def paper_sizes(folder: Path) -> Table:
-    """The paper's networks at full width, pruned to the paper's counts: parameters and MACs beside what it prints."""
+    """Parameters and MACs of the paper's networks at full width and the paper's counts, beside the printed ones."""
     rows = tuple(
         (
             row["network"],
@@ -72,7 +72,7 @@ def paper_sizes(folder: Path) -> Table:
 
 
 def compact(folder: Path) -> Table:
-    """What is left of the sparse LeNets without their dead neurons: means over the seeds."""
+    """The sparse LeNets before and after the removal of dead neurons, averaged over the seeds."""
     rows = dict[tuple[str, str], list[dict[str, Any]]]()
     for row in _read(folder / "compact.json")["rows"]:
         rows.setdefault((row["experiment"], row["recipe"]), []).append(row)
@@ -96,7 +96,7 @@ def _compact_row(experiment: str, recipe: str, rows: list[dict[str, Any]]) -> tu
 
 
 def shrink_event(folder: Path, name: str = "shrink_event") -> Table:
-    """One removal event beside one of Torch-Pruning, in CPU seconds."""
+    """One removal event of keepk and one of Torch-Pruning, in CPU seconds."""
     rows = []
     for row in _read(folder / f"{name}.json")["networks"]:
         ours, bare, limit, theirs = row["keepk"], row["keepk_weights"], row["limit"], row["torch_pruning"]
@@ -136,12 +136,12 @@ def shrink_event(folder: Path, name: str = "shrink_event") -> Table:
 
 
 def shrink_event_half(folder: Path) -> Table:
-    """The same where half of all channels go at once."""
+    """The same with half of all channels removed at once."""
     return shrink_event(folder, "shrink_event_half")
 
 
 def annealed_run(folder: Path) -> Table:
-    """The time of a run that shrinks, as a share of the dense run's, beside the share of MACs."""
+    """The time of a run that shrinks, relative to the dense run, beside the ratio of MACs."""
     rows = tuple(
         (
             name,
@@ -156,7 +156,7 @@ def annealed_run(folder: Path) -> Table:
 
 
 def inference(folder: Path) -> Table:
-    """What 70 % fewer channels give at inference, beside the MACs."""
+    """The speed-up at inference with 70 % fewer channels, beside the ratio of MACs."""
     report = _read(folder / "inference.json")
     rows = tuple(
         (
@@ -173,7 +173,7 @@ def inference(folder: Path) -> Table:
 
 
 def shrink_trace(folder: Path) -> Table:
-    """What finding the channels costs, once, beside a forward pass."""
+    """The one-time cost of finding the channels, beside a forward pass."""
     rows = []
     for row in _read(folder / "shrink_event.json")["networks"]:
         forward, ours, theirs = row["forward"], row["keepk"], row["torch_pruning"]
@@ -192,7 +192,7 @@ def shrink_trace(folder: Path) -> Table:
 
 
 def first_trace(folder: Path) -> Table:
-    """The first trace of a fresh process: seconds and memory."""
+    """Time and memory of the first trace in a new process."""
     names = {"imports": "tiny network: torch's own imports", "resnet_50": "ResNet-50, after those imports"}
     rows = tuple(
         (

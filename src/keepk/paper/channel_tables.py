@@ -1,4 +1,4 @@
-"""Tables of the experiments that remove channels, beside what the paper prints (Table 3)."""
+"""Tables of the experiments that remove channels, beside the paper's numbers (Table 3)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ PRINTED: dict[str, list[Printed]] = {
 
 
 def layer_table(experiment: str, records: Records) -> Table:
-    """By layer, how many channels each recipe leaves."""
+    """The number of channels that each recipe leaves in each layer."""
     of_all = {name: total for name, (_, total) in records[0]["layers"].items()}
     pruned = [record for record in records if record["kept"] < record["total"]]
     rows = [
@@ -37,8 +37,8 @@ def layer_table(experiment: str, records: Records) -> Table:
 
 
 def cost_table(experiment: str, records: Records) -> Table:
-    """By recipe: channels, test error, parameters, multiply-accumulates of one picture, and CPU time."""
-    printed = PRINTED.get(experiment, [])  # none at other widths
+    """Channels, test error, parameters, multiply-accumulates per image and CPU time of each recipe."""
+    printed = PRINTED.get(experiment, [])  # the paper prints nothing for other widths
     rows = [(f"printed: {who}", kept, "", error, "", parameters, "", "") for who, kept, error, parameters in printed]
     for record in records:
         rows.append(

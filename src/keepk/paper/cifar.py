@@ -1,4 +1,7 @@
-"""CIFAR-10 and CIFAR-100 from their binary version: 45,000 pictures to train, 5,000 to validate, 10,000 to test."""
+"""CIFAR-10 and CIFAR-100: 45,000 images for training, 5,000 for validation, 10,000 for testing.
+
+Read from the binary version, because the Python version is pickled.
+"""
 
 from pathlib import Path
 
@@ -39,42 +42,59 @@ CIFAR_100_LABELS = {"coarse label": 20, "fine label": 100}
 
 
 def cifar10(folder: str | Path | None = None, *, download: bool = True) -> Pictures:
-    """CIFAR-10 from the published files in `folder` (see `data_folder`); what is missing is downloaded.
+    """Load CIFAR-10 from the published files; missing files are downloaded.
 
-    The validation set is the last tenth of each class, in the order of the files: 500 pictures of each.
+    The validation set is the last tenth of each class in the order of the files, 500 images per class.
+
+    Args:
+        folder: The data folder (see `data_folder`).
+        download: Whether missing files may be downloaded.
+
+    Returns:
+        The three parts, in memory.
+
+    Raises:
+        DataError: If a file is missing and cannot be downloaded, or is damaged.
     """
     return _cifar(CIFAR_10, CIFAR_10_LABELS, folder, download=download)
 
 
 def cifar100(folder: str | Path | None = None, *, download: bool = True) -> Pictures:
-    """CIFAR-100 with its 100 fine classes, from the published files in `folder`; what is missing is downloaded.
-
-    The validation set is the last tenth of each class, in the order of the file: 50 pictures of each.
-    """
+    """Load CIFAR-100 with its 100 fine classes; see `cifar10`. The validation set has 50 images per class."""
     return _cifar(CIFAR_100, CIFAR_100_LABELS, folder, download=download)
 
 
 def read_records(where: str, content: bytes, labels: dict[str, int]) -> Split:
-    """The pictures of a binary file, and their last label.
+    """Parse the images of a binary file and their last label (for CIFAR-100, the fine one).
 
-    A record is one byte for each of `labels` (by name, how many classes there are), then the red, the green and the
-    blue plane, 1,024 bytes each, row by row.
+    Args:
+        where: The file's name, for errors.
+        content: Records of one byte for each of `labels`, then the red, green and blue plane of 1,024 bytes each, row
+            by row.
+        labels: The number of classes of each label, by name.
+
+    Returns:
+        Images as uint8 [N, 3, 32, 32].
+
+    Raises:
+        DataError: If there is an incomplete record or a label out of range.
     """
     record = len(labels) + PICTURE_BYTES
     if not content or len(content) % record:
-        wrong = "is cut short, or not of the binary version"
-        raise bad_file(where, wrong, f"whole records of {record:,} bytes", f"{len(content):,} bytes")
+        wrong = "is truncated, or is not the binary version"
+        raise bad_file(where, wrong, f"complete records of {record:,} bytes", f"{len(content):,} bytes")
     records = np.frombuffer(content, np.uint8).reshape(-1, record)
     for column, (name, classes) in enumerate(labels.items()):
         for number in np.flatnonzero(records[:, column] >= classes)[:1]:
             got = f"{records[number, column]} in record {number:,}"
             raise bad_file(where, "is damaged", f"a {name} from 0 to {classes - 1}", got)
+    # A copy, because `frombuffer` gives a read-only view, of which torch warns.
     images = records[:, len(labels) :].copy().reshape(-1, *PICTURE)
     return Split(torch.from_numpy(images), torch.from_numpy(records[:, len(labels) - 1].astype(np.int64)))
 
 
 def last_tenth_of_each_class(labels: Tensor) -> Tensor:
-    """Which of a training file's pictures are for validation: of n pictures of a class, the last floor(n / 10).
+    """A mask of the training images used for validation: of the n images of a class, the last floor(n / 10).
 
     >>> last_tenth_of_each_class(torch.tensor([0, 1] * 10)).nonzero().flatten()
     tensor([18, 19])

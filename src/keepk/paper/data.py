@@ -1,4 +1,4 @@
-"""The data folder, and MNIST: 50,000 pictures to train, 10,000 to validate, 10,000 to test."""
+"""The data folder, and MNIST: 50,000 images for training, 10,000 for validation, 10,000 for testing."""
 
 import gzip
 import os
@@ -31,7 +31,7 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pictures [N, ...], as float32 or bytes, and the class of each as int64 [N]."""
+    """Images [N, ...], as float32 or uint8, and their classes as int64 [N]."""
 
     images: Tensor
     labels: Tensor
@@ -40,30 +40,33 @@ class Split:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> "Split":
-        """The same pictures on another device."""
+        """Copy the images and labels to another device."""
         return Split(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Mnist:
-    """The published training file in two parts, and the test file."""
+    """MNIST, with the published training file divided into a training and a validation part.
+
+    Images are float32 [N, 1, 28, 28], normalised with the mean and standard deviation of the training part.
+    """
 
     train: Split
     validation: Split
     test: Split
 
-    def training_batch(self, rows: Tensor, generator: torch.Generator) -> Tensor:  # noqa: ARG002 - nothing is drawn
-        """What a network gets of these training pictures: they are normalised already, and shown as they are."""
+    def training_batch(self, rows: Tensor, generator: torch.Generator) -> Tensor:  # noqa: ARG002 - `Pictures` draws from it
+        """The network's input for these training images. MNIST is not augmented, so nothing is random."""
         return self.train.images[rows]
 
     def seen(self, images: Tensor) -> Tensor:
-        """What a network gets of pictures."""
+        """The network's input for images, which are normalised already."""
         return images
 
 
 @dataclass(frozen=True)
 class IdxFile:
-    """One published IDX file: the shape of its array, and the packed form that mirrors serve."""
+    """One published IDX file: the shape of its array, and the size and MD5 of the gzip file that mirrors serve."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,7 +75,7 @@ class IdxFile:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """The names under which the file is met: `-idx3` or `.idx3`, raw or packed."""
+        """The names under which the file is distributed: `-idx3` or `.idx3`, raw or gzipped."""
         names = (self.name, self.name.replace("-idx", ".idx"))
         return (*names, *(f"{name}.gz" for name in names))
 
@@ -87,13 +90,13 @@ MNIST_FILES = (
     IdxFile("t10k-images-idx3-ubyte", (10_000, 28, 28), 1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
     IdxFile("t10k-labels-idx1-ubyte", (10_000,), 4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
 )
-MNIST_PLACES = (".", "mnist", "MNIST/raw")
+MNIST_PLACES = (".", "mnist", "MNIST/raw")  # the last is where torchvision puts them
 MNIST_CLASSES = 10
 MNIST_TRAIN = 50_000
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
-    """`folder` if given, else `$KEEPK_DATA`, else the folder `keepk` in the user's cache.
+    """The data folder: `folder` if given, else `$KEEPK_DATA`, else `keepk` in the user's cache.
 
     >>> print(data_folder("pictures"))
     pictures
@@ -107,10 +110,20 @@ def data_folder(folder: str | Path | None = None) -> Path:
 
 
 def mnist(folder: str | Path | None = None, *, download: bool = True) -> Mnist:
-    """MNIST from the published files in `folder` (see `data_folder`); what is missing is downloaded.
+    """Load MNIST from the published files; missing files are downloaded.
 
-    The validation set is the last 10,000 pictures of the training file. All pictures are normalised with the
-    mean and standard deviation m, s of the 50,000 training pictures: x -> (x - m) / s.
+    The validation set is the last 10,000 images of the training file. All images are normalised with the mean and
+    standard deviation m, s of the 50,000 training images: x -> (x - m) / s.
+
+    Args:
+        folder: The data folder (see `data_folder`).
+        download: Whether missing files may be downloaded.
+
+    Returns:
+        The three parts, in memory.
+
+    Raises:
+        DataError: If a file is missing and cannot be downloaded, or is not the published one.
     """
     paths = _mnist_paths(data_folder(folder), download=download)
     images, labels, test_images, test_labels = map(_read_published, paths, MNIST_FILES)
@@ -118,7 +131,7 @@ def mnist(folder: str | Path | None = None, *, download: bool = True) -> Mnist:
         _check_labels(path, values)
     mean, std = mean_and_std(images[:MNIST_TRAIN])
     if std == 0:
-        raise bad_file(paths[0], "is not MNIST", "pictures", f"the value {mean:.0f} in every pixel")
+        raise bad_file(paths[0], "is not MNIST", "images", f"the value {mean:.0f} in every pixel")
 
     def split(pixels: Tensor, classes: Tensor) -> Split:
         return Split(pixels.to(torch.float32).sub_(mean).div_(std).unsqueeze(1), classes.to(torch.int64))
@@ -131,38 +144,49 @@ def mnist(folder: str | Path | None = None, *, download: bool = True) -> Mnist:
 
 
 def read_idx(path: str | Path, largest: int = IDX_MAX_BYTES) -> NDArray[Any]:
-    """The array in an IDX file, raw or gzipped (its first bytes tell), in the machine's byte order.
+    """Read the array in an IDX file.
 
-    An IDX file is 00 00, a type, the number of dimensions, each dimension as uint32, then the values; all
-    numbers have their highest byte first. More than `largest` bytes are refused, before they are unpacked.
+    An IDX file is 00 00, a type, the number of dimensions, each dimension as uint32, then the values, all big-endian.
+
+    Args:
+        path: The file, raw or gzipped; its first bytes tell which.
+        largest: The maximum size in bytes of the uncompressed file. A larger one is refused before it is decompressed.
+
+    Returns:
+        The array, in the machine's byte order.
+
+    Raises:
+        DataError: If the file cannot be read, is not an IDX file, is truncated, or is too large.
     """
     path = Path(path)
     dtype, shape = _idx_header(path, _read(path, 4 + 4 * IDX_MAX_DIMS))
     offset, count = 4 + 4 * len(shape), prod(shape)
     expected = offset + count * dtype.itemsize
-    content = unpacked(path, largest) if expected > largest else _read(path, expected + 1)  # no more than it announces
+    content = (
+        unpacked(path, largest) if expected > largest else _read(path, expected + 1)
+    )  # one byte more than announced
     if len(content) != expected:
-        wrong, got = "is cut short", f"{len(content):,}"
+        wrong, got = "is truncated", f"{len(content):,}"
         if len(content) > expected:
-            wrong, got = "has bytes after its end", "more of them"
+            wrong, got = "has bytes after its end", "more"
         raise bad_file(path, wrong, f"{expected:,} bytes for {dtype.name} {list(shape)}", got)
     values = np.frombuffer(content, dtype, count, offset)
     return values.reshape(shape).astype(dtype.newbyteorder("="))
 
 
 def unpacked(path: Path, largest: int) -> bytes:
-    """The bytes of a file, without its gzip wrapping if it has one; at most `largest` of them are ever in memory.
+    """Read a file, decompressed if it is gzipped; refuse it if it has more than `largest` bytes.
 
-    A gzip file of a few kilobytes can unpack to gigabytes.
+    A gzip file of a few kilobytes can expand to gigabytes, so at most `largest` bytes are ever in memory.
     """
     content = _read(path, largest + 1)
     if len(content) > largest:
-        raise bad_file(path, "is too large", f"at most {largest:,} bytes", "more of them")
+        raise bad_file(path, "is too large", f"at most {largest:,} bytes", "more")
     return content
 
 
 def _read(path: Path, number: int) -> bytes:
-    """The first bytes of a file, without its gzip wrapping if it has one; all of them if there are fewer."""
+    """The first `number` bytes of a file, decompressed if it is gzipped; all of them if there are fewer."""
     try:
         with path.open("rb") as file:
             packed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
@@ -170,26 +194,28 @@ def _read(path: Path, number: int) -> bytes:
             source = gzip.GzipFile(fileobj=file) if packed else file
             return _at_most(number, cast("IO[bytes]", source))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise bad_file(path, "is damaged or cut short", "a whole gzip file", str(error)) from error
+        raise bad_file(path, "is damaged or truncated", "a complete gzip file", str(error)) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error}). Check the path and its permissions.") from error
 
 
 def _at_most(number: int, source: IO[bytes]) -> bytes:
     content = bytearray()
-    # In pieces, because a read of many bytes takes memory for all of them first.
+    # In pieces, because a single read would allocate the whole limit first.
     while len(content) < number and (piece := source.read(min(1 << 20, number - len(content)))):
         content += piece
     return bytes(content)
 
 
 def bad_file(path: Path | str, wrong: str, expected: str, got: str) -> DataError:
-    """The error that says what is wrong with a data file, and what to do."""
+    """The error for a wrong data file: what is wrong, what was expected, what was found, and what to do."""
     return DataError(f"{path}: {wrong}: expected {expected}, got {got}. Delete it and download it again.")
 
 
 def mean_and_std(pixels: Tensor) -> tuple[float, float]:
-    """Mean and standard deviation of bytes, with exact sums over the 256 values.
+    """Mean and standard deviation of uint8 values, from exact integer sums.
+
+    Float sums over millions of pixels depend on the order of summation, and with them every later result.
 
     >>> mean_and_std(torch.tensor([0, 0, 3, 3], dtype=torch.uint8))
     (1.5, 1.5)
@@ -201,22 +227,22 @@ def mean_and_std(pixels: Tensor) -> tuple[float, float]:
 
 
 def _idx_header(path: Path, content: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """The type and shape that an IDX file announces."""
+    """The dtype and shape in the header of an IDX file."""
     magic = content[:4]
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in IDX_DTYPES or magic[3] > IDX_MAX_DIMS:
         types = ", ".join(f"{code:02x}" for code in IDX_DTYPES)
         expected = f"the first bytes 00 00, a type ({types}), at most {IDX_MAX_DIMS} dimensions"
-        raise bad_file(path, "is no IDX file", expected, magic.hex(" ") or "an empty file")
+        raise bad_file(path, "is not an IDX file", expected, magic.hex(" ") or "an empty file")
     dims = magic[3]
     if len(content) < 4 + 4 * dims:
-        raise bad_file(path, "is cut short", f"{4 + 4 * dims} bytes of header", f"{len(content)}")
+        raise bad_file(path, "is truncated", f"{4 + 4 * dims} bytes of header", f"{len(content)}")
     shape = np.frombuffer(content, ">u4", dims, 4)
     return IDX_DTYPES[magic[2]], tuple(shape.tolist())
 
 
 def _read_published(path: Path, published: IdxFile) -> Tensor:
-    """The bytes of a published file, if it holds as many as were published."""
-    # As much as the widest type takes, so that a file of another type is called just that.
+    """Read a published file; refuse it if its dtype or shape differ from the published ones."""
+    # The limit allows for the widest dtype: a file of another dtype gets an error about its dtype, not its size.
     values = read_idx(path, 4 + 4 * IDX_MAX_DIMS + 8 * prod(published.shape))
     if values.dtype != np.uint8 or values.shape != published.shape:
         expected, got = f"uint8 {list(published.shape)}", f"{values.dtype.name} {list(values.shape)}"
@@ -230,7 +256,7 @@ def _check_labels(path: Path, labels: Tensor) -> None:
 
 
 def _mnist_paths(root: Path, *, download: bool) -> tuple[Path, ...]:
-    """Where each of `MNIST_FILES` lies, after a download of those that are nowhere."""
+    """The paths of `MNIST_FILES`, after downloading the missing ones."""
     if not download and _missing(root):
         raise _not_found(root, "is switched off (download=False).")
     try:
@@ -256,12 +282,12 @@ def _fetch(folder: Path, file: IdxFile) -> Path:
 
 
 def _not_found(root: Path, download: str) -> DataError:
-    """What to put where, and why the download did not."""
+    """The error that says which files to put where, and why they were not downloaded."""
     return DataError(
         f"MNIST is not complete in {root}: missing {', '.join(_missing(root))}.\n"
         f"Put the four files {', '.join(file.name for file in MNIST_FILES)}, raw or .gz, "
         f"into {' or '.join(str(root / place) for place in MNIST_PLACES)}.\n"
-        f"They are at {' and '.join(MNIST_MIRRORS)} (add .gz to the name).\n"
-        "Another folder is named by --data DIR or by $KEEPK_DATA.\n"
+        f"They are published at {' and '.join(MNIST_MIRRORS)} (add .gz to the name).\n"
+        "To use another folder, pass --data DIR or set $KEEPK_DATA.\n"
         f"The download {download}"
     )

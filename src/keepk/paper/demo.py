@@ -1,6 +1,6 @@
-"""The demo: `keepk` from a dense network to a small one on disk, and the paper's parity figure, in about a minute.
+"""The demo: train, prune, save, load and measure a small network, and repeat the parity experiment, in a minute.
 
-Every number is computed live. The test part is read once, at the end.
+Every number is computed during the run. The test set is used once, at the end.
 """
 
 import copy
@@ -48,7 +48,18 @@ def run(
     parity: Setting = Setting(),  # noqa: B008 - a frozen value
     watch: Watch = lambda _phase, _words: None,
 ) -> DemoReport:
-    """The whole demo on the CPU; both networks are saved below `folder`. `watch` hears of the end of every epoch."""
+    """Run the demo on the CPU.
+
+    Args:
+        folder: Where both networks are saved.
+        seed: Seed of the weights, the batches and the parity data.
+        recipe: Counts and epochs of the digit classifier.
+        parity: The size of the parity experiment.
+        watch: Called with the phase and a status at the end of every epoch.
+
+    Returns:
+        All measurements.
+    """
     started, signs, digits = time.perf_counter(), draw(seed, sizes=parity.sizes), load_digits()
     history = list[EpochRecord]()
 
@@ -56,7 +67,7 @@ def run(
         history.append(epoch)
         watch(epoch.phase, f"{epoch.kept} channels, {words}, validation {epoch.accuracy:.2f} %")
 
-    with torch.random.fork_rng(devices=[]), one_thread():  # threads gain nothing here
+    with torch.random.fork_rng(devices=[]), one_thread():  # the networks are too small for more
         torch.manual_seed(seed)
         dense, model, kept = trained(digits, recipe, record)
         keepk.save(dense, folder / DENSE)
@@ -77,7 +88,7 @@ def run(
 
 
 def trained(digits: Digits, recipe: Recipe, record: Record) -> tuple[DigitsNet, DigitsNet, Kept]:
-    """A dense network, the small one that it became, and what was kept of it."""
+    """Train and prune a network: a copy of the dense one, the pruned one, and the counts of kept units."""
     model = DigitsNet()
     train_dense(model, digits, recipe, record)
     dense = copy.deepcopy(model)
@@ -85,17 +96,19 @@ def trained(digits: Digits, recipe: Recipe, record: Record) -> tuple[DigitsNet, 
 
 
 def loaded(folder: Path, model: nn.Module, images: Tensor) -> DigitsNet:
-    """The saved network in a freshly built one, which must compute the very same."""
+    """Load the saved network into a new one, and check that its outputs are bit-equal."""
     fresh = keepk.load(DigitsNet(), folder)
     with torch.no_grad():
         same = torch.equal(fresh.eval()(images), model.eval()(images))
     if not same:
-        raise FileError(f"{folder}: what was loaded computes other outputs than the network in memory. Save it anew.")
+        raise FileError(
+            f"{folder}: the loaded network computes different outputs than the one in memory. Save it again."
+        )
     return fresh
 
 
 def measured(model: nn.Module, digits: Digits, folder: Path) -> Network:
-    """What a network costs, and its error on the test part."""
+    """The costs of a network, and its test error."""
     return Network(
         test_error=_error(accuracy(model, digits.test)),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -105,12 +118,12 @@ def measured(model: nn.Module, digits: Digits, folder: Path) -> Network:
 
 
 def epochs_in_all(recipe: Recipe, parity: Setting) -> int:
-    """How often `watch` is called."""
+    """The number of times that `watch` is called."""
     return epochs_of(recipe) + parity.epochs
 
 
 def make_ready(folder: Path) -> None:
-    """Refuse before the training what would fail after it: a missing package, a folder that cannot be made."""
+    """Check before training for errors that would occur after it: missing packages, an unwritable folder."""
     try:
         for package in ("sklearn", "matplotlib"):
             importlib.import_module(package)
@@ -119,13 +132,13 @@ def make_ready(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as refused:
-        raise KeepkError(f"keepk demo: cannot make the folder {folder} ({refused.strerror}). Give another.") from None
+        raise KeepkError(f"keepk demo: cannot create the folder {folder} ({refused.strerror}). Give another.") from None
     if not os.access(folder, os.W_OK):
         raise KeepkError(f"keepk demo: cannot write into the folder {folder}. Give another.")
 
 
 def save(report: DemoReport, folder: Path) -> tuple[Path, Path]:
-    """The picture and the numbers, as ``keepk-demo.png`` and ``keepk-demo.json``; returns the two paths."""
+    """Write the figure and the numbers as ``keepk-demo.png`` and ``keepk-demo.json``, and return their paths."""
     from keepk.show.demo_plot import demo_figure  # noqa: PLC0415 - the extra keepk[demo]
     from keepk.show.plots import write_png  # noqa: PLC0415
 

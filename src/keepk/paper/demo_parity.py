@@ -1,4 +1,4 @@
-"""The demo's parity figure: a small version of `keepk run parity`, with fewer starts, fewer epochs and one draw."""
+"""The demo's parity experiment: `keepk run parity` with fewer starts, fewer epochs and one draw."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from keepk.paper.parity_data import SIZES, Parity, at_floor
 from keepk.paper.parity_training import Recipe, Trained, train
 from keepk.plan.schedules import Annealing
 
-# 12 nodes are left after the first 6 epochs of annealing, then one goes every second epoch.
+# 12 nodes are left after the first 6 epochs of annealing, then one is removed every second epoch.
 SCHEDULE = Annealing(p0=0.95, n1=6, nu=1 / NODES, every=2)
 ANNEALED = replace(KEEPK, dense=24, anneal=30, tail=10, schedule=SCHEDULE)
 FROM_THE_START = replace(ADAM, dense=54, tail=10)
@@ -18,7 +18,7 @@ Watch = Callable[[str, str], None]
 
 @dataclass(frozen=True)
 class Setting:
-    """How small it is; both recipes get as many starts and as many epochs."""
+    """The size of the experiment. Both recipes get the same number of starts and epochs."""
 
     goals: Sequence[int] = range(1, 11)
     inits: int = 3
@@ -27,12 +27,12 @@ class Setting:
 
     @property
     def epochs(self) -> int:
-        """How many epochs are trained in all."""
+        """The total number of epochs."""
         return sum(recipe.epochs for recipe in self.recipes)
 
 
 def parity_points(parity: Parity, setting: Setting, *, seed: int, watch: Watch) -> tuple[dict[str, Any], ...]:
-    """By recipe and number of nodes, the errors in percent: of all starts, and of the one with the least validation."""
+    """The errors in percent by recipe and number of nodes: of all starts, and of the one chosen by validation."""
     points = list[dict[str, Any]]()
     for recipe in setting.recipes:
         trained = train(

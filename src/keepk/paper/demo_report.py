@@ -1,4 +1,4 @@
-"""What the demo measured, as plain values; it prints itself as one table."""
+"""The demo's measurements as plain values, printed as one table."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,13 @@ KILO = 1_000
 
 @dataclass(frozen=True)
 class Network:
-    """What one network costs and how well it does.
+    """The costs of one network, and its test error.
 
     Attributes:
         test_error: In percent.
-        parameters: The numbers in its parameters.
-        macs: Multiply-accumulates for one picture.
-        file_bytes: What `keepk.save` wrote, ``model.safetensors`` and ``arch.json``.
+        parameters: The number of entries in its parameters.
+        macs: Multiply-accumulates for one image.
+        file_bytes: The size of ``model.safetensors`` and ``arch.json`` as written by `keepk.save`.
     """
 
     test_error: float
@@ -35,15 +35,15 @@ class Network:
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo measured; errors and accuracies in percent. The same seed gives the same, but for measured times.
+    """The demo's measurements, with errors and accuracies in percent. All but the times are the same for the same seed.
 
     Attributes:
-        kept: What was asked for and is left, by space and by layer.
-        history: The end of every epoch, with the channels that are left.
+        kept: Requested and kept units, by space and by layer.
+        history: One record per epoch.
         before: The dense network.
-        after: The small one, as it came back from its files.
-        latency: Both, measured in turns.
-        parity: The points of the parity figure, the columns of `keepk run parity`.
+        after: The pruned network, as loaded from its files.
+        latency: Both networks, measured in turns.
+        parity: The points of the parity figure, with the columns of `keepk run parity`.
     """
 
     seed: int
@@ -72,7 +72,7 @@ class DemoReport:
 
     @property
     def parity_line(self) -> str:
-        """With how many nodes the two recipes of the parity figure are at the noise floor."""
+        """The numbers of nodes with which the two recipes of the parity figure reach the noise floor."""
         annealed, from_the_start = map(self._at_floor, dict.fromkeys(point["recipe"] for point in self.parity))
         floor = self.parity[0]["noise_floor"]
         return (
@@ -81,7 +81,7 @@ class DemoReport:
         )
 
     def result(self) -> dict[str, Any]:
-        """Everything, with the keys that every result has."""
+        """All measurements as a dict, including the keys that every result file has."""
         channels = self.channels
         named = {
             "experiment": "digits",
@@ -96,7 +96,7 @@ class DemoReport:
         return {**named, **asdict(self), "kept": channels.kept, "layers": layers, "versions": versions()}
 
     def table(self) -> Table:
-        """Asked, before and after."""
+        """The table of costs before and after pruning, with the requested counts."""
         before, after = self.before, self.after
         rows = [
             *(_row(it.name, it.total, it.kept, asked=f"{it.asked:,}") for it in self.kept.spaces),
@@ -137,7 +137,7 @@ def _latency_row(batch: int, before: Spread | None, after: Spread, ratio: Spread
 
 
 def _times(before: float, after: float) -> str:
-    """How many times less.
+    """The ratio before / after.
 
     >>> _times(320, 32), _times(5, 2)
     ('10x', '2.5x')

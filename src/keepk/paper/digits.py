@@ -1,7 +1,7 @@
-"""A small convolutional network on scikit-learn's handwritten digits, cut to exactly K channels and K' head weights.
+"""A small convnet on scikit-learn's handwritten digits, pruned to exactly K channels and K' weights of the head.
 
-1,797 pictures of 8 x 8 pixels come with scikit-learn, so nothing is downloaded. `prune` is the example of use. The
-recipe was chosen on the validation part.
+The 1,797 images of 8 x 8 pixels are part of scikit-learn, so nothing is downloaded. `prune` shows how the library is
+used. The recipe was chosen by validation error.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Record = Callable[[EpochRecord, str], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is asked for and how it is trained; an epoch is a pass over the training part."""
+    """Counts to keep and settings of the training. An epoch is a pass over the training set."""
 
     keep: int = 32
     keep_head: int = 500
@@ -43,7 +43,7 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """The pictures [N, 1, 8, 8] in three parts, cut once and for all: 1,097 to train, 300 to validate, 400 to test."""
+    """Images [N, 1, 8, 8] in a fixed split: 1,097 for training, 300 for validation, 400 for testing."""
 
     train: Split
     validation: Split
@@ -52,13 +52,13 @@ class Digits:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is left after the pruning.
+    """The units left after pruning.
 
     Attributes:
-        spaces: What was asked for and is left of each space.
-        channels: By convolution.
-        head: By layer of the head, weights and biases.
-        parameters: The numbers in the network's parameters that no mask holds at zero.
+        spaces: Requested and kept units of each space.
+        channels: Kept channels of each convolution.
+        head: Kept weights and biases of each layer of the head.
+        parameters: The number of entries in the network's parameters that are not masked.
     """
 
     spaces: tuple[SpaceReport, ...]
@@ -78,7 +78,7 @@ class DigitsNet(nn.Module):
         self.fc1, self.fc2 = nn.Linear(512, 64), nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the ten digits for pictures [N, 1, 8, 8]."""
+        """Logits of the ten digits for images [N, 1, 8, 8]."""
         seen = F.relu(self.norm1(self.conv1(images)))
         seen = F.max_pool2d(F.relu(self.norm2(self.conv2(seen))), 2)
         seen = F.max_pool2d(F.relu(self.norm3(self.conv3(seen))), 2)
@@ -86,7 +86,7 @@ class DigitsNet(nn.Module):
 
 
 def train_dense(model: DigitsNet, digits: Digits, recipe: Recipe, record: Record) -> None:
-    """Ordinary training from scratch, before any pruning."""
+    """Train from scratch, before any pruning."""
     optimizer = _sgd(model, recipe.dense_rate, recipe.decay)
     channels, weights = sum(widths(model).values()), sum(head_sizes(model).values())
     for rate in _falling(recipe.dense_rate, recipe.dense_epochs):
@@ -95,7 +95,7 @@ def train_dense(model: DigitsNet, digits: Digits, recipe: Recipe, record: Record
 
 
 def spaces(recipe: Recipe) -> list[Space]:
-    """DSC-2 on the convolutions and DSC-1 on the head."""
+    """The two spaces: channels of the convolutions (DSC-2) and weights of the head (DSC-1)."""
     return [
         keepk.channels(
             "conv*", keep=recipe.keep, name=CHANNELS, metric=keepk.metrics.product, schedule=recipe.schedule
@@ -105,7 +105,7 @@ def spaces(recipe: Recipe) -> list[Space]:
 
 
 def phases(recipe: Recipe) -> list[keepk.Phase]:
-    """Channels first: one that goes takes its weights of the head along, so those are counted after the last went."""
+    """Channels first: removing a channel also removes weights of the head, whose count is exact only afterwards."""
     channels = plan(recipe.schedule, sum(CONVOLUTIONS.values()), recipe.keep)
     return [
         keepk.Phase(len(channels), prune=CHANNELS),
@@ -114,7 +114,7 @@ def phases(recipe: Recipe) -> list[keepk.Phase]:
 
 
 def prune(model: DigitsNet, digits: Digits, recipe: Recipe, record: Record) -> Kept:
-    """Anneal to exactly K channels while the network shrinks, then to K' head weights, then fine-tune what is left."""
+    """Anneal to exactly K channels while the network shrinks, then to K' weights of the head, then fine-tune."""
     channels, weights = widths(model), head_sizes(model)
     optimizer = _sgd(model, recipe.pruning_rate, recipe.decay)
 
@@ -123,7 +123,7 @@ def prune(model: DigitsNet, digits: Digits, recipe: Recipe, record: Record) -> K
         rates = [recipe.pruning_rate] * pruner.epochs + _falling(recipe.pruning_rate, recipe.fine_tune_epochs)
         for epoch, rate in enumerate(rates):
             train_one_epoch(model, digits.train, optimizer, rate=rate, batch=recipe.pruning_batch)
-            pruner.step()  # takes channels out and holds weights at zero; after the plan it only holds
+            pruner.step()  # removes channels, then masks weights; after the end of the plan it changes nothing
 
             phase = "anneal" if epoch < pruner.epochs else "fine-tune"
             seen = EpochRecord(phase, pruner.kept[CHANNELS], accuracy(model, digits.validation))
@@ -138,7 +138,7 @@ def prune(model: DigitsNet, digits: Digits, recipe: Recipe, record: Record) -> K
 def train_one_epoch(
     model: nn.Module, split: Split, optimizer: torch.optim.Optimizer, *, rate: float, batch: int
 ) -> None:
-    """One pass over the pictures in a new random order."""
+    """Train for one pass over the images in random order."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     for chosen in torch.split(torch.randperm(len(split)), batch):
@@ -150,7 +150,7 @@ def train_one_epoch(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, split: Split) -> float:
-    """The share of pictures that are recognised, in percent; the model is in train mode afterwards."""
+    """The accuracy in percent. Leaves the model in train mode."""
     model.eval()
     right = model(split.images).argmax(dim=1) == split.labels
     model.train()
@@ -158,7 +158,7 @@ def accuracy(model: nn.Module, split: Split) -> float:
 
 
 def epochs_of(recipe: Recipe) -> int:
-    """How many epochs are trained in all; a recipe that cannot be followed is refused here."""
+    """The total number of epochs. Raises an error for a recipe whose plan is impossible, before any training."""
     with torch.random.fork_rng(devices=[]):
         example = torch.zeros(2, 1, 8, 8)
         pruner = keepk.Pruner(DigitsNet(), spaces(recipe), phases=phases(recipe), example=example)
@@ -166,7 +166,7 @@ def epochs_of(recipe: Recipe) -> int:
 
 
 def load_digits() -> Digits:
-    """Scikit-learn's digits, split the same way whatever the seed."""
+    """Load scikit-learn's digits. The split does not depend on the seed of a run."""
     from sklearn import datasets  # noqa: PLC0415 - the extra keepk[demo]
 
     images, labels = datasets.load_digits(return_X_y=True)
@@ -177,12 +177,12 @@ def load_digits() -> Digits:
 
 
 def widths(model: DigitsNet) -> dict[str, int]:
-    """By convolution, how many channels it has now."""
+    """The current number of channels of each convolution."""
     return {name: it.out_channels for name, it in model.named_children() if isinstance(it, nn.Conv2d)}
 
 
 def head_sizes(model: DigitsNet) -> dict[str, int]:
-    """By layer of the head, how many weights and biases it has now."""
+    """The current number of weights and biases of each layer of the head."""
     layers = {name: it for name, it in model.named_children() if isinstance(it, nn.Linear)}
     return {name: sum(parameter.numel() for parameter in it.parameters()) for name, it in layers.items()}
 
@@ -192,7 +192,7 @@ def _counts(before: dict[str, int], after: dict[str, int]) -> tuple[LayerCount, 
 
 
 def _falling(rate: float, epochs: int) -> list[float]:
-    """Learning rates that fall to zero in a straight line."""
+    """Learning rates that decrease linearly to zero."""
     return [rate * (1 - epoch / epochs) for epoch in range(epochs)]
 
 

@@ -1,4 +1,4 @@
-"""Fetching a published file: mirrors in order, resumed when cut off, checked before it gets its name."""
+"""Download a published file: try mirrors in order, resume partial downloads, verify before the final rename."""
 
 import hashlib
 import sys
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes_done, bytes_total) as a download grows."""
+"""A callback that gets (bytes_done, bytes_total) during a download."""
 
-ATTEMPTS = 3
+ATTEMPTS = 3  # per mirror; an attempt without any new bytes ends them early
 CHUNK_BYTES = 1 << 16
 
 
 class _MirrorError(Exception):
-    """Why one mirror did not serve the file."""
+    """The reason why one mirror failed."""
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The file to end with, and how to ask for it."""
+    """The file to download: its path, its size and checksums, and options of the download."""
 
     target: Path
     size: int
@@ -40,7 +40,7 @@ class _Wanted:
     progress: Progress | None
 
     def fault(self, path: Path) -> str | None:
-        """How the file at `path` differs from the published one."""
+        """How the file at `path` differs from the published one, or None if it does not."""
         size = path.stat().st_size
         if size != self.size:
             return f"expected {self.size:,} bytes, got {size:,}"
@@ -51,11 +51,11 @@ class _Wanted:
         return None
 
     def is_there(self) -> bool:
-        """Whether nothing is left to do; another file of that name is refused, not overwritten."""
+        """Whether the target exists and is correct. A different file of that name is refused, never overwritten."""
         if not self.target.exists():
             return False
         if fault := self.fault(self.target):
-            raise DataError(f"{self.target}: is not the published file: {fault}. Move it away to download it anew.")
+            raise DataError(f"{self.target}: is not the published file: {fault}. Move it away to download it again.")
         return True
 
 
@@ -70,15 +70,31 @@ def fetch(
     progress: Progress | None = None,
     timeout: float = 30.0,
 ) -> Path:
-    """The file `folder/name`, downloaded from the first of `urls` that serves what was published.
+    """Download `folder/name` from the first of `urls` that serves the published file.
 
-    The bytes go to `name.part`, which a later call resumes; the file gets its name only when `size` and
-    checksum agree. A second process that wants the same file waits for the first. `timeout` is the number
-    of seconds that a mirror may stay silent.
+    The bytes are written to `name.part`, from which a later call resumes. The file gets its final name only when its
+    size and checksum are correct. A second process that needs the same file waits for the first.
+
+    Args:
+        name: The name of the file.
+        urls: Mirrors, in order of preference.
+        size: The number of bytes.
+        folder: Where the file is written; created if missing.
+        md5: The checksum in hexadecimal. At least one checksum is required.
+        sha256: The checksum in hexadecimal.
+        progress: Called as bytes arrive.
+        timeout: The number of seconds without data after which a mirror is given up.
+
+    Returns:
+        The path of the file, which may have existed before.
+
+    Raises:
+        DataError: If there is no checksum, no mirror serves the file, it cannot be written, or a different file of that
+            name exists.
     """
     checksums = {key: value for key, value in (("md5", md5), ("sha256", sha256)) if value is not None}
     if not checksums:
-        raise DataError(f"{name}: cannot be checked after its download, got no checksum. Give md5= or sha256=.")
+        raise DataError(f"{name}: cannot be verified after its download, got no checksum. Give md5= or sha256=.")
     target = Path(folder) / name
     wanted = _Wanted(target, size, checksums, timeout, progress)
     try:
@@ -92,13 +108,13 @@ def fetch(
             return target
     except OSError as error:
         raise DataError(
-            f"{target}: cannot be written ({error}). Free the disk, or choose a folder that can be written."
+            f"{target}: cannot be written ({error}). Free disk space, or choose a writable folder."
         ) from error
 
 
 @contextmanager
 def progress_bar(name: str) -> Iterator[Progress]:
-    """A callback for `fetch`: a rich bar if rich is installed and stdout a terminal, else a line on stderr.
+    """Yield a callback for `fetch`: a rich bar if rich is installed and stdout is a terminal, else a line on stderr.
 
     >>> with progress_bar("digits.gz") as progress:
     ...     progress(500, 1_000)
@@ -113,7 +129,7 @@ def progress_bar(name: str) -> Iterator[Progress]:
 
 
 def _rich_bars() -> "RichProgress | None":
-    """Bars that show bytes and speed, if rich is installed."""
+    """A rich progress display with bytes and speed, or None if rich is not installed."""
     try:
         from rich import progress  # noqa: PLC0415  (an extra)
     except ImportError:
@@ -127,13 +143,13 @@ def _rich_bars() -> "RichProgress | None":
 
 
 def _one_line(name: str) -> Progress:
-    """A callback that says once what is being downloaded."""
+    """A callback that prints the name and size of the download once."""
     said: list[str] = []
 
     def progress(_done: int, total: int) -> None:
         if not said:
             said.append(name)
-            # stdout may be a file of results
+            # To stderr, because stdout may be redirected into a file of results.
             print(f"downloading {name} ({total:,} bytes)", file=sys.stderr)
 
     return progress
@@ -141,8 +157,8 @@ def _one_line(name: str) -> Progress:
 
 @contextmanager
 def _own_part(target: Path) -> Iterator[Path]:
-    """Where this process alone may write: `name.part` under a lock, else a name of its own."""
-    # the lock file is never deleted: another process may be waiting on it
+    """A path that only this process writes: `name.part` under a lock, else a unique name that cannot be resumed."""
+    # The lock file is never deleted: a process that waits on it would end up with a lock on a deleted file.
     with (target.parent / ".lock").open("ab") as lock:
         if _locked(lock):
             yield target.with_name(f"{target.name}.part")
@@ -155,18 +171,18 @@ def _own_part(target: Path) -> Iterator[Path]:
 
 
 def _locked(file: BinaryIO) -> bool:
-    """Wait for the lock on `file`, which a killed process drops; False where there are no locks."""
+    """Wait for the lock on `file`, which the system releases if its owner is killed; False if not supported."""
     try:
         import fcntl  # noqa: PLC0415  (not on Windows)
 
         fcntl.flock(file, fcntl.LOCK_EX)
-    except (ImportError, OSError):  # some network drives lock nothing
+    except (ImportError, OSError):  # some network file systems have no locks
         return False
     return True
 
 
 def _download(urls: Sequence[str], part: Path, wanted: _Wanted) -> None:
-    """Fill `part` from the first mirror that can."""
+    """Fill `part` from the first mirror that serves the file."""
     reasons = []
     for url in urls:
         try:
@@ -175,12 +191,12 @@ def _download(urls: Sequence[str], part: Path, wanted: _Wanted) -> None:
             reasons.append(f"\n  {url}: {reason}")
     raise DataError(
         f"{wanted.target}: no mirror served the published file:{''.join(reasons) or ' got no urls.'}\n"
-        "Check the connection and try again, or put the file there by hand."
+        "Check the connection and try again, or put the file there yourself."
     )
 
 
 def _from_mirror(url: str, part: Path, wanted: _Wanted) -> None:
-    """Fill `part` from one mirror, which is asked again as long as bytes arrive."""
+    """Fill `part` from one mirror, and retry as long as each attempt makes progress."""
     reason = ""
     for _ in range(ATTEMPTS):
         start = _length(part)
@@ -196,13 +212,13 @@ def _from_mirror(url: str, part: Path, wanted: _Wanted) -> None:
             return
         part.unlink()
         reason = fault
-        if start == 0:  # else the bytes from before may be to blame, not the mirror
+        if start == 0:  # else the bytes of an earlier download may be wrong, not the mirror's
             break
     raise _MirrorError(reason)
 
 
 def _append(url: str, part: Path, wanted: _Wanted) -> None:
-    """Add to `part` what it lacks, or write it anew if the mirror cannot resume."""
+    """Append the missing bytes to `part`, or start over if the mirror does not support ranges."""
     done = _length(part)
     if done >= wanted.size:
         return
@@ -210,7 +226,7 @@ def _append(url: str, part: Path, wanted: _Wanted) -> None:
         resumed = response.status == HTTPStatus.PARTIAL_CONTENT
         done = done if resumed else 0
         with part.open("ab" if resumed else "wb") as file:
-            for chunk in _chunks(response, wanted.size + 1 - done):  # one byte more shows a file too long
+            for chunk in _chunks(response, wanted.size + 1 - done):  # one byte more reveals a file that is too long
                 file.write(chunk)
                 done += len(chunk)
                 if wanted.progress is not None:
@@ -220,7 +236,7 @@ def _append(url: str, part: Path, wanted: _Wanted) -> None:
 
 
 def _open(url: str, start: int, wanted: _Wanted) -> HTTPResponse:
-    """The mirror's answer: the bytes from `start` on, or the whole file from one that cannot resume."""
+    """The mirror's response: the bytes from `start` on, or the whole file if it does not support ranges."""
     headers = {"User-Agent": "keepk"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         response = cast("HTTPResponse", urlopen(Request(url, headers=headers), timeout=wanted.timeout))
@@ -238,18 +254,18 @@ def _open(url: str, start: int, wanted: _Wanted) -> HTTPResponse:
 
 
 def _answer_fault(response: HTTPResponse, start: int, size: int) -> str | None:
-    """What the headers already say against an answer, before a byte of it is written."""
+    """Why the headers rule a response out, before any of its bytes is written."""
     content_range = response.headers.get("Content-Range", "")
     if response.status == HTTPStatus.PARTIAL_CONTENT and not content_range.startswith(f"bytes {start}-"):
         return f"expected bytes from {start:,} on, got the range {content_range!r}"
     announced = content_range.rpartition("/")[2] or response.headers.get("Content-Length", "")
     if announced.isdigit() and int(announced) != size:
-        return f"expected {size:,} bytes, got an answer of {int(announced):,}"
+        return f"expected {size:,} bytes, got a response of {int(announced):,}"
     return None
 
 
 def _chunks(response: HTTPResponse, limit: int) -> Iterator[bytes]:
-    """The body as it arrives, at most `limit` bytes."""
+    """The body of the response as it arrives, at most `limit` bytes."""
     try:
         while limit and (chunk := response.read1(min(limit, CHUNK_BYTES))):
             limit -= len(chunk)
@@ -259,7 +275,7 @@ def _chunks(response: HTTPResponse, limit: int) -> Iterator[bytes]:
 
 
 def _reason(error: Exception) -> str:
-    """A network error in words: `timed out` rather than `<urlopen error timed out>`."""
+    """The text of a network error: `timed out` rather than `<urlopen error timed out>`."""
     inner = error.reason if isinstance(error, URLError) else error
     return str(inner).strip() or type(error).__name__
 
@@ -269,6 +285,7 @@ def _length(path: Path) -> int:
 
 
 def _digest(path: Path, algorithm: str) -> str:
+    # Some data sets publish MD5 only, which a FIPS build of OpenSSL allows with this flag alone.
     digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

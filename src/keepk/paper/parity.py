@@ -1,7 +1,7 @@
-"""The paper's parity experiment: how few hidden nodes still learn the parity of five of fifty signs.
+"""The paper's parity experiment: the smallest number of hidden nodes that learns the parity of 5 out of 50 signs.
 
-One hidden layer; 256 nodes annealed to 1 .. 16, beside networks that have 1 .. 16 nodes from the start. For each number
-the best of ten initialisations is reported, chosen by validation error.
+Networks with one hidden layer of 256 nodes are annealed to 1 .. 16 nodes and compared with networks that start with
+1 .. 16 nodes. For each number the best of ten initialisations is reported, chosen by validation error.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ NODES = 256
 GOALS = tuple(range(1, 17))
 DRAWS, INITS = 3, 10
 
-# 17 nodes are left after the first 8 epochs of annealing, then one goes every third epoch: 1 is reached after 48 more.
-# Strong decay of the incoming weights and none of the outgoing ones keeps the nodes out of saturation, where they can
-# still change their part: by validation error it takes four nodes to the floor; one decay throughout, only five.
+# 17 nodes are left after the first 8 epochs of annealing, then one is removed every third epoch, to 1 after 48 more.
+# Strong decay of the incoming weights and none of the outgoing ones keeps the nodes out of saturation, so that they
+# can still change their role: by validation error, four nodes then reach the floor; with one decay throughout, five do.
 KEEPK = Recipe(
     name="keepk",
     optimizer="adam",
@@ -38,12 +38,12 @@ KEEPK = Recipe(
     start=NODES,
     schedule=Annealing(p0=0.93, n1=8, nu=1 / NODES, every=3),
 )
-# At their final size from the start, as long, with the decay that ours starts with.
+# The baselines have their final size from the start, the same number of epochs, and the decay that ours starts with.
 from_the_start = partial(Recipe, dense=86, anneal=0, tail=16)
 DECAY, LIGHT_DECAY = ((0.001, 0.001),) * 3, ((0.0001, 0.0001),) * 3
 ADAM = from_the_start(name="adam", optimizer="adam", lr=0.01, shrink=DECAY)
 SGD = from_the_start(name="sgd", optimizer="sgd", lr=1.0, shrink=DECAY)
-# What validation found to suit SGD better.
+# By validation error SGD needs a lighter decay.
 SGD_LIGHT = from_the_start(name="sgd, light decay", optimizer="sgd", lr=1.0, shrink=LIGHT_DECAY)
 RECIPES = {recipe.name: recipe for recipe in (KEEPK, ADAM, SGD, SGD_LIGHT)}
 
@@ -57,9 +57,15 @@ def run_parity(
     device: torch.device | str = "cpu",
     threads: int = 1,
 ) -> Path:
-    """Run every recipe on data draws 1, 2, ... and add the points to the result file, which is returned.
+    """Run every recipe on data draws 1, 2, ... and append the points to the result file.
 
-    A recipe and draw whose points are in the file is not run again.
+    Recipes and draws whose points are in the file already are skipped.
+
+    Returns:
+        The path of the result file.
+
+    Raises:
+        DataError: If a count is out of range or a recipe is unknown.
     """
     for name, value in (("draws", draws), ("inits", inits), ("threads", threads)):
         count(value, f"experiment 'parity': {name}", DataError, least=1)
@@ -87,7 +93,7 @@ def points(
     sizes: tuple[int, int, int] = SIZES,
     device: torch.device | str = "cpu",
 ) -> list[dict[str, Any]]:
-    """The points of one recipe on one draw: the dense network, if there was one, and each number of nodes."""
+    """The points of one recipe on one draw: the dense network, if there is one, and each number of nodes."""
     parity = draw(seed, sizes=sizes).to(device)
     trained = train(recipe, parity, seed=seed, inits=inits, goals=goals)
     shared = {
@@ -106,7 +112,7 @@ def points(
 
 
 def save_figure(result_file: Path, picture: Path) -> None:
-    """Draw the test error by hidden nodes, from a result file alone."""
+    """Draw the figure from a result file, without training."""
     from keepk.show.parity_plot import parity_figure  # noqa: PLC0415 - running needs no matplotlib
     from keepk.show.plots import write_png  # noqa: PLC0415
 
@@ -133,7 +139,7 @@ def _recipe(name: str) -> Recipe:
 
 
 def _point(recipe: Recipe, trained: Trained, seed: int, asked: int) -> dict[str, Any]:
-    """What the result file says of one number of nodes: the errors of all networks, and the one chosen."""
+    """The result for one number of nodes: the errors of all networks, and which one was chosen."""
     errors = trained.errors[asked]
     dense = errors if recipe.start is None else trained.errors[recipe.start]
     return {

@@ -14,17 +14,17 @@ NEAR = 0.2  # percent above the noise floor that count as reaching it
 
 
 def at_floor(error: float, floor: float) -> bool:
-    """Whether an error reaches the noise floor; both in percent, and decimals: 10.3 reaches 10.1.
+    """Whether an error reaches the noise floor, both in percent: 10.3 reaches 10.1.
 
     >>> at_floor(10.3, 10.1), at_floor(10.32, 10.1)
     (True, False)
     """
-    return error <= floor + NEAR + 1e-9
+    return error <= floor + NEAR + 1e-9  # 10.1 + 0.2 is below 10.3 in floats
 
 
 @dataclass(frozen=True)
 class Part:
-    """Signs, one row an example, their labels, and which of the labels are wrong."""
+    """Signs [N, 50], their labels [N] of -1 or 1, and which of the labels are wrong [N]."""
 
     signs: Tensor
     labels: Tensor
@@ -37,11 +37,11 @@ class Part:
 
     @property
     def floor(self) -> float:
-        """The error of the true parity on these labels, in percent: nothing does better but by luck."""
+        """The error of the true parity on these labels in percent; lower errors are due to chance."""
         return 100 * int(self.flipped.count_nonzero()) / len(self.flipped)
 
     def errors(self, outputs: Tensor) -> Tensor:
-        """By row of `outputs`, the share of examples on the wrong side of zero, in percent; zero itself is wrong."""
+        """The error of each row of `outputs` in percent. An output of exactly zero counts as wrong."""
         wrong = (outputs * self.labels <= 0).count_nonzero(-1)
         return 100 * wrong.double() / len(self.labels)
 
@@ -60,11 +60,11 @@ class Parity:
 
 
 def draw(seed: int, *, sizes: tuple[int, int, int] = SIZES) -> Parity:
-    r"""Uniform signs, and labels that are the product of the first five, wrong with probability .1.
+    r"""Draw uniform signs and labels that are the product of the first five, wrong with probability 0.1.
 
     .. math:: y = \pm x_1 x_2 x_3 x_4 x_5, \quad P(-) = 0.1
 
-    The paper's five indices are unknown to the learner; a network treats all inputs alike, so they may be the first.
+    The learner does not know the five indices. A network treats all inputs alike, so they may be the first five.
 
     >>> part = draw(1, sizes=(6, 2, 4)).train
     >>> bool(((part.signs[:, :5].prod(1) != part.labels) == part.flipped).all())

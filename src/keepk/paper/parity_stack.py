@@ -1,8 +1,8 @@
-"""Many networks of one hidden layer as one: their weights in a stack, trained side by side by one optimizer.
+"""Many networks with one hidden layer, stacked into one module and trained together by one optimizer.
 
-Every member sees the same batches, so the first layers of all of them are one matrix product. A node that is pruned is
-taken out; members with fewer nodes than the widest are filled up with nodes of zeros, which stay zeros: tanh(0) = 0, so
-neither their incoming nor their outgoing weights ever get a gradient.
+Every member sees the same batches, so the first layers of all members are one matrix product. Pruned nodes are removed.
+Members with fewer nodes than the widest are padded with nodes of zeros, which stay zero: tanh(0) = 0, so neither their
+incoming nor their outgoing weights ever get a gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +16,15 @@ from keepk.errors import RankError
 
 
 class Stack(nn.Module):
-    r"""Networks of one hidden layer of tanh.
+    r"""Networks with one hidden layer of tanh units.
 
     .. math:: f_s(x) = c_s + \sum_h v_{sh} \tanh(W_{sh} x + b_{sh})
 
     Args:
         incoming: W with b as its last column, members x nodes x (inputs + 1).
         outgoing: v, members x nodes.
-        offset: c, one a member.
-        widths: How many nodes each member has; the others, to the right, are zeros.
+        offset: c, one per member.
+        widths: The number of nodes of each member; the nodes after these are padding.
     """
 
     def __init__(self, incoming: Tensor, outgoing: Tensor, offset: Tensor, widths: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class Stack(nn.Module):
 
     @classmethod
     def fresh(cls, widths: Sequence[int], inputs: int, seeds: Sequence[int]) -> "Stack":
-        """Members as `nn.Linear` starts them, each from its own seed.
+        """Members initialised as `nn.Linear` does, each with a separate seed.
 
         >>> Stack.fresh([3, 2], 50, seeds=[0, 1])(torch.ones(4, 51)).shape
         torch.Size([2, 4])
@@ -49,30 +49,31 @@ class Stack(nn.Module):
         return cls(incoming, outgoing, torch.stack([offset for _, _, offset in members]), widths)
 
     def forward(self, signs: Tensor) -> Tensor:
-        """Outputs, members x examples; the last column of `signs` is ones."""
+        """The outputs, members x examples. The last column of `signs` must be ones."""
         members, nodes, columns = self.incoming.shape
         hidden = (self.incoming.view(-1, columns) @ signs.T).view(members, nodes, -1).tanh()
         return (self.outgoing[:, None] @ hidden).squeeze(1) + self.offset[:, None]
 
     def loss(self, signs: Tensor, labels: Tensor) -> Tensor:
-        """The members' mean logistic losses, added up: each member's gradient is that of its own."""
+        """The sum of the members' mean logistic losses; the gradient of a member depends on that member alone."""
         return F.softplus(-labels * self(signs)).mean(1).sum()
 
     @torch.no_grad()
     def scores(self) -> Tensor:
-        """|v| ||W||, members x nodes: how much a node can move the output."""
+        """|v| ||W||, members x nodes, a bound on how much a node can change the output."""
         scores: Tensor = self.outgoing.abs() * torch.linalg.vector_norm(self.incoming, dim=2)
         return scores
 
     @torch.no_grad()
     def regroup(self, members: Sequence[int], widths: Sequence[int], optimizer: Optimizer) -> None:
-        """Replace the members by copies of `members`, each with its `widths` best nodes; the optimizer follows.
+        """Replace the members by copies of `members`, each with its `widths` best nodes, and update the optimizer.
 
-        Of equal scores the earlier node stays; nodes keep their order.
+        Among equal scores the earlier node is kept; nodes keep their order.
         """
         source = torch.tensor(members, device=self.outgoing.device)
         order = ranking(self.scores())[source, : max(widths)]
         alive = _first(widths, order)
+        # Padding sorts to the end as an index past the last node, and is then clamped to a valid index that is masked.
         nodes = torch.where(alive, order, self.outgoing.shape[1]).sort(1).values.clamp(max=self.outgoing.shape[1] - 1)
 
         def of_nodes(tensor: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class Stack(nn.Module):
 
 
 def ranking(scores: Tensor) -> Tensor:
-    """By row, the indices from the best score to the worst, the earlier of two equals first; NaN is refused.
+    """The indices of each row from the best score to the worst, the earlier of equal scores first.
 
     >>> ranking(torch.tensor([[1.0, 3.0, 1.0, 2.0]]))
     tensor([[1, 3, 0, 2]])
@@ -98,12 +99,12 @@ def ranking(scores: Tensor) -> Tensor:
 
 
 def with_ones(signs: Tensor) -> Tensor:
-    """The inputs and a column of ones, which carries the biases."""
+    """The inputs with a column of ones, which multiplies the biases."""
     return F.pad(signs, (0, 1), value=1.0)
 
 
 def train_epoch(stack: Stack, optimizer: Optimizer, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """One pass over batches of signs (with ones) and labels."""
+    """Train for one pass over batches of signs (with ones) and labels."""
     for signs, labels in batches:
         optimizer.zero_grad()
         stack.loss(signs, labels).backward()  # type: ignore[no-untyped-call]  # torch's own
@@ -121,12 +122,12 @@ def _fresh_member(width: int, inputs: int, seed: int) -> tuple[Tensor, Tensor, T
 
 
 def _first(widths: Sequence[int], like: Tensor) -> Tensor:
-    """By row, whether a node is one of the first `width`."""
+    """A mask of the first `width` nodes of each row."""
     return torch.arange(like.shape[1], device=like.device) < torch.tensor(widths, device=like.device)[:, None]
 
 
 def _replace(parameter: nn.Parameter, change: Callable[[Tensor], Tensor], optimizer: Optimizer) -> None:
-    """Put a changed tensor into the parameter, and change along what the optimizer remembers of it."""
+    """Apply `change` to the parameter and to the optimizer's state of the same shape."""
     shape = parameter.shape
     parameter.data, parameter.grad = change(parameter.data), None
     for name, value in optimizer.state[parameter].items():

@@ -1,4 +1,4 @@
-"""The parity experiment as a table, made from its result file."""
+"""The table of the parity experiment, generated from its result file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ Records = Sequence[dict[str, Any]]
 
 
 def error_table(records: Records) -> Table:
-    """By hidden nodes and recipe: the mean test error of the best starts; how many draws and starts reach the floor."""
+    """The mean test error of the chosen networks, and how many draws and starts reach the noise floor."""
     recipes = list(dict.fromkeys(record["recipe"] for record in records))
     nodes = sorted({record["asked"] for record in records})
     rows = [
@@ -26,7 +26,7 @@ def error_table(records: Records) -> Table:
 
 
 def experiment_tables(path: Path) -> list[Table]:
-    """A table for each recipe of the experiment whose results are in `path`: side by side they need a wide terminal."""
+    """One table per recipe of the results in `path`, because all recipes side by side need a wide terminal."""
     records = results.read(path)
     recipes = dict.fromkeys(record["recipe"] for record in records)
     return [error_table([record for record in records if record["recipe"] == name]) for name in recipes]

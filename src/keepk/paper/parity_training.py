@@ -1,8 +1,8 @@
-"""Training a whole figure at once: every initialisation and every number of nodes, in one stack.
+"""Train all networks of the parity figure at once: every initialisation and every number of nodes, in one stack.
 
-Networks of one initialisation that are to keep different numbers of nodes are the same network for as long as their
-plans agree. They are trained once until then: a line of the stack stands for all of them and splits at the event at
-which their plans part.
+Networks with the same initialisation and different numbers of nodes to keep are identical as long as their plans agree.
+Until then they are trained once: one line of the stack represents all of them, and splits at the event at which their
+plans differ.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,25 +22,25 @@ from keepk.plan.schedules import AnySchedule, plan
 
 Shrink: TypeAlias = tuple[float, float]
 
-SEEDS_A_DRAW = 1_000  # more than there are initialisations: no two draws share a seed
+SEEDS_A_DRAW = 1_000  # more than there are initialisations, so that no two draws share a seed
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How networks of one hidden layer are trained and pruned.
+    """How networks with one hidden layer are trained and pruned.
 
     Args:
-        name: What it is called in results.
+        name: The name in result files.
         optimizer: `adam` is AdamW, `sgd` is plain.
-        lr: The learning rate; in the last `tail` epochs it falls to zero as a cosine.
-        shrink: The share that weight decay takes off an incoming and off an outgoing weight at a step, at the full
+        lr: The learning rate; in the last `tail` epochs it decays to zero as a cosine.
+        shrink: The share of an incoming and of an outgoing weight that weight decay removes per step at the full
             learning rate; one pair each for the epochs of `dense`, `anneal` and `tail`.
         dense: Epochs before the first event.
         anneal: Epochs of the schedule.
         tail: Epochs after it.
-        start: Nodes at the start, None: as many as are to be kept, and nothing is pruned.
-        schedule: How many nodes are left after each epoch of `anneal`.
-        batch: Examples a step.
+        start: Nodes at the start. None starts with the number to keep and prunes nothing.
+        schedule: The number of nodes left after each epoch of `anneal`.
+        batch: Examples per step.
     """
 
     name: str
@@ -56,22 +56,22 @@ class Recipe:
 
     @property
     def epochs(self) -> int:
-        """The whole length."""
+        """The total number of epochs."""
         return self.dense + self.anneal + self.tail
 
     def fingerprint(self) -> str:
-        """What results of another recipe would differ in: every number of this one, hashed."""
+        """A hash of all settings, which tells results of a changed recipe from older ones."""
         return sha256(repr(self).encode()).hexdigest()[:16]
 
     def plan(self, keep: int) -> tuple[int, ...]:
-        """How many nodes are left before the first epoch and after each."""
+        """The number of nodes before the first epoch and after each epoch."""
         if self.start is None or self.schedule is None:
             return (keep,) * (1 + self.epochs)
         events = plan(self.schedule, self.start, keep, epochs=self.anneal)
         return (self.start,) * (1 + self.dense) + events + (keep,) * self.tail
 
     def learning_rate(self, progress: float) -> float:
-        """The rate after `progress` epochs.
+        """The learning rate after `progress` epochs.
 
         >>> recipe = Recipe("example", "sgd", lr=1.0, shrink=((0, 0),) * 3, dense=2, anneal=0, tail=2)
         >>> [round(recipe.learning_rate(epoch), 2) for epoch in range(5)]
@@ -81,7 +81,7 @@ class Recipe:
         return self.lr if into_tail <= 0 else self.lr * 0.5 * (1 + cos(pi * into_tail / self.tail))
 
     def make_optimizer(self, stack: Stack) -> Optimizer:
-        """The optimizer of a stack: incoming weights, and the others, which may decay differently."""
+        """The optimizer of a stack, with separate groups for incoming weights and the rest, whose decay may differ."""
         groups = [{"params": [stack.incoming]}, {"params": [stack.outgoing, stack.offset]}]
         return AdamW(groups, lr=self.lr, fused=True) if self.optimizer == "adam" else SGD(groups, lr=self.lr)
 
@@ -89,12 +89,13 @@ class Recipe:
         """Set the learning rate and the decay for the step after `progress` epochs."""
         phase = (progress >= self.dense) + (progress >= self.dense + self.anneal)
         for group, shrink in zip(optimizer.param_groups, self.shrink[phase], strict=True):
+            # torch multiplies the decay by the learning rate, so that `shrink` scales with the cosine too.
             group["lr"], group["weight_decay"] = self.learning_rate(progress), shrink / self.lr
 
 
 @dataclass(frozen=True)
 class Line:
-    """A member of the stack: its initialisation, and the numbers of nodes it is on the way to."""
+    """A member of the stack: its initialisation, and the numbers of nodes that it will be pruned to."""
 
     init: int
     goals: tuple[int, ...]
@@ -102,24 +103,24 @@ class Line:
 
 @dataclass(frozen=True)
 class Errors:
-    """In percent, one of each a network."""
+    """Validation and test error of each network, in percent."""
 
     validation: tuple[float, ...]
     test: tuple[float, ...]
 
     @property
     def chosen(self) -> int:
-        """The network with the least validation error, the first of equals."""
+        """The index of the network with the lowest validation error, the first of equals."""
         return self.validation.index(min(self.validation))
 
     def of(self, places: Sequence[int]) -> "Errors":
-        """Those of some of them."""
+        """The errors of the networks at `places`."""
         return Errors(tuple(self.validation[place] for place in places), tuple(self.test[place] for place in places))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a stack: by number of nodes asked for, the errors and the nodes left; the dense networks first."""
+    """The result of a stack: errors and kept nodes by the requested number of nodes, the dense networks first."""
 
     errors: Mapping[int, Errors]
     kept: Mapping[int, int]
@@ -128,7 +129,7 @@ class Trained:
 
 
 def split(lines: Sequence[Line], counts: Mapping[int, int]) -> tuple[list[int], list[Line], list[int]]:
-    """The lines after an event: of which line each is a copy, what it stands for, how many nodes it has.
+    """The lines after an event: the line that each is copied from, the lines themselves, and their widths.
 
     >>> split([Line(0, (1, 2, 3))], {1: 2, 2: 2, 3: 3})
     ([0, 0], [Line(init=0, goals=(1, 2)), Line(init=0, goals=(3,))], [2, 3])
@@ -151,7 +152,7 @@ def train(
     goals: Sequence[int],
     watch: Callable[[int, Stack], None] | None = None,
 ) -> Trained:
-    """Train and prune `inits` networks to every number of `goals`; `watch` is shown the stack after each epoch."""
+    """Train and prune `inits` networks to every number of `goals`; `watch` gets the epoch and the stack."""
     began, cpu_began = perf_counter(), process_time()
     plans = {goal: recipe.plan(goal) for goal in goals}
     whole = [Line(init, tuple(goals)) for init in range(inits)]
@@ -180,7 +181,7 @@ def train(
 def _batches(
     recipe: Recipe, part: Part, epoch: int, order: torch.Generator, optimizer: Optimizer
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The epoch's batches in a new order, the optimizer tuned before each."""
+    """The batches of an epoch in random order; sets learning rate and decay before each."""
     examples = torch.randperm(len(part.labels), generator=order).to(part.labels.device)
     signs, labels = with_ones(part.signs)[examples], part.labels[examples]
     batches = list(zip(torch.split(signs, recipe.batch), torch.split(labels, recipe.batch), strict=True))

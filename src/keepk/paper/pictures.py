@@ -1,4 +1,4 @@
-"""Colour pictures: the whole data set in memory as bytes, made float batch by batch."""
+"""Data sets of colour images: kept in memory as uint8, converted to float batch by batch."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from keepk.paper.data import Split, mean_and_std
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """A data set in three parts; its pictures are bytes [N, 3, 32, 32].
+    """A data set in three parts, with images as uint8 [N, 3, 32, 32].
 
     ::
 
@@ -22,13 +22,13 @@ class Pictures:
             loss = F.cross_entropy(model(images), data.train.labels[chosen])
 
     Args:
-        train: What networks learn from.
-        validation: What recipes are chosen by.
-        test: What is reported.
-        classes: How many there are; labels are 0 .. classes - 1.
-        mean: Of the training part's bytes, by channel [3].
-        std: Their standard deviations.
-        mirror: Whether training pictures are mirrored at random; not for digits, which change their meaning.
+        train: The part that networks are trained on.
+        validation: The part by which recipes are chosen.
+        test: The part whose errors are reported.
+        classes: The number of classes; labels are 0 .. classes - 1.
+        mean: The mean of the training images by channel, [3].
+        std: The standard deviation by channel, [3].
+        mirror: Whether training images are mirrored at random. False for digits, whose meaning would change.
     """
 
     train: Split
@@ -40,37 +40,42 @@ class Pictures:
     mirror: bool = True
 
     def normalised(self, images: Tensor) -> Tensor:
-        """Each byte x as (x - m) / s of its channel, float32, where the pictures are."""
+        """Normalise uint8 images to float32 by channel, (x - mean) / std, on the images' device."""
         mean, std = (values.to(images.device)[:, None, None] for values in (self.mean, self.std))
         return torch.sub(images, mean).div_(std)
 
     def training_batch(self, rows: Tensor, generator: torch.Generator) -> Tensor:
-        """The network's input for these training pictures: random windows of them, mirrored at random."""
+        """The network's input for these training images, cropped and mirrored at random."""
         return self.seen(crop_and_flip(self.train.images[rows], generator, flip=self.mirror))
 
     def seen(self, images: Tensor) -> Tensor:
-        """What a network gets of pictures."""
-        return self.normalised(images).contiguous(memory_format=torch.channels_last)  # convolutions like it
+        """The network's input for images, without augmentation."""
+        # Convolutions are faster in this memory format, also on a CPU.
+        return self.normalised(images).contiguous(memory_format=torch.channels_last)
 
     def to(self, device: torch.device | str) -> "Pictures":
-        """The same data set on another device."""
+        """Copy the data set to another device."""
         moved = {name: getattr(self, name).to(device) for name in ("train", "validation", "test", "mean", "std")}
         return replace(self, **moved)
 
 
 def in_parts(title: str, published: Split, validates: Tensor, test: Split, classes: int) -> Pictures:
-    """The published training pictures, cut in two by the mask `validates`, beside the test pictures."""
+    """Divide the published training images by the mask `validates`, and compute the constants of normalisation.
+
+    Raises:
+        DataError: If no image is left for validation, or a channel is constant.
+    """
     train, validation = (Split(published.images[rows], published.labels[rows]) for rows in (~validates, validates))
     if not len(validation):
         raise DataError(
-            f"{title}: {len(published)} training pictures are too few to set a tenth aside for validation. "
+            f"{title}: {len(published)} training images are too few to set a tenth aside for validation. "
             "Give files with more."
         )
     channels = [mean_and_std(train.images[:, channel]) for channel in range(3)]
     for name, (mean, std) in zip(("red", "green", "blue"), channels, strict=True):
         if std == 0:
             raise DataError(
-                f"{title}: its training files hold no pictures: {name} is {mean:.0f} in every pixel. "
+                f"{title}: the training files contain no images: {name} is {mean:.0f} in every pixel. "
                 "Delete them and download them again."
             )
     constants = torch.tensor(channels, dtype=torch.float32, device=train.images.device)

@@ -1,4 +1,4 @@
-"""Results: one line of JSON a point, the same keys for every experiment."""
+"""Result files: one line of JSON per result, with the same keys for every experiment."""
 
 import json
 import os
@@ -19,19 +19,19 @@ REQUIRED = (
 
 
 def versions() -> dict[str, str]:
-    """The versions that a result was made with, and the commit where keepk runs from a checkout."""
+    """The versions of keepk, torch and Python, and the commit if keepk runs from a checkout."""
     found = {"keepk": __version__, "torch": torch.__version__, "python": platform.python_version()}
     return found | ({"commit": commit} if (commit := _commit()) else {})
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with "+changes" if files of the package differ from it; None without git or a checkout."""
+    """The commit, with "+changes" if files of the package differ from it; None without git or a checkout."""
     package = Path(__file__).resolve().parents[1]
     git = ["git", "-C", str(package)]
     try:
         tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
         if tracked.returncode:
-            return None  # installed below the checkout of another project
+            return None  # installed inside the checkout of another project, whose commit says nothing
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -40,12 +40,16 @@ def _commit() -> str | None:
 
 
 def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Add points to a result file, all of them in one write, so that a kill leaves no half line behind."""
+    """Append results to a file in a single write, so that a killed process leaves no partial line.
+
+    Raises:
+        DataError: If a result lacks a required key.
+    """
     lines = []
     for record in records:
         missing = [key for key in REQUIRED if key not in record]
         if missing:
-            raise DataError(f"{path}: a result without {', '.join(missing)}. Every point has {', '.join(REQUIRED)}.")
+            raise DataError(f"{path}: a result without {', '.join(missing)}. Every result has {', '.join(REQUIRED)}.")
         lines.append(json.dumps(record, sort_keys=False) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
@@ -55,7 +59,11 @@ def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The points of a result file; where one was run again, its last line counts."""
+    """Read the results of a file; if a run was repeated, its last line counts.
+
+    Raises:
+        DataError: If a line is not a result.
+    """
     if not path.exists():
         return []
     latest = dict[tuple[Any, ...], dict[str, Any]]()
@@ -64,8 +72,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             missing = [key for key in REQUIRED if key not in record]
         except (ValueError, TypeError):
-            raise DataError(f"{path}:{number}: not a result line. Remove or mend it.") from None
+            raise DataError(f"{path}:{number}: not a result line. Remove or repair it.") from None
         if missing:
-            raise DataError(f"{path}:{number}: a result without {', '.join(missing)}. Remove or mend it.")
+            raise DataError(f"{path}:{number}: a result without {', '.join(missing)}. Remove or repair it.")
         latest[record["recipe"], record["seed"], record["asked"]] = record
     return list(latest.values())

@@ -1,6 +1,6 @@
-"""The paper's tables with ours beside them, made from result files.
+"""The paper's tables with our results beside them, generated from result files.
 
-``python -m keepk.paper.tables README.md docs/*.md`` writes the tables of these pages anew: what stands between
+``python -m keepk.paper.tables README.md docs/*.md`` updates the tables of these pages: the text between
 ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced.
 """
 
@@ -28,14 +28,14 @@ PAPER_LAYERS = {
     "lenet-300-100": {"fc1": (8, 4.6), "fc2": (9, 20.1), "fc3": (26, 68.5), "total": (8.2, 6.5)},
     "lenet-5": {"conv1": (66, 75), "conv2": (12, 29.1), "fc1": (8, 1.8), "fc2": (19, 17.2), "total": (8.4, 3.6)},
 }
-# The point that Table 2 is about.
+# The count at which Table 2 lists the layers.
 TABLE_2_KEPT = {"lenet-300-100": 17_329, "lenet-5": 15_781}
 
 Records = Sequence[dict[str, Any]]
 
 
 def error_table(experiment: str, records: Records) -> Table:
-    """Table 1: the test error of each recipe at each number of weights, beside the paper's."""
+    """Table 1: the test error of each recipe at each number of weights, below the paper's rows."""
     printed = [(f"printed: {who}", kept, "", error, "", "", "", "") for who, error, kept in PAPER_ERRORS[experiment]]
     ours = [_error_row(recipe, asked, _of(records, recipe, asked)) for recipe, asked in _points(records)]
     columns = ("recipe", "asked", "kept", "test %", "spread", "best", "val %", "n")
@@ -43,7 +43,7 @@ def error_table(experiment: str, records: Records) -> Table:
 
 
 def layer_percent_table(experiment: str, records: Records) -> Table:
-    """Table 2: the percentage of weights kept in each layer, a mean over the seeds, beside the paper's."""
+    """Table 2: the percentage of weights kept in each layer, averaged over the seeds, beside the paper's."""
     asked = TABLE_2_KEPT[experiment]
     recipes = [recipe for recipe, point in _points(records) if point == asked]
     rows = []
@@ -55,7 +55,7 @@ def layer_percent_table(experiment: str, records: Records) -> Table:
 
 
 def experiment_tables(path: Path) -> list[Table]:
-    """The tables of the experiment whose results are in `path`."""
+    """The tables for the result file `path`."""
     if path.stem == "parity":
         return parity_tables.experiment_tables(path)
     records = results.read(path)
@@ -65,7 +65,7 @@ def experiment_tables(path: Path) -> list[Table]:
 
 
 def write_pages(pages: Iterable[Path], result_folder: Path) -> list[Path]:
-    """Replace the marked tables of Markdown pages; returns the pages that changed."""
+    """Update the marked tables of Markdown pages, and return the pages that changed."""
     changed = []
     for page in pages:
         text = page.read_text()
@@ -77,7 +77,12 @@ def write_pages(pages: Iterable[Path], result_folder: Path) -> list[Path]:
 
 
 def fill(text: str, result_folder: Path) -> str:
-    """A page with its marked tables made anew from the results."""
+    """Return a page with its marked tables regenerated from the results.
+
+    Raises:
+        DataError: If a mark is not paired or names an unknown table.
+    """
+    # Counted loosely and matched strictly: a misspelt mark would otherwise leave a stale table without a word.
     opened = len(re.findall(r"<!--\s*table", text))
     pairs = re.findall(r"<!-- table: \S+ -->\n(?:(?!<!--).)*<!-- end -->", text, flags=re.DOTALL)
     if opened != len(pairs) or opened != len(re.findall(r"<!--\s*end", text)):
@@ -121,7 +126,7 @@ def _named(name: str, result_folder: Path) -> Table:
 
 
 def _points(records: Records) -> list[tuple[str, int]]:
-    """Recipe and asked number, in the order of the file, the larger number first within a recipe."""
+    """The pairs of recipe and requested count, in the order of the file, larger counts first within a recipe."""
     recipes = list(dict.fromkeys(record["recipe"] for record in records))
     found = {(record["recipe"], record["asked"]) for record in records}
     return sorted(found, key=lambda point: (recipes.index(point[0]), -point[1]))
@@ -154,4 +159,4 @@ def _layer_percent(record: dict[str, Any], layer: str) -> float:
 
 if __name__ == "__main__":
     for page in write_pages(map(Path, sys.argv[1:]), Path("results")):
-        print(f"written anew: {page}")
+        print(f"updated: {page}")

@@ -1,4 +1,4 @@
-"""DenseNet-40 for pictures of 32 x 32 (Huang et al., 2017), without bottlenecks and without compression."""
+"""DenseNet-40 for images of 32 x 32 (Huang et al., 2017), without bottlenecks and without compression."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ LAYERS_AROUND = 4  # the first convolution, two transitions, the classifier
 
 
 class DenseLayer(nn.Module):
-    """BatchNorm, ReLU, convolution of 3 x 3; what it makes is put beside what it got."""
+    """BatchNorm, ReLU, 3 x 3 convolution; the output is concatenated to the input."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class DenseLayer(nn.Module):
 
 
 class Transition(nn.Module):
-    """BatchNorm, ReLU, convolution of 1 x 1 over all channels; then the picture is halved."""
+    """BatchNorm, ReLU, 1 x 1 convolution over all channels, 2 x 2 average pooling."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class Transition(nn.Module):
 class DenseNet40(nn.Module):
     """Three blocks of (depth - 4) / 3 dense layers, with a transition between them.
 
-    Every layer reads all channels that were made before it in its block: with 24 initial channels the BatchNorms have
-    9,360 inputs, with 16 they have 9,048.
+    Every layer reads all channels produced before it in its block: with 24 initial channels the BatchNorms have 9,360
+    inputs, with 16 they have 9,048.
 
     Args:
-        classes: How many scores it gives.
-        growth: How many channels each layer adds.
+        classes: The number of outputs.
+        growth: The number of channels that each layer adds.
         initial: Channels of the first convolution.
         depth: Layers with weights, 3 n + 4.
         width: Factor of `growth` and `initial`.
@@ -77,7 +77,7 @@ class DenseNet40(nn.Module):
         he_normal(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes for pictures [N, 3, 32, 32]."""
+        """Logits of the classes for images [N, 3, 32, 32]."""
         maps = F.relu(self.features(images), inplace=True)
         scores: Tensor = self.classifier(F.adaptive_avg_pool2d(maps, 1).flatten(1))
         return scores

@@ -22,7 +22,7 @@ class LeNet300(nn.Module):
         self.dropout = nn.ModuleList(nn.Dropout(rate) for rate in dropout)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the ten digits for pictures [N, 1, 28, 28]."""
+        """Logits of the ten digits for images [N, 1, 28, 28]."""
         hidden = F.relu(self.fc1(self.dropout[0](images.flatten(1))))
         hidden = F.relu(self.fc2(self.dropout[1](hidden)))
         scores: Tensor = self.fc3(self.dropout[2](hidden))
@@ -30,7 +30,7 @@ class LeNet300(nn.Module):
 
 
 class LeNet5(nn.Module):
-    """LeNet-5 as Caffe has it: 20 and 50 filters of 5 x 5, then 500 hidden nodes; 431,080 parameters.
+    """LeNet-5 as in Caffe: 20 and 50 filters of 5 x 5, then 500 hidden nodes; 431,080 parameters.
 
     Args:
         dropout: Rates in front of fc1 and fc2.
@@ -48,16 +48,16 @@ class LeNet5(nn.Module):
         self.dropout = nn.ModuleList(nn.Dropout(rate) for rate in dropout)
 
     def features(self, images: Tensor) -> Tensor:
-        """What the convolutional layers make of pictures [N, 1, 28, 28]; it does not change while they are frozen."""
+        """The output of the convolutional layers for images [N, 1, 28, 28], constant while they are frozen."""
         maps = F.relu(F.max_pool2d(self.conv1(images), 2))
         return F.relu(F.max_pool2d(self.conv2(maps), 2)).flatten(1)
 
     def classify(self, features: Tensor) -> Tensor:
-        """Scores of the ten digits, from the features."""
+        """Logits of the ten digits, from the features."""
         hidden = F.relu(self.fc1(self.dropout[0](features)))
         scores: Tensor = self.fc2(self.dropout[1](hidden))
         return scores
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the ten digits for pictures [N, 1, 28, 28]."""
+        """Logits of the ten digits for images [N, 1, 28, 28]."""
         return self.classify(self.features(images))

@@ -1,4 +1,4 @@
-"""How many parameters a network has, as the paper's tables count them."""
+"""The number of parameters of a network, counted as in the paper's tables."""
 
 from itertools import chain
 
@@ -8,7 +8,7 @@ from keepk.paper.models.vgg import VGG16
 
 
 def printed_parameters(network: nn.Module) -> int:
-    """The number that belongs beside the paper's.
+    """The number of parameters to compare with the paper's.
 
     Counted are, for LeNet and DenseNet-40, all parameters: weights, biases, and scales and shifts of BatchNorm. For
     VGG-16 they are the weights of convolutions and the weights and biases of fully connected layers, but neither

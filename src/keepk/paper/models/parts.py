@@ -1,4 +1,4 @@
-"""What the networks for colour pictures share: how wide a layer is, and how its filters start."""
+"""Shared by the networks for colour images: scaled widths and the initialisation of filters."""
 
 from torch import nn
 
@@ -20,7 +20,7 @@ def scaled(channels: int, width: float) -> int:
 
 
 def he_normal(network: nn.Module) -> None:
-    """Filters drawn as He et al. do, from N(0, 2 / (k k c)) for c filters of k x k; biases 0."""
+    """Initialise filters as in He et al., from N(0, 2 / (k k c)) for c filters of k x k, and biases with 0."""
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""VGG-16 for pictures of 32 x 32, as Li et al. (2017) have it."""
+"""VGG-16 for images of 32 x 32, as in Li et al. (2017)."""
 
 from collections.abc import Sequence
 
@@ -12,13 +12,13 @@ HIDDEN = 512
 
 
 class VGG16(nn.Module):
-    """13 convolutions of 3 x 3 with BatchNorm, in five blocks that halve the picture, then 512 hidden nodes.
+    """13 convolutions of 3 x 3 with BatchNorm, in five blocks that halve the image, then 512 hidden nodes.
 
     Args:
-        classes: How many scores it gives.
-        width: Factor of all channels and hidden nodes; 0.25 has 16, 16, 32, ... 128 of them.
-        filters: The filters of each of the 13 convolutions instead, as a pruned network has them; the hidden nodes are
-            still those of `width`.
+        classes: The number of outputs.
+        width: A factor for the number of channels and hidden nodes; 0.25 gives 16, 16, 32, ... 128.
+        filters: The number of filters of each of the 13 convolutions instead, as a pruned network has them; `width` still
+            sets the hidden nodes.
 
     >>> network = VGG16(width=0.25)
     >>> [layer.out_channels for layer in network.features if isinstance(layer, nn.Conv2d)]
@@ -42,7 +42,7 @@ class VGG16(nn.Module):
         he_normal(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes for pictures [N, 3, 32, 32]."""
+        """Logits of the classes for images [N, 3, 32, 32]."""
         scores: Tensor = self.classifier(self.features(images).flatten(1))
         return scores
 
