@@ -1,12 +1,11 @@
 """How Sphinx builds the site: `make docs`.
 
-The pages are the Markdown files that GitHub shows as well, so links are written for GitHub: relative to the file. Here they
-are turned into links between pages, or into links to the repository where there is no page.
+The pages are the Markdown files that GitHub shows as well, so links are written for GitHub: relative to the file. Here
+they are turned into links between pages, or into links to the repository where there is no page.
 """
 
 import posixpath
 import re
-import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ import keepk
 
 DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
-URL = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+# No tomllib: Python 3.10 has none.
+URL = re.findall(r'^Source = "(.*)"$', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)[0]
 
 project = "keepk"
 author = "The keepk authors"
