@@ -19,7 +19,8 @@ import keepk
 
 DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
-URL = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+# No tomllib: Python 3.10 has none.
+URL = re.findall(r'^Source = "(.*)"$', (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)[0]
 
 project = "keepk"
 author = "The keepk authors"
