@@ -197,7 +197,7 @@ class Attention(Operation):
 
 
 class Recurrent(Operation):
-    """An LSTM that walks over the pixels."""
+    """An LSTM that walks down the rows; a trace follows every step, and all pixels would be 25 or more."""
 
     def build(self, width, pick):
         both = pick((True, False))
@@ -206,7 +206,8 @@ class Recurrent(Operation):
         self.rnn = nn.LSTM(width, hidden, batch_first=True, bidirectional=both)
 
     def forward(self, x, _other):
-        return as_pictures(self.rnn(as_sequence(x))[0], x)
+        rows = self.rnn(x.mean(3).transpose(1, 2))[0].transpose(1, 2)
+        return rows[..., None].repeat(1, 1, 1, x.shape[3])
 
 
 class Tied(Operation):
