@@ -88,6 +88,7 @@ def model_costs(model: nn.Module, example: Any) -> Costs:
     counted = set[int]()
     costs = []
     for path, module in model.named_modules():
+        # By id: a tied weight is one parameter, however many modules have it.
         own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
         counted |= own.keys()
         costs.append(LayerCost(path, type(module).__name__, sum(own.values()), flops[path] // 2 // (batch or 1)))
@@ -124,7 +125,7 @@ def common_rows(values: Iterable[object]) -> int | None:
     """
     rows = {len(value) for value in values if isinstance(value, Tensor) and value.dim() > 0}
     found = rows - {1} if len(rows) > 1 else rows
-    return next(iter(found)) or None if len(found) == 1 else None
+    return next(iter(found)) or None if len(found) == 1 else None  # 0 rows are no batch to divide by
 
 
 def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:

@@ -151,10 +151,12 @@ def fixed_groups(graph: Graph) -> tuple[FixedGroup, ...]:
     axes, reasons = dict[tuple[str, ...], list[FixedAxis]](), dict[tuple[str, ...], list[Reason]]()
     for fixed in graph.fixed:
         kind, reason = _kind(fixed.reason), fixed.reason
+        # Without the module: one line of a block's code that runs in every block is one finding.
         key = (kind, reason.why, reason.operation, reason.place) if kind == "operation" else (kind,)
         found = FixedAxis(fixed.tensor, fixed.axis, fixed.channels, totals[fixed.tensor, fixed.axis])
         axes.setdefault(key, []).append(found)
         reasons.setdefault(key, []).append(reason)
+    # Operations come first: these are the only reasons that a change of the model's code could remove.
     order = ["operation", "input", "output", "kernel"]
     return tuple(
         FixedGroup(key[0], reasons[key][0].why, _places(reasons[key]), tuple(axes[key]))
@@ -199,6 +201,7 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
 
 def attributes_beside(graph: Graph) -> tuple[str, ...]:
     """The attributes that equal a width that can shrink, and that a removal leaves unchanged."""
+    # Any cut shows them, as long as it changes every width that can change; half of everything does.
     found = graph.edits(choose_half(graph, lossy=True)).unchanged
     return tuple(str(it).partition(" = ")[0] for it in found)
 

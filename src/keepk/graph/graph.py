@@ -71,8 +71,9 @@ class Graph:
         self.units: Units = find_units(wiring.axes, wiring.parameters, solution)
         self.groups: tuple[Group, ...] = tuple(find_groups(self.units, wiring.axes, solution, wiring.roles))
         self.fixed: tuple[Fixed, ...] = tuple(find_fixed(wiring.axes, solution))
-        self.left = Left(wiring, np.ones(len(solution.classes), bool))  # the model as it is now
-        self._unit_of = np.full(len(solution.classes), -1, np.int64)  # by class; -1 where a class is no unit
+        # The only state of the graph: the model as it is now. A removal replaces the whole value.
+        self.left = Left(wiring, np.ones(len(solution.classes), bool))
+        self._unit_of = np.full(len(solution.classes), -1, np.int64)  # by class; -1 for those that are not units
         self._unit_of[self.units.classes] = np.arange(len(self.units))
         self.bindings: tuple[tuple[Indices, ...], ...] = tuple(self._blocks())
         self.replays: Replays | None = None
@@ -129,7 +130,7 @@ class Graph:
         On the second axis of a grouped convolution's weight, the index is group * channels of a group + channel.
 
         Raises:
-            ShrinkError: There is no such unit.
+            ShrinkError: The number is out of range.
         """
         if not 0 <= unit < len(self.units):
             raise ShrinkError(f"slices: unit {unit} does not exist; the graph has units 0 to {len(self.units) - 1}.")
@@ -198,6 +199,7 @@ class Graph:
         """Pairs (source, reader) of units: a norm that reads a channel that others read as well."""
         return self._links
 
+    # Cached, since each planned removal reads it; the solution never changes.
     @cached_property
     def _links(self) -> NDArray[np.int64]:
         classes = self.solution.classes
@@ -217,6 +219,7 @@ class Graph:
 
     def with_constants(self, constants: Iterable[Constant]) -> Graph:
         """The same graph with other attributes that follow sizes; everything else is shared."""
+        # Units and groups depend on the solution alone; probing tries many sets of constants with one solution.
         other = copy.copy(self)
         other.constants = list(constants)
         return other

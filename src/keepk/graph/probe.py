@@ -335,7 +335,7 @@ def _aligned(failure: Failure) -> Assumptions:
 def require_multiples(failure: Failure) -> Assumptions | None:
     """Require a multiple of 8 where all larger cuts fit and a cut of single units does not.
 
-    A cut copy with wrong channels is no matter of widths: a position is hard-coded.
+    A copy with the wrong channels has a hard-coded position instead, which no width repairs.
     """
     return None if failure.mismatch.others else _aligned(failure)
 

@@ -79,7 +79,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     Args:
         model: The cut copy.
         first: The first trace of the same pass.
-        classes: The class of each atom; atoms of one class may stand in for each other.
+        classes: The class of each atom; atoms of one class are interchangeable.
         alive: Which atoms survive the cut.
         selections: The BatchNorms of the copy that read a selection of their input, which adds an operation.
         same_numbers: Whether numbers that are not sizes must be unchanged; they may change where units are lossy.

@@ -112,7 +112,7 @@ def find_units(axes: list[Axis], parameters: set[str], solution: Solution) -> Un
     for number in numbers:
         if axes[number].tensor in parameters:
             owned[_classes(axes[number], solution)] = True
-    # A class that has only slices of buffers, such as a table of positions, is no choice: nothing is learned there.
+    # A class with slices of buffers alone, such as a table of positions, has no weights to prune.
     kept = (free & owned)[classes]
     classes, axis, index = classes[kept], axis[kept], index[kept]
     lossy = np.zeros(len(solution.classes), bool)

@@ -8,6 +8,7 @@ from keepk.graph.facts import Role
 from keepk.graph.maps import Map
 
 
+# Compared by identity: the maps are arrays, which have no plain equality.
 @dataclass(frozen=True, eq=False)
 class Constant:
     """An attribute of a module that must follow a size of the forward pass; `probe` finds these by trying.
@@ -51,4 +52,5 @@ class Wiring:
     roles: dict[tuple[str, int], Role]
     sized: tuple[Sized, ...]
     headwise: dict[str, set[str]]
+    # Only models wrapped by peft have adapters.
     adapters: dict[str, str] = field(default_factory=dict)

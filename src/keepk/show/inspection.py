@@ -27,7 +27,7 @@ from keepk.graph.findings import (
 from keepk.graph.given import TraceInputs, quantised_module
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
-from keepk.graph.units import Group
+from keepk.graph.units import Group as UnitGroup
 from keepk.graph.wrappers import unwrap
 from keepk.run.channel_members import single_channels
 from keepk.show.tables import Table, percent
@@ -197,7 +197,7 @@ def inspect(
     )
 
 
-def _as_a_whole(graph: Graph, space: Group) -> FixedGroup | None:
+def _as_a_whole(graph: Graph, space: UnitGroup) -> FixedGroup | None:
     """The reason why a group of one unit is fixed, if the unit fills a whole axis, of which nothing would be left."""
     if len(space.units) > 1:
         return None
