@@ -216,7 +216,7 @@ class Algebra:
             self.facts.grids.append(Bound(squeeze(index_map), self._reason(why)))
 
     def require_aligned(self, index_map: Map, dims: Sequence[int], why: str) -> None:
-        """Require that the summands of a sum over outer `dims` stay aligned: whole rows or whole columns go."""
+        """Require that the summands of a sum over outer `dims` stay aligned, by whole rows or columns."""
         # Branches that are stacked and summed (torch.stack(...).sum(0)) add entry i of one to entry i of the other.
         kept = {dim for dim in support(index_map) if dim not in dims}
         if any(dim < last for dim in support(index_map) if dim in dims for last in kept):
@@ -306,7 +306,7 @@ class Algebra:
             self.require_grid(_with_last(cells, dims), why)
 
     def pin_along(self, index_map: Map, dim: int, why: str) -> bool:
-        """Pin positions along one dim; returns whether the map has other dims, whose rows may go as a whole."""
+        """Pin positions along one dim; returns whether rows across other dims of the map can still be removed."""
         return self._pin_dims(index_map, {dim}, why, why)
 
     def _pin_dims(self, index_map: Map, dims: set[int], why: str, pinned: str) -> bool:

@@ -95,7 +95,7 @@ def solve(
     facts = replace(facts, lines={**facts.lines, Line.LOOSE: [*facts.lines[Line.LOOSE], *loosened]})
     for lines in (*facts.equal, *facts.lines[Line.COLLAPSE], *heads):
         united.add(lines.parents, lines.cells)
-    # Reads are separated before grids and bindings, because those look at final classes of the channels that are read.
+    # Before grids and bindings, since uniting a BatchNorm with its input changes the classes that those look at.
     reads = list(_separate_reads(facts, united))
     irregular = enforce_grids(facts.grids, united)
     while True:

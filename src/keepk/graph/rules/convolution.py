@@ -20,12 +20,12 @@ from keepk.graph.table import rule
       "cudnn_convolution")  # fmt: skip
 def convolved(call: Call) -> None:
     """Contract the input channels, produce the output channels; the dims of the kernel are neither."""
-    pictures, weight, bias = call.inputs[0], call.inputs[1], call.get("bias")
+    images, weight, bias = call.inputs[0], call.inputs[1], call.get("bias")
     output = call.outputs[0]
     groups, transposed = call.get("groups", 1), bool(call.get("transposed", False))
-    channels, passing = _channels(call, pictures)
+    channels, passing = _channels(call, images)
     kernel = _kernel(call, weight, groups)
-    sizes = (groups, output.shape[1] // groups, pictures.shape[1] // groups)
+    sizes = (groups, output.shape[1] // groups, images.shape[1] // groups)
     tracked = _grouped(call, channels, kernel, sizes, transposed=transposed)
     maps, zeros = [m for m, _ in tracked], [zero for _, zero in tracked]
     if bias is not None:
@@ -37,15 +37,15 @@ def convolved(call: Call) -> None:
     # A depthwise convolution works channel by channel, like a BatchNorm: it carries channels rather than reading them,
     # and as a reader it would turn a BatchNorm beside it into a separate read.
     if sizes[2] > 1 or groups == 1:
-        call.note_reader(call.module or "model", call.maps(pictures), (1,))
-    zeros += [bias is None and label_of(pictures).zero_along(m) for m in passing]
+        call.note_reader(call.module or "model", call.maps(images), (1,))
+    zeros += [bias is None and label_of(images).zero_along(m) for m in passing]
     call.label_output([*(along(m.ravel(), 1, output.ndim) for m in maps), *passing], zero=zeros)
 
 
-def _channels(call: Call, pictures: Tensor) -> tuple[list[Tracked], list[Map]]:
+def _channels(call: Call, images: Tensor) -> tuple[list[Tracked], list[Map]]:
     """The maps over the channels, as rows, and the maps over the batch, which pass through unchanged."""
     rows, passing = list[Tracked](), list[Map]()
-    label = label_of(pictures)
+    label = label_of(images)
     for index_map, zero in zip(label.maps, label.zeros, strict=True):
         dims = support(index_map)
         if 1 in dims:

@@ -19,9 +19,9 @@ from keepk.graph.table import rule
       "miopen_batch_norm")  # fmt: skip
 def batch_normalised(call: Call) -> None:
     """Merge scale, shift and statistics with the channels, or record a read that can be dropped by itself."""
-    pictures, output = call.inputs[0], call.outputs[0]
-    carriers = [tensor for tensor in call.inputs[1:] if tensor.ndim == 1 and tensor.shape[0] == pictures.shape[1]]
-    maps = [_over_channels(call, m) for m in call.maps(pictures)]
+    images, output = call.inputs[0], call.outputs[0]
+    carriers = [tensor for tensor in call.inputs[1:] if tensor.ndim == 1 and tensor.shape[0] == images.shape[1]]
+    maps = [_over_channels(call, m) for m in call.maps(images)]
     for tensor in carriers:
         call.note_carrier(tensor)
     # With scale and shift at 0 the output is 0, whatever the running statistics are. Without an affine part it is not:
@@ -31,8 +31,8 @@ def batch_normalised(call: Call) -> None:
         left = _read(call, maps, carriers, output.ndim)
         call.label_output(left, zero=[scaled and 1 in support(m) for m in left])
         return
-    shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(pictures.shape))
-    operands = [Operand(maps, tuple(pictures.shape), [False] * len(maps), label_of(pictures).neutral)]
+    shape = tuple(size if dim == 1 else 1 for dim, size in enumerate(images.shape))
+    operands = [Operand(maps, tuple(images.shape), [False] * len(maps), label_of(images).neutral)]
     operands += [call.shaped_operand(t, lambda m: along(m, 1, output.ndim), shape) for t in carriers]
     for index_map in maps:
         if 1 not in support(index_map):
@@ -79,9 +79,9 @@ def layer_normalised(call: Call) -> None:
 @rule("native_group_norm")
 def group_normalised(call: Call) -> None:
     """Collapse each group of channels into one unit, and record that the number of groups has to follow."""
-    pictures, rank, groups = call.inputs[0], call.outputs[0].ndim, call["group"]
-    channels = pictures.shape[1]
-    maps = [_over_channels(call, m) for m in call.maps(pictures)]
+    images, rank, groups = call.inputs[0], call.outputs[0].ndim, call["group"]
+    channels = images.shape[1]
+    maps = [_over_channels(call, m) for m in call.maps(images)]
     rows = list[Map]()
     for index_map in maps:
         if support(index_map) == (1,):
@@ -104,7 +104,7 @@ def group_normalised(call: Call) -> None:
         call.note_carrier(tensor)
     shape = tuple(channels if dim == 1 else 1 for dim in range(rank))
     scaling = [call.shaped_operand(tensor, lambda m: along(m, 1, rank), shape) for tensor in carriers]
-    source = Operand(maps, tuple(pictures.shape), [False] * len(maps), label_of(pictures).neutral)
+    source = Operand(maps, tuple(images.shape), [False] * len(maps), label_of(images).neutral)
     merged = call.merge([source, *scaling], "is normalised")
     call.label_output(merged, zero=[bool(scaling) and all(it.zero_along(m) for it in scaling) for m in merged])
 
