@@ -487,7 +487,7 @@ def test_a_sum_over_a_batch_of_products_stays():
     assert all(why.startswith("sums over a batch (aten::addbmm") for why in reasons(graph, "body.weight", 0))
 
 
-def test_two_stand_ins_for_an_operation_are_refused():
+def test_two_mask_rules_for_an_operation_are_refused():
     before = dict(dead_ops.BUILDERS)
     with pytest.raises(TraceError, match="mask rule for mul: there is one already, '_times'"):
         dead_ops._builds("mul")(lambda _: None)
