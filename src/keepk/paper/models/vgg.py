@@ -17,8 +17,8 @@ class VGG16(nn.Module):
     Args:
         classes: The number of outputs.
         width: A factor for the number of channels and hidden nodes; 0.25 gives 16, 16, 32, ... 128.
-        filters: The number of filters of each of the 13 convolutions instead, as a pruned network has them; `width` still
-            sets the hidden nodes.
+        filters: The number of filters of each of the 13 convolutions instead, as a pruned network has them; `width`
+            still sets the hidden nodes.
 
     >>> network = VGG16(width=0.25)
     >>> [layer.out_channels for layer in network.features if isinstance(layer, nn.Conv2d)]
