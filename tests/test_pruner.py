@@ -355,5 +355,5 @@ def test_a_pruner_that_has_cut_its_last_channel_holds_nothing_and_is_not_in_the_
         assert net[0].out_features == keep
     masks = keepk.Pruner(net, keepk.weights("4.weight", keep=9), optimizer)
     masks.step()
-    with pytest.raises(SpaceError, match=r"of space '4\.weight', at the end of its plan; two would"):
+    with pytest.raises(SpaceError, match=r"of space '4\.weight', at the end of its plan; each of two would"):
         keepk.Pruner(net, keepk.channels("0", keep=4), optimizer, example=example)
