@@ -28,7 +28,7 @@ test: check  ## check, then all tests and doctests, warnings as errors
 	$(BIN)/python -m pytest -n 2
 
 test-slow: $(INSTALLED)  ## 3,000 random networks, 2,000 of them with traps, shrunk and compared with masked ones
-	KEEPK_SLOW=1 $(BIN)/python -m pytest -n 2 tests/test_shrunk_is_masked.py -k slow
+	KEEPK_SLOW=1 $(BIN)/python -m pytest -n 2 tests/laws/test_shrunk_is_masked.py -k slow
 
 coverage: $(INSTALLED)  ## all tests with coverage of lines and branches: a table, and pages in coverage/
 	$(BIN)/coverage erase
@@ -42,7 +42,7 @@ format: $(INSTALLED)  ## let ruff format and mend
 	$(BIN)/ruff check --fix .
 
 tables: $(INSTALLED)  ## write the docs' tables anew from results/
-	$(BIN)/python -m keepk.paper.tables README.md docs/*.md
+	$(BIN)/python -m keepk_paper.tables.pages README.md docs/*.md
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[docs]'

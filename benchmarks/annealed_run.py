@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import keepk
-from keepk.graph.costs import layer_costs
-from keepk.paper.models import VGG16
-from keepk.paper.results import versions
+from keepk.model.costs import layer_costs
 from keepk.plan.spaces import ChannelSpace
+from keepk_paper.models import VGG16
+from keepk_paper.results import versions
 
 EPOCHS, PRUNE = 20, 0.7
 

@@ -2,9 +2,9 @@
 
     python benchmarks/compact.py --runs runs --out results/benchmarks/compact.json
 
-Reads the last checkpoints of `keepk run lenet-300-100` and `keepk run lenet-5`, compacts each network, and compares
-what it computes for random pictures before and after. A point in the middle of a recipe leaves no checkpoint behind, so
-the recipe is trained up to there first (`--data`, a folder with MNIST), or found where an earlier call trained it.
+Reads the last checkpoints of `keepk paper run lenet-300-100` and `keepk paper run lenet-5`, compacts each network, and
+compares what it computes for random pictures before and after. A point in the middle of a recipe leaves no checkpoint
+behind, so the recipe is trained up to there first (`--data`, a folder with MNIST), unless an earlier call has done so.
 """
 
 import argparse
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 import keepk
-from keepk.paper.data import mnist
-from keepk.paper.experiments import EXPERIMENTS
-from keepk.paper.recipes import Recipe
-from keepk.paper.results import versions
-from keepk.paper.training import Progress, Run
 from keepk.run.pruner import Pruner
+from keepk_paper.data import mnist
+from keepk_paper.experiments import EXPERIMENTS
+from keepk_paper.recipes import Recipe
+from keepk_paper.results import versions
+from keepk_paper.train import Progress, Run
 
 MIDDLE = ("lenet-5", "keepk", 3_879)  # experiment, recipe, weights
 

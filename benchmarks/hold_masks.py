@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import keepk
-from keepk.paper.models import VGG16, LeNet300
-from keepk.paper.results import versions
+from keepk_paper.models import VGG16, LeNet300
+from keepk_paper.results import versions
 
 Optimizers = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 

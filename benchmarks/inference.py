@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import keepk
-from keepk.graph.costs import layer_costs
-from keepk.paper.models import VGG16
-from keepk.paper.results import versions
+from keepk.model.costs import layer_costs
+from keepk_paper.models import VGG16
+from keepk_paper.results import versions
 
 KEEP = 1_267
 

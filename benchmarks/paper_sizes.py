@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import keepk
-from keepk.graph.costs import layer_costs
-from keepk.paper.models import VGG16, DenseNet40, printed_parameters
-from keepk.paper.results import versions
+from keepk.model.costs import layer_costs
+from keepk_paper.models import VGG16, DenseNet40, printed_parameters
+from keepk_paper.results import versions
 
 POINTS: list[tuple[str, dict[str, Any], int, str]] = [
     ("VGG-16", {}, 4_224, "14.98M"),

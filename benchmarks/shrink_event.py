@@ -52,7 +52,7 @@ from torch import Tensor, nn
 import keepk
 import torchvision_on_cpu
 from keepk.cut import shrink
-from keepk.paper.results import versions
+from keepk_paper.results import versions
 
 BATCH, PICTURE, GOAL = 2, 224, 0.5
 Times = dict[str, tuple[float, float]]

@@ -45,6 +45,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 import keepk
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zoo"))  # the networks, which the tests use too
+
 import zoo_networks
 import zoo_oracle
 import zoo_random

@@ -1,13 +1,8 @@
 """One thread a worker, and property tests that repeat."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import settings
-
-sys.path.insert(0, str(Path(__file__).parent))  # `strategies` is shared by the tests
 
 from networks import NETWORKS
 

@@ -12,29 +12,29 @@ place to start; `keepk.typing` has the types for annotations.
 
 from keepk import errors as errors
 from keepk import metrics as metrics
-from keepk.cut.compact import compact as compact
+from keepk.checkpoint.checkpoint import load_checkpoint as load_checkpoint
+from keepk.checkpoint.checkpoint import save_checkpoint as save_checkpoint
+from keepk.compaction.compact import compact as compact
 from keepk.cut.shrink import shrink as shrink
-from keepk.cut.verify import verify as verify
 from keepk.deploy.latency import latency as latency
 from keepk.deploy.load import load as load
-from keepk.deploy.model_files import save as save
-from keepk.deploy.onnx_files import export_onnx as export_onnx
+from keepk.deploy.onnx import export_onnx as export_onnx
+from keepk.deploy.save import save as save
 from keepk.errors import KeepkWarning as KeepkWarning
-from keepk.graph.table import rule as rule
+from keepk.graph.probe.verify import verify as verify
+from keepk.graph.rules.registry import rule as rule
 from keepk.graph.trace import trace as trace
+from keepk.metrics.statistics import Statistics as Statistics
 from keepk.plan.phases import Phase as Phase
 from keepk.plan.schedules import Annealing as Annealing
 from keepk.plan.schedules import Cubic as Cubic
 from keepk.plan.schedules import OneShot as OneShot
 from keepk.plan.spaces import channels as channels
 from keepk.plan.spaces import weights as weights
-from keepk.rank.statistics import Statistics as Statistics
-from keepk.run.checkpoint import load_checkpoint as load_checkpoint
-from keepk.run.checkpoint import save_checkpoint as save_checkpoint
+from keepk.reports.inspection import inspect as inspect
+from keepk.reports.run import report as report
 from keepk.run.pruner import Pruner as Pruner
 from keepk.run.recalibrate import recalibrate as recalibrate
-from keepk.show.inspection import inspect as inspect
-from keepk.show.run_report import report as report
 from keepk.version import __version__ as __version__
 
 __all__ = [

@@ -11,20 +11,20 @@ on. Import the module explicitly, as with ``numpy.typing``: ``import keepk`` doe
 ['fc*']
 """
 
-from keepk.cut.compact import Compaction
+from keepk.compaction.compact import Compaction
 from keepk.deploy.latency import LatencyReport, LatencyRow, Spread
-from keepk.deploy.onnx_files import OnnxReport
-from keepk.graph.call import Call
-from keepk.graph.costs import LayerCost
-from keepk.graph.edits import Edits
+from keepk.deploy.onnx import OnnxReport
 from keepk.graph.graph import Graph
+from keepk.graph.rules.call import Call
 from keepk.graph.units import Group
+from keepk.metrics.layers import Layer, Slices
+from keepk.model.costs import LayerCost
+from keepk.model.edits import Edits
 from keepk.plan.phases import Plan
 from keepk.plan.schedules import AnySchedule, Schedule
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
-from keepk.rank.layers import Layer, Slices
-from keepk.show.inspection import Inspection
-from keepk.show.run_report import RunReport, SpaceReport
+from keepk.reports.inspection import Inspection
+from keepk.reports.run import RunReport, SpaceReport
 
 __all__ = [
     "AnySchedule",

@@ -4,8 +4,7 @@ Needs typer and rich, the extra ``keepk[cli]``.
 """
 
 import json
-from enum import Enum
-from pathlib import Path
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -15,10 +14,8 @@ from typer.core import TyperGroup
 import keepk
 from keepk.cli.targets import input_from, model_from
 from keepk.errors import KeepkError
-from keepk.run.report import plan_report, whole
-from keepk.show.progress import epoch_progress
-from keepk.show.tables import layer_table, plan_table
-from keepk.show.terminal import PlanPlot
+from keepk.reports.tables import plan_report, plan_table
+from keepk.reports.terminal import PlanPlot
 
 
 class PlainErrors(TyperGroup):
@@ -39,19 +36,6 @@ class PlainErrors(TyperGroup):
 app = typer.Typer(
     cls=PlainErrors, no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
 )
-
-
-class Experiment(str, Enum):
-    """The paper's experiments that `keepk run` repeats."""
-
-    LENET_300_100 = "lenet-300-100"
-    LENET_5 = "lenet-5"
-    VGG16_CIFAR10 = "vgg16-cifar10"
-    VGG16_HALF_CIFAR10 = "vgg16-half-cifar10"
-    VGG16_FULL_CIFAR10 = "vgg16-full-cifar10"
-    VGG16_SVHN = "vgg16-svhn"
-    DENSENET40_CIFAR10 = "densenet40-cifar10"
-    PARITY = "parity"
 
 
 def _print_version(asked: bool) -> None:
@@ -146,106 +130,6 @@ def inspect(
     Console(highlight=False).print(report)
 
 
-@app.command()
-def demo(
-    out: Annotated[
-        Path, typer.Option(help="Folder for the figure, the numbers and the two saved networks; created if missing.")
-    ] = Path("demo"),
-    seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed gives the same numbers.")] = 0,
-    dense_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training before pruning.")] = 10,
-    fine_tune_epochs: Annotated[int, typer.Option(min=0, help="Epochs of training after pruning.")] = 14,
-    parity_starts: Annotated[
-        int, typer.Option(min=1, max=99, help="Initialisations for each point of the parity figure.")
-    ] = 3,
-) -> None:
-    """Prune a digit classifier to exactly K channels and K' head weights while it trains.
-
-    Saves and loads it, measures how much smaller and faster it is, repeats a small version of the paper's parity
-    experiment, and draws a figure. Takes about a minute on a CPU and downloads nothing.
-
-    Example: [cyan]keepk demo --out demo --seed 0[/cyan]
-    """
-    from keepk.paper import demo as story  # noqa: PLC0415 - the other commands start faster without it
-    from keepk.paper.demo_parity import Setting  # noqa: PLC0415
-    from keepk.paper.digits import Recipe  # noqa: PLC0415
-
-    console = Console(highlight=False)
-    story.make_ready(out)
-    recipe = Recipe(dense_epochs=dense_epochs, fine_tune_epochs=fine_tune_epochs)
-    parity = Setting(inits=parity_starts)
-    with epoch_progress(console, story.epochs_in_all(recipe, parity)) as watch:
-        report = story.run(out, seed, recipe=recipe, parity=parity, watch=watch)
-    picture, numbers = story.save(report, out)
-    for unit, layers in (("channels", report.kept.channels), ("head weights", report.kept.head)):
-        console.print(layer_table(layers, title=unit, total=whole(layers)))
-    console.print(report, report.parity_line, sep="")
-    console.print("One seed, 400 test images (one is 0.25 %). Other seeds differ: try --seed 1.", style="dim")
-    console.print(f"Picture: {picture}\nNumbers: {numbers}\nNetwork: {out / story.SMALL}", soft_wrap=True, markup=False)
-
-
-@app.command()
-def run(
-    experiment: Annotated[
-        Experiment,
-        typer.Argument(
-            metavar="EXPERIMENT",
-            help=f"The experiment: {', '.join(one.value for one in Experiment)}.",
-            show_default=False,
-        ),
-    ],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with the data; missing files are downloaded. Not for parity, which generates its data.",
-            show_default="$KEEPK_DATA, else ~/.cache/keepk",
-        ),
-    ] = None,
-    seeds: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of seeds per recipe: 1, 2, ...; for parity, number of data draws.", show_default="5, parity 3"
-        ),
-    ] = None,
-    recipe: Annotated[
-        list[str] | None,
-        typer.Option(help="Name of a recipe. Repeat the option for several recipes.", show_default="all"),
-    ] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="Folder for the results, one file per experiment.", show_default="results")
-    ] = None,
-    runs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for the checkpoints, from which an interrupted run resumes. Not for parity.",
-            show_default="runs",
-        ),
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(help="Number of runs in parallel. Not for parity.", show_default="2")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each run.", show_default="1")] = None,
-    full: Annotated[
-        bool | None,
-        typer.Option(
-            "--full",
-            help="Train the paper's networks at full width and length, which takes days on a CPU. Not for parity.",
-            show_default=False,
-        ),
-    ] = None,
-    inits: Annotated[int | None, typer.Option(help="parity: initialisations per data draw.", show_default="10")] = None,
-    figure: Annotated[Path | None, typer.Option(help="parity: write the figure to this PNG file.")] = None,
-) -> None:
-    """Repeat an experiment of the paper: train, prune, fine-tune, and write one line of JSON per result.
-
-    Example: [cyan]keepk run lenet-300-100 --seeds 5[/cyan]
-    """
-    from keepk.paper import experiments, tables  # noqa: PLC0415 - the other commands start faster without it
-
-    # None means "not given": an option that the experiment does not have is refused only if it was given.
-    options = {"data": data, "seeds": seeds, "recipe": recipe, "results": results, "runs": runs, "jobs": jobs}
-    options |= {"threads": threads, "full": full, "inits": inits, "figure": figure}
-    written = experiments.run(experiment.value, options)
-    console = Console(highlight=False)
-    for table in tables.experiment_tables(written):
-        console.print(table)
-    console.print(f"Results: {written}", soft_wrap=True, markup=False)
+# Other packages add subcommands through this entry point group; `keepk_paper` adds `paper` and `demo`.
+for entry in entry_points(group="keepk.commands"):
+    entry.load()(app)

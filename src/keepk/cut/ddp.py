@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from keepk.errors import ShrinkError
-from keepk.graph.wrappers import unwrap
+from keepk.model.names import unwrap
 
 # Arguments of the constructor that a wrapper keeps as attributes. Those of buckets and buffers differ: see `_options`.
 OPTIONS = ("device_ids", "output_device", "dim", "process_group", "find_unused_parameters")

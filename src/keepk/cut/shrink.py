@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.changes import cut_module, forget_compiled, new_entry
-from keepk.cut.followers import Follower, followed, refuse_follower, refuse_no_followers, tensors_of
-from keepk.cut.holders import refuse_holders
+from keepk.cut.holders import Follower, followed, refuse_follower, refuse_holders, refuse_no_followers, tensors_of
+from keepk.cut.module_edits import cut_module, forget_compiled, left_of, new_entry
 from keepk.cut.optimizer_state import (
     flat_history,
     refuse_factored,
@@ -24,15 +23,13 @@ from keepk.cut.optimizer_state import (
     restart_flat_history,
     state_per_weight,
 )
-from keepk.cut.tensors import left_of
-from keepk.cut.undo import Change, Undo, all_or_nothing, undone_by
-from keepk.cut.verify import refuse_unfit
+from keepk.cut.transaction import Change, Undo, all_or_nothing, undone_by
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut, Edits
-from keepk.graph.given import refuse_quantised
 from keepk.graph.graph import Graph
-from keepk.graph.tracer import named_tensors
-from keepk.graph.wrappers import unwrap
+from keepk.graph.probe.verify import refuse_unfit
+from keepk.model.edits import Cut, Edits
+from keepk.model.example import refuse_quantised
+from keepk.model.names import named_tensors, unwrap
 from keepk.plan.names import shown
 
 

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from keepk.cut.record import Places, packed
-from keepk.deploy.description import Description, Entry, setting_of
+from keepk.deploy.arch import Description, Entry, setting_of
 from keepk.errors import FileError
-from keepk.graph.edits import Indices, Setting
+from keepk.model.edits import Indices, Setting
 
 ABOUT = {
     "file": "A model that keepk.save wrote, with model.safetensors. Read it with keepk.load(YourModel(), folder).",

@@ -12,7 +12,7 @@ renamed to ``model.safetensors``. If the process is killed in between, `read_fol
 Processes that save into one folder take turns, and the last model written stays. On a file system without locks they
 cannot, and a second process could rename its values to ``model.safetensors`` between any two steps of the first. There,
 ``arch.json`` names a file that belongs to one save alone, and ``model.safetensors`` is a link to that file.
-`keepk.run.folder` does the same for checkpoints, on the same functions of `files` and `trusted`.
+`keepk.checkpoint.checkpoint` does the same for checkpoints, on the same functions of `files` and `trusted`.
 """
 
 import os
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from keepk.deploy.arch_json import ABOUT, FORMAT, VERSION, digest, text_of
 from keepk.errors import FileError
-from keepk.run.files import (
+from keepk.storage.files import (
+    Trusted,
     deleted_on_failure,
     replace_index,
     safetensors_bytes,
@@ -36,7 +37,6 @@ from keepk.run.files import (
     write_synced,
     writing,
 )
-from keepk.run.trusted import Trusted
 
 INDEX, VALUES = "arch.json", "model.safetensors"
 # With 32 hex digits: a file of one save, named by a random token. With 64: values named by their sha256.

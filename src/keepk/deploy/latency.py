@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from keepk.deploy.onnx_files import export_onnx
+from keepk.deploy.onnx import export_onnx
 from keepk.deploy.runtime import (
     buffers_kept,
     feeds,
@@ -33,12 +33,10 @@ from keepk.deploy.runtime import (
     with_rows,
 )
 from keepk.errors import KeepkError, TraceError
-from keepk.graph.given import likely_slip, no_model
-from keepk.graph.shell import Example
-from keepk.graph.tracer import named_tensors
-from keepk.graph.wrappers import unwrap
+from keepk.model.example import Example, likely_slip, no_model
+from keepk.model.names import named_tensors, unwrap
 from keepk.plan.names import shown
-from keepk.show.tables import Table
+from keepk.reports.tables import Table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from keepk.errors import KeepkError, TraceError
-from keepk.graph.given import is_shape
-from keepk.graph.shell import Example
-from keepk.run.rng import rng_state, set_rng_state
+from keepk.model.example import Example, is_shape
+from keepk.storage.rng import rng_state, set_rng_state
 
 
 def tensors_of(value: object) -> list[Tensor]:

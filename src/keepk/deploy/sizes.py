@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from keepk.deploy.description import Description, Entry
+from keepk.deploy.arch import Description, Entry
 from keepk.errors import FileError
-from keepk.graph.attributes import GATES, Sized, sized_attributes
-from keepk.graph.edits import Setting, entries_of
-from keepk.graph.layers import HeadwiseAttention
-from keepk.graph.tracer import named_tensors
+from keepk.model.edits import Setting, entries_of
+from keepk.model.layer_sizes import GATES, Sized, sized_attributes
+from keepk.model.layers import HeadwiseAttention
+from keepk.model.names import named_tensors
 
 SMALL = 8  # a number up to this is as likely to be an axis, a depth or a stride as a part of an axis
 

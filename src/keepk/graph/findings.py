@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from keepk.graph.facts import Reason
+from keepk.graph.choose import choose_half
 from keepk.graph.graph import Graph
-from keepk.graph.label import tensors_in
-from keepk.graph.shares import choose_half
+from keepk.graph.ids.atoms import tensors_in
+from keepk.graph.ids.facts import Reason
 
 # Reasons that every model has, by their last words. Reports fold each kind into one line instead of listing its axes.
 FOLDED = {

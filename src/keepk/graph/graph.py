@@ -18,16 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from keepk.errors import ShrinkError
-from keepk.graph.edits import Cut, Edits, Indices
-from keepk.graph.left import Left, lost_units, plan_edits
-from keepk.graph.maps import Flags
-from keepk.graph.shares import choose
-from keepk.graph.solve import Solution, alive_atoms
-from keepk.graph.units import Fixed, Group, Units, find_fixed, find_groups, find_units
-from keepk.graph.wiring import Constant, Wiring
+from keepk.graph.choose import choose
+from keepk.graph.ids.maps import Flags
+from keepk.graph.remaining import Left, lost_units, plan_edits
+from keepk.graph.solve.solve import Solution, alive_atoms
+from keepk.graph.units import Constant, Fixed, Group, Units, Wiring, find_fixed, find_groups, find_units
+from keepk.model.edits import Cut, Edits, Indices
 
 if TYPE_CHECKING:
-    from keepk.graph.replay import Replays
+    from keepk.graph.probe.replay import Replays
 
 SHOWN = 12  # groups in a repr, so that it fits on a screen
 NAME = 40  # characters of a group's name there

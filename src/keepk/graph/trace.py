@@ -40,24 +40,24 @@ import torch
 from torch import nn
 
 from keepk.errors import ShrinkError, TraceError
-from keepk.graph.attributes import sized_attributes
-from keepk.graph.call import Call
-from keepk.graph.edits import Indices
-from keepk.graph.facts import Bound, Facts, Reason
-from keepk.graph.given import TraceInputs, TrainMode, ValueBranches, likely_slip, no_model, refuse_scripted
+from keepk.graph.choose import choose_half, choose_unevenly
 from keepk.graph.graph import Graph
-from keepk.graph.label import tensors_in
-from keepk.graph.layers import HeadwiseAttention
-from keepk.graph.maps import support
-from keepk.graph.probe import Bench, NotRepeatable, settle
-from keepk.graph.replay import Differs, Echo, Replays, Run
-from keepk.graph.shares import choose_half, choose_unevenly
-from keepk.graph.shell import META, Example, Workshop
-from keepk.graph.solve import solve
-from keepk.graph.tracer import Recorded, Step, Tracer, named_tensors, output_maps
+from keepk.graph.ids.atoms import tensors_in
+from keepk.graph.ids.facts import Bound, Facts, Reason
+from keepk.graph.ids.maps import support
+from keepk.graph.probe.probe import Bench, NotRepeatable, settle
+from keepk.graph.probe.replay import Differs, Echo, Replays, Run
+from keepk.graph.rules.call import Call
+from keepk.graph.solve.solve import solve
+from keepk.graph.tracer import Recorded, Step, Tracer, output_maps
+from keepk.graph.units import Wiring
 from keepk.graph.values import Asked, Outcomes, ValueRead, asked_in, fails_with_values_too, is_raised_by_program
-from keepk.graph.wiring import Wiring
-from keepk.graph.wrappers import adapters_of, unwrap
+from keepk.model.copies import META, Workshop
+from keepk.model.edits import Indices
+from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, likely_slip, no_model, refuse_scripted
+from keepk.model.layer_sizes import sized_attributes
+from keepk.model.layers import HeadwiseAttention
+from keepk.model.names import adapters_of, named_tensors, unwrap
 
 # A forward that fills a cache in its first pass runs other operations in the second pass, and repeats from then on.
 ATTEMPTS = 3

@@ -41,10 +41,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import keepk.graph.rules  # noqa: F401 - fills the table
-from keepk.graph.atoms import Atoms
-from keepk.graph.call import Call, base_name
-from keepk.graph.facts import Facts, Reason
-from keepk.graph.label import (
+from keepk.graph.ids.atoms import (
+    Atoms,
     Label,
     Origin,
     begin_forward_pass,
@@ -55,8 +53,10 @@ from keepk.graph.label import (
     set_origin,
     tensors_in,
 )
-from keepk.graph.maps import Map, along
-from keepk.graph.table import rule_for
+from keepk.graph.ids.facts import Facts, Reason
+from keepk.graph.ids.maps import Map, along
+from keepk.graph.rules.call import Call, base_name
+from keepk.graph.rules.registry import rule_for
 from keepk.graph.values import (
     CREATED,
     FEW,
@@ -68,8 +68,9 @@ from keepk.graph.values import (
     add_read,
     is_read_by_torch,
     keep_values,
-    value_of,
 )
+from keepk.model.example import value_of
+from keepk.model.names import named_tensors
 
 # Frames of these files are skipped when looking for the line of the user's program.
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
@@ -441,14 +442,6 @@ def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tenso
         raise RuntimeError(f"a BatchNorm of {carriers[0].shape} got {tuple(pictures.shape)}")
     statistics = pictures.new_empty(pictures.shape[1] if arguments[5] else 0)
     return torch.empty_like(pictures), statistics, statistics.clone()
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Every parameter and buffer once, under its first name, and whether it is a parameter."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter, True
-    for name, buffer in model.named_buffers():
-        yield name, buffer, False
 
 
 def kind_of(call: Call) -> str:

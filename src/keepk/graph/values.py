@@ -42,9 +42,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from keepk.graph.facts import Bound, Facts, Reason
-from keepk.graph.label import Label, label_of, tensors_in
-from keepk.graph.maps import fibres
+from keepk.graph.ids.atoms import Label, label_of, tensors_in
+from keepk.graph.ids.facts import Bound, Facts, Reason
+from keepk.graph.ids.maps import fibres
+from keepk.model.example import _VALUE, LARGEST, keep_value_beside, value_of
 
 CREATED = "torch.tensor"  # the name of the step that makes a tensor from Python numbers
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -65,12 +66,9 @@ _READS = {
 _PLAIN = {torch.Tensor.item: bool, torch.Tensor.tolist: bool, torch.Tensor.__int__: int, torch.Tensor.__index__: int,
           torch.Tensor.__float__: float, torch.Tensor.__complex__: complex}  # fmt: skip
 FEW = 64  # longer lists of numbers are tables, not numbers computed from a size; only their hash is kept
-LARGEST = 1 << 20  # elements up to which a meta tensor carries its values; bounds memory and time of a trace
-LARGEST_BUFFER = 1 << 16  # the same for buffers, which are copied for every pass
 # How often an opposite answer is repeated beyond the reads of the first pass. ``while x.any()`` would never end if the
 # flipped answer were given without limit.
 REPEATED = 3
-_VALUE = "_keepk_value"  # an attribute of tensors of traced copies; the user's tensors never get it
 # Files of torch whose reads are known to be harmless, such as a BatchNorm's read of its counter.
 LAYERS_OF_TORCH = f"{Path(nn.modules.__file__).parent}{os.sep}"
 KEEPK = f"{Path(__file__).parent}{os.sep}"
@@ -423,26 +421,6 @@ def add_read(facts: Facts, tensors: Sequence[Tensor], reason: Callable[[str], Re
 def _has_atoms_of(label: Label, other: Label) -> bool:
     pairs = zip(label.maps, other.maps, strict=False)
     return len(label.maps) == len(other.maps) and all(np.array_equal(one, two) for one, two in pairs)
-
-
-def keep_value_beside(tensor: Tensor, value: Tensor) -> None:
-    """Attach values to a meta tensor, unless there are more than `LARGEST`."""
-    if tensor.is_meta and not value.is_meta and value.numel() <= LARGEST:
-        setattr(tensor, _VALUE, value)
-
-
-def keep_buffers_beside(copied: nn.Module, model: nn.Module) -> None:
-    """Attach the model's values to the integer and boolean buffers of a copy: counters, masks, position tables."""
-    own = dict(model.named_buffers())
-    for name, buffer in copied.named_buffers():
-        value = own.get(name)
-        if value is not None and not value.is_floating_point() and value.numel() <= LARGEST_BUFFER:
-            keep_value_beside(buffer, value.detach().clone())
-
-
-def value_of(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor, or those attached to a meta tensor; None if they are unknown."""
-    return getattr(tensor, _VALUE, None) if tensor.is_meta else tensor
 
 
 def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:

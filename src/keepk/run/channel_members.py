@@ -8,21 +8,19 @@ import numpy as np
 from torch import nn
 
 from keepk.errors import SpaceError
-from keepk.graph.edits import Indices
-from keepk.graph.facts import Role
 from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
+from keepk.graph.ids.facts import Role
 from keepk.graph.units import Group
+from keepk.metrics.factories import refuse_uncalled
+from keepk.metrics.layers import metric_name
+from keepk.metrics.weights import traits_of
+from keepk.model.edits import Indices
 from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Portion, nearest_totals, snapped
 from keepk.plan.spaces import ChannelSpace
-from keepk.rank.asking import metric_name
-from keepk.rank.choices import Choice
-from keepk.rank.factories import refuse_uncalled
-from keepk.rank.links import Links
-from keepk.rank.metrics import traits_of
-from keepk.run.channel_links import find_links, refuse_bound_links
+from keepk.rank.channels import Choice, Links, find_links, refuse_bound_links
 
 NONE = np.zeros(0, np.int64)
 # Which groups of the graph a space takes. A layer that several BatchNorms read is a "source" at its output, and each

@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor, nn
 
-from keepk.cut.hold import Masks, count_revived
+from keepk.cut.masks import Masks, count_revived
 from keepk.cut.record import Places, packed
 from keepk.errors import ShrinkError
-from keepk.graph.facts import Role
 from keepk.graph.graph import Graph
-from keepk.graph.maps import Flags
+from keepk.graph.ids.facts import Role
+from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
-from keepk.graph.weight_norm import lengths_of
-from keepk.graph.wrappers import named_parameters
+from keepk.model.names import changed_model, named_parameters
+from keepk.model.weight_norm import lengths_of
 from keepk.plan.names import matches
-from keepk.rank.changed import changed_model
 
 if TYPE_CHECKING:  # the sides count with these functions, so nothing of theirs is imported at run time
     from keepk.run.channel_members import ChannelMembers
-    from keepk.run.resolve import Members
+    from keepk.run.weights import Members
 
 
 def count_weights(

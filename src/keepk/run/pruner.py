@@ -31,22 +31,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepk.cut.certificate import Certificate
 from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
-from keepk.cut.followers import Follower
-from keepk.cut.hold import without_updates
-from keepk.cut.undo import undone_by
-from keepk.graph.given import TrainMode, ValueBranches
+from keepk.cut.holders import Follower
+from keepk.cut.masks import without_updates
+from keepk.cut.record import Certificate
+from keepk.cut.transaction import undone_by
+from keepk.model.example import TrainMode, ValueBranches
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
-from keepk.run.agree import agreed, are_several, carried_out
-from keepk.run.parties import Shrink, register_live, run_spec
-from keepk.run.report import plan_html
-from keepk.run.sides import Session
-from keepk.run.surgery import Event
+from keepk.reports.tables import plan_html
+from keepk.run.channels import Event
+from keepk.run.checks import Shrink, register_live, run_spec
+from keepk.run.distributed import agreed, are_several, carried_out
+from keepk.run.session import Session
 
 if TYPE_CHECKING:
-    from keepk.show.run_report import RunReport
+    from keepk.reports.run import RunReport
 
 Wrapper = TypeVar("Wrapper")
 SHOWN = 10  # spaces in a repr
@@ -322,7 +322,7 @@ class Pruner:
         """
         # Imported here because reports are made from runs, and rooms import from their left only. A method is easier
         # to find than a function that takes the Pruner, so this is the one exception.
-        from keepk.show.run_report import report  # noqa: PLC0415
+        from keepk.reports.run import report  # noqa: PLC0415
 
         return report(self, error=error)
 

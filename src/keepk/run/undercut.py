@@ -17,15 +17,15 @@ import numpy as np
 from torch import nn
 
 from keepk.errors import PlanError
-from keepk.graph.edits import Indices
 from keepk.graph.graph import Graph
-from keepk.graph.maps import Flags
-from keepk.graph.tracer import named_tensors
-from keepk.plan.least import Count, Factor, Product, least
+from keepk.graph.ids.maps import Flags
+from keepk.model.edits import Indices
+from keepk.model.names import named_tensors
+from keepk.plan.fewest_weights import Count, Factor, Product, least
 from keepk.plan.names import matches
 from keepk.plan.phases import Goal, Phase, Plan, through_phases
 from keepk.run.channel_members import ChannelMembers, settled
-from keepk.run.resolve import Members
+from keepk.run.weights import Members
 
 SHOWN = 12  # counts of a plan in an error
 

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepk.graph.algebra import Operand
-from keepk.graph.atoms import COPIES
-from keepk.graph.call import Call
-from keepk.graph.label import label_of
-from keepk.graph.maps import Map, aligned, along, compress, support
-from keepk.graph.table import rule
+from keepk.graph.ids.atoms import COPIES, label_of
+from keepk.graph.ids.maps import Map, aligned, along, compress, support
+from keepk.graph.ids.merge import Operand
+from keepk.graph.rules.call import Call
+from keepk.graph.rules.registry import rule
 
 
 # Most of these reach the trace under torch.inference_mode only; otherwise torch turns them into permute and transpose.

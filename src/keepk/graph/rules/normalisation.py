@@ -6,12 +6,12 @@ over channels, which changes when one is missing; the channels are then marked l
 
 from torch import Tensor
 
-from keepk.graph.algebra import Operand
-from keepk.graph.call import Call
-from keepk.graph.facts import Line
-from keepk.graph.label import label_of
-from keepk.graph.maps import Map, along, support
-from keepk.graph.table import rule
+from keepk.graph.ids.atoms import label_of
+from keepk.graph.ids.facts import Line
+from keepk.graph.ids.maps import Map, along, support
+from keepk.graph.ids.merge import Operand
+from keepk.graph.rules.call import Call
+from keepk.graph.rules.registry import rule
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "cudnn_batch_norm",

@@ -6,11 +6,11 @@ that layout, with dims of size 1 where a factor does not have them.
 
 from torch import Tensor
 
-from keepk.graph.algebra import Operand, Tracked
-from keepk.graph.call import Call
-from keepk.graph.label import label_of
-from keepk.graph.maps import Map, aligned
-from keepk.graph.table import rule
+from keepk.graph.ids.atoms import label_of
+from keepk.graph.ids.maps import Map, aligned
+from keepk.graph.ids.merge import Operand, Tracked
+from keepk.graph.rules.call import Call
+from keepk.graph.rules.registry import rule
 
 
 @rule("mm", "bmm", "addmm", "baddbmm", "_addmm_activation", "mv", "addmv", "dot", "vdot")

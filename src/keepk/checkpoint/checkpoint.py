@@ -1,0 +1,343 @@
+"""A folder that always holds one whole checkpoint: the old one or the new one.
+
+::
+
+    checkpoint.json              the contents, with size and sha256 of the tensor file
+    tensors-<hex>.safetensors    the tensors
+
+The new tensor file is written beside the old one under a fresh name. Replacing ``checkpoint.json`` is the commit: from
+then on the folder holds the new checkpoint. Processes that write into one folder take turns, and the last checkpoint
+written stays; on a file system without locks, no process deletes a file that another one may still be writing.
+`keepk.deploy.folder` does the same for saved models, on the same functions of `files` and `trusted`.
+"""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepk.checkpoint.parts import (
+    GeneratorPart,
+    ModulePart,
+    OptimizerPart,
+    Part,
+    PrunerPart,
+    SchedulerPart,
+    StatefulPart,
+    host_copy,
+)
+from keepk.errors import CheckpointError, KeepkError
+from keepk.storage.files import (
+    Trusted,
+    deleted_on_failure,
+    place,
+    replace_index,
+    safetensors_bytes,
+    sweep,
+    sync_folder,
+    write_synced,
+    writing,
+)
+from keepk.storage.rng import check_rng_state, rng_state, set_rng_state
+from keepk.storage.tree import decode, encode
+
+INDEX, FORMAT, VERSION = "checkpoint.json", "keepk.checkpoint", 1
+_OURS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors|checkpoint-[0-9a-f]{32}\.json\.tmp")
+
+
+def _digest(document: dict[str, Any]) -> str:
+    # In the order of the document: sorted keys would change the hash of every checkpoint written so far.
+    said = {key: value for key, value in document.items() if key != "sha256"}
+    return sha256(json.dumps(said, allow_nan=False).encode("ascii")).hexdigest()
+
+
+CHECKPOINT = Trusted(
+    INDEX,
+    "checkpoint",
+    FORMAT,
+    VERSION,
+    _digest,
+    CheckpointError,
+    source="Give a folder that keepk.save_checkpoint wrote.",
+    remedy="Use another checkpoint.",
+)
+
+
+def write_folder(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Replace the checkpoint in a folder.
+
+    Each byte is hashed while it is written and no tensor is in memory twice: SHA-256 is the only cost beyond the disk.
+    """
+    with writing(folder, tensors, CheckpointError) as locked:
+        tensor_file, before = _commit(folder, document, tensors)
+        _settle(folder, tensor_file, before, locked=locked)
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the checkpoint in a folder: its document and its tensors, both verified by their hashes."""
+    return CHECKPOINT.whole(folder, lambda document: _tensors(folder, document))
+
+
+def _tensors(folder: Path, document: dict[str, Any]) -> dict[str, Tensor]:
+    named = document.get("tensors")
+    if not isinstance(named, dict) or set(named) != {"file", "size", "sha256"}:
+        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it names no tensor file")
+    # A forged index must not make keepk read a file outside the folder.
+    if not _OURS.fullmatch(str(named["file"])):
+        raise CheckpointError(f"{folder / INDEX}: names {named['file']!r}, which is not a checkpoint's tensor file")
+    return CHECKPOINT.tensors(folder / named["file"], named)
+
+
+def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Path, Path | None]:
+    """Write both files up to the commit; returns the new tensor file and the one before."""
+    token = secrets.token_hex(16)
+    tensor_file, draft = folder / f"tensors-{token}.safetensors", folder / f"checkpoint-{token}.json.tmp"
+    with deleted_on_failure([tensor_file, draft], lambda: _named_in_index(folder)):
+        size, digest = write_synced(tensor_file, safetensors_bytes(tensors))
+        named = {"file": tensor_file.name, "size": size, "sha256": digest}
+        document = {**CHECKPOINT.head(), **document, "tensors": named}
+        text = json.dumps({**document, "sha256": _digest(document)}, allow_nan=False)
+        before = replace_index(draft, folder / INDEX, text, lambda: _named_in_index(folder))
+    return tensor_file, before
+
+
+def _settle(folder: Path, tensor_file: Path, before: Path | None, *, locked: bool) -> None:
+    """After the commit: make it durable and delete leftovers."""
+    try:
+        sync_folder(folder)
+        sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={tensor_file, before})
+    except OSError as error:
+        if _named_in_index(folder) != tensor_file:  # a later writer has replaced this checkpoint: nothing is lost
+            return
+        raise CheckpointError(
+            f"{folder}: the new checkpoint is there, but may not survive a power cut ({error}). Check the disk."
+        ) from error
+
+
+def _named_in_index(folder: Path) -> Path | None:
+    """The tensor file that the index names, whether or not it is whole; None if it names none."""
+    named = CHECKPOINT.unverified(folder, "tensors")
+    name = str(named["file"]) if isinstance(named, dict) and "file" in named else ""
+    return folder / name if _OURS.fullmatch(name) else None
+
+
+_ORDER = "path, then model=, pruner=, optimizer= and the others by name"
+_FOR_INFERENCE = {"model", "ema"}
+_OF_TORCH = {"optimizer", "scheduler", "scaler", "generator"}
+_MAY_BE_SEVERAL = {"optimizer", "scheduler", "generator"}
+_PARTS: dict[str, Any] = {
+    "pruner": PrunerPart,
+    "optimizer": OptimizerPart,
+    "scheduler": SchedulerPart,
+    "generator": GeneratorPart,
+}
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    pruner: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    generator: Any = None,
+    extra: Any = None,
+) -> None:
+    """Write the state of a run into the folder `path`, whole or not at all.
+
+    The states of the random number generators are saved too (Python's, numpy's global one, torch's for CPU and CUDA).
+    A kill at any moment leaves the old checkpoint or the new one. Processes that write into one folder take turns, and
+    the last checkpoint written stays. With several processes, let one of them write, or give each a separate folder:
+    their random number generators differ.
+
+    Args:
+        path: The folder; it is created if it does not exist.
+        model: The model, saved under the names that it has without DDP or torch.compile wrappers.
+        pruner: The `Pruner`.
+        optimizer: The optimizer, or a list of several.
+        scheduler: The learning-rate scheduler, or a list. Functions in its state (a LambdaLR's) are not saved: build it
+            with the same ones when you resume.
+        scaler: A `torch.amp.GradScaler`.
+        ema: An `AveragedModel`, or any object with `state_dict` and `load_state_dict`.
+        generator: The `torch.Generator` of a sampler, or a list.
+        extra: Any tree of plain values, arrays and tensors, such as ``{"epoch": 3, "batch": 17}``.
+
+    Raises:
+        CheckpointError: An argument has no state to save, a state holds something other than plain values and tensors,
+            or the folder cannot be written. The folder then holds what it held before.
+
+    Examples:
+        >>> import tempfile
+        >>> net = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder, model=net, optimizer=sgd, extra={"epoch": 3})
+        ...     load_checkpoint(folder, model=net, optimizer=sgd)
+        {'epoch': 3}
+    """
+    folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
+    given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
+    parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
+    captured = {name: [part.capture() for part in several] for name, several in parts.items()}
+    tree, tensors = encode({**captured, "rng": rng_state(), "extra": extra}, name="")
+    document = {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}
+    write_folder(folder, document, tensors)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    pruner: Any = None,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    ema: Any = None,
+    generator: Any = None,
+) -> Any:
+    """Restore freshly built objects to the states in the folder `path`.
+
+    With `model` or `ema` alone (or nothing), this is a read for inference: other parts are ignored, and random number
+    generators do not change. With any other part, it is a resume: every part that was saved must be given, and the
+    generators continue from their saved states.
+
+    Everything is read, verified and compared with the objects before the first of them changes. If an object still
+    refuses its state, all of them get their old states back, from a copy on the host.
+
+    Args:
+        path: A folder that `save_checkpoint` wrote.
+        model: The model, as its constructor builds it. With `pruner`, it is cut to its saved shapes first.
+        pruner: A `Pruner` with the same spaces.
+        optimizer: The optimizer or optimizers, of the same classes and over the same parameters.
+        scheduler: The scheduler or schedulers, of the same classes and with the same functions.
+        scaler: The `GradScaler`.
+        ema: The average of the model.
+        generator: The generator or generators, on the same devices.
+
+    Returns:
+        The `extra` that was saved. Tensors in it are on the CPU.
+
+    Raises:
+        CheckpointError: The folder holds no checkpoint or a damaged one, a part is missing or was not saved, or an
+            object does not match its saved state. Every object then has its old state.
+
+    Examples:
+        >>> import tempfile
+        >>> net, fresh = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_checkpoint(folder, model=net, extra={"accuracy": 0.98})
+        ...     load_checkpoint(folder, model=fresh)
+        {'accuracy': 0.98}
+        >>> torch.equal(net.weight, fresh.weight)
+        True
+    """
+    folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
+    given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
+    parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
+    document, tensors = read_folder(folder)
+    resumes = bool(set(parts) - _FOR_INFERENCE)
+    held = document.get("parts")
+    if not isinstance(held, list) or not all(isinstance(name, str) for name in held) or "tree" not in document:
+        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
+    _refuse_other_parts(folder, set(parts), held, resumes)
+    # The current states, on the host, for a way back. The pruner is not among them: it undoes its own changes.
+    others = [part for name, several in parts.items() for part in several if name != "pruner"]
+    kept = [(part, host_copy(part.capture())) for part in others]
+    with ExitStack() as shapes:
+        try:
+            saved = decode(document["tree"], tensors)
+            # Before the other checks, which compare shapes with those of the model.
+            for part in parts.get("pruner", ()):
+                shapes.callback(part.take_shape(saved["pruner"][0]))  # type: ignore[attr-defined]  # a PrunerPart
+            _check(parts, saved, resumes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / INDEX}: {error}") from error
+        except KeepkError:
+            raise
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint ({error!r})") from error
+        pairs = [(name, *pair) for name in parts for pair in zip(parts[name], saved[name], strict=True)]
+        _restore(folder, pairs, shapes, kept)
+        shapes.pop_all()
+    if resumes:
+        set_rng_state(saved["rng"])
+    return saved["extra"]
+
+
+def _parts(given: dict[str, Any]) -> dict[str, list[Part]]:
+    """The given objects, by argument, in the order in which they are restored."""
+    # The pruner zeroes weights and optimizer state when it loads, so the objects that hold these are restored later.
+    order = ("pruner", "optimizer", "scheduler", "scaler", "generator", "ema", "model")
+    return {name: list(_several(name, given[name])) for name in order if given[name] is not None}
+
+
+def _several(name: str, value: Any) -> Iterable[Part]:
+    if name in _MAY_BE_SEVERAL and isinstance(value, list | tuple):
+        return [_part(name, f"{name}[{index}]", item) for index, item in enumerate(value)]
+    return [_part(name, name, value)]
+
+
+def _part(kind: str, name: str, value: Any) -> Part:
+    needed = ("get_state", "set_state") if kind == "generator" else ("state_dict", "load_state_dict")
+    if not all(hasattr(value, method) for method in needed):
+        raise CheckpointError(f"{name}: got a {type(value).__name__}, which has no {' and '.join(needed)}")
+    if kind == "model" and not isinstance(value, nn.Module):
+        raise CheckpointError(f"model: got a {type(value).__name__}. Give a torch.nn.Module.")
+    if isinstance(value, nn.Module):
+        return ModulePart(name, value)
+    if kind == "optimizer" and not isinstance(value, torch.optim.Optimizer):
+        raise CheckpointError(f"{name}: got a {type(value).__name__}. Give a torch.optim.Optimizer.")
+    part: Part = _PARTS.get(kind, StatefulPart)(name, value)
+    return part
+
+
+def _refuse_other_parts(folder: Path, given: set[str], held: list[str], resumes: bool) -> None:
+    if strange := sorted(given - set(held)):
+        raise CheckpointError(f"{folder}: holds no {strange[0]}, only {', '.join(held)}. Leave {strange[0]}= out.")
+    if resumes and (missing := sorted(set(held) - given)):
+        raise CheckpointError(
+            f"{folder}: holds the run's {missing[0]}, without which it would not continue as it was. "
+            f"Pass {', '.join(f'{name}=...' for name in missing)}, or only model= to read it for inference."
+        )
+
+
+def _check(parts: dict[str, list[Part]], saved: dict[str, Any], resumes: bool) -> None:
+    for name, several in parts.items():
+        if len(several) != len(saved[name]):
+            raise CheckpointError(
+                f"{name}: got {len(several)}, but {len(saved[name])} were saved. Give the same number."
+            )
+        for part, state in zip(several, saved[name], strict=True):
+            part.check(state)
+    if resumes:
+        check_rng_state(saved["rng"])
+
+
+def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
+    name = ""
+    try:
+        for name, part, state in pairs:  # noqa: B007 - it is needed afterwards
+            part.restore(state)
+    except BaseException as error:
+        shapes.close()  # first, because the copies have the old shapes
+        for part, state in kept:
+            # The object that refused its new state may refuse the old one as well; the others still get theirs.
+            with suppress(Exception):
+                part.restore(state)
+        # Errors of a user's model or EMA are for the user to read. Torch's do not mention the checkpoint, so add it.
+        if name in _OF_TORCH and isinstance(error, Exception) and not isinstance(error, KeepkError):
+            raise CheckpointError(
+                f"{folder / INDEX}: the {name} refused its state ({type(error).__name__}: {error}). Every object has "
+                f"its old state again. Build the same {name}, or use another checkpoint."
+            ) from error
+        raise

@@ -1,0 +1,1 @@
+"""Removing neurons that weight pruning has left without inputs or outputs."""

@@ -1,0 +1,196 @@
+"""Atoms: integer ids, one for each index along each axis of each parameter and buffer.
+
+Removing channel 5 of a convolution removes row 5 of its weight and entry 5 of its bias. The trace gives both an id (an
+"atom"), and learns from the forward pass which atoms must be removed together. Operations that create tensors, or that
+reduce several atoms to one, take fresh ids as well.
+
+>>> atoms = Atoms()
+>>> atoms.new(4, "conv.weight", dim=0)  # a convolution with 4 filters
+array([1, 2, 3, 4], dtype=int32)
+>>> atoms.new(4, "conv.bias")  # its bias: different atoms, until the trace finds that they belong together
+array([5, 6, 7, 8], dtype=int32)
+>>> atoms.axis(6)  # which axis atom 6 belongs to
+Axis(start=5, size=4, tensor='conv.bias', dim=0, groups=1)
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from keepk.graph.ids.maps import Map
+
+COPIES = -1
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A run of consecutive atoms: one axis of a parameter or buffer.
+
+    Attributes:
+        start: The first atom.
+        size: The number of atoms.
+        tensor: The name of the parameter or buffer; empty if an operation of the forward pass created the atoms.
+        dim: The dim of that tensor; `COPIES` for atoms along which a tensor repeats one value (`expand`).
+        groups: Above 1 for the second axis of a grouped convolution's weight: its atoms are (group, local index).
+    """
+
+    start: int
+    size: int
+    tensor: str
+    dim: int
+    groups: int = 1
+
+
+class Atoms:
+    """Hands out ids in runs of consecutive numbers. Id 0 means "no atom"."""
+
+    def __init__(self) -> None:
+        # Ids begin at 1. With 0 for "not tracked", a map can have gaps (padding, a part of a concatenation that has no
+        # channels) without a second array of flags, and `array > 0` selects what is tracked.
+        self.count = 1
+        self.axes: list[Axis] = []
+        self._starts: list[int] = []
+
+    def new(self, size: int, tensor: str = "", dim: int = 0, groups: int = 1) -> Map:
+        """A run of fresh atoms; see `Axis` for the arguments."""
+        axis = Axis(self.count, size, tensor, dim, groups)
+        self.axes.append(axis)
+        self._starts.append(self.count)
+        self.count += size
+        return np.arange(axis.start, self.count, dtype=np.int32)
+
+    def axis(self, atom: int) -> Axis:
+        """The run that contains an atom."""
+        # Runs are stored instead of one record per atom: a large model has millions of atoms and a few hundred axes.
+        return self.axes[bisect_right(self._starts, atom) - 1]
+
+    def branch(self) -> "Atoms":
+        """A copy that hands out further ids without changing the original.
+
+        Further forward passes (train mode, the opposite outcome of a branch) share the atoms of the parameters and add
+        ids for the tensors that only they create.
+        """
+        other = Atoms()
+        other.count, other.axes, other._starts = self.count, list(self.axes), list(self._starts)
+        return other
+
+
+_ATTRIBUTE = "_keepk_label"  # lives on tensors of the traced copy only
+_ORIGIN = "_keepk_origin"  # so does this
+# Where a tensor comes from: the name of a parameter or buffer, the number of an input, or the operation (by its number
+# in the pass) and which of its outputs it is. None if unknown.
+Origin: TypeAlias = str | tuple[Any, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The maps of a tensor and facts about its values.
+
+    Attributes:
+        maps: Index maps; a dim larger than 1 that no map covers is untracked.
+        neutral: All elements are the same constant, so it fits any channels.
+        from_parameters: It is computed from the model's parameters and buffers alone, not from the input.
+        zeros: For each map, whether the elements of a removed channel are exactly 0 once all slices of that channel
+            are zero in the weights. In ``relu(a)[:, :, None] * sigmoid(b)[:, None, :]`` this is true of the map over
+            a's channels and false of the map over b's, since sigmoid(0) is not 0.
+        all_zero: Every element is 0, whatever is removed.
+    """
+
+    maps: tuple[Map, ...] = ()
+    neutral: bool = False
+    from_parameters: bool = False
+    zeros: tuple[bool, ...] = ()
+    all_zero: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.zeros) != len(self.maps):
+            raise ValueError(f"a label with {len(self.maps)} maps and {len(self.zeros)} flags")
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{m.shape}{' zero' if zero else ''}" for m, zero in zip(self.maps, self.zeros, strict=True))
+        flags = [name for name in ("neutral", "from_parameters", "all_zero") if getattr(self, name)]
+        return f"<Label: {', '.join([f'maps [{shapes}]', *flags])}>"
+
+    def zero_along(self, index_map: Map) -> bool:
+        """Whether the elements of a channel removed from a map are 0; the map consists of this label's atoms."""
+        if self.all_zero or not any(self.zeros):
+            return self.all_zero
+        if all(self.zeros) and any(index_map is own for own in self.maps):
+            return True
+        atoms = index_map[index_map > 0]
+        # An atom may be in two maps of one tensor (an outer product of a layer with itself). Then both must be zero.
+        known = [(m.ravel(), zero) for m, zero in zip(self.maps, self.zeros, strict=True)]
+        return bool(
+            np.isin(atoms, np.concatenate([ids for ids, zero in known if zero])).all()
+            and not any(np.isin(atoms, ids).any() for ids, zero in known if not zero)
+        )
+
+
+UNLABELLED = Label()
+
+
+# Labels are valid only in the forward pass that set them: a model may keep tensors from one pass to the next, in a
+# dict or an lru_cache, and their atoms mean nothing there.
+class _ForwardPass(threading.local):
+    number = 0
+
+
+_numbers = count(1)
+_current = _ForwardPass()  # each thread may run a separate trace
+
+
+def begin_forward_pass() -> None:
+    """Invalidate all labels of this thread."""
+    _current.number = next(_numbers)
+
+
+def label_of(tensor: Tensor) -> Label:
+    """The tensor's label; empty for inputs of the model and for tensors of an earlier pass."""
+    label: Label
+    number, label = getattr(tensor, _ATTRIBUTE, (0, UNLABELLED))
+    return label if number == _current.number else UNLABELLED
+
+
+def is_labelled(tensor: Tensor) -> bool:
+    """Whether the tensor got a label in this forward pass."""
+    return bool(_current.number) and getattr(tensor, _ATTRIBUTE, (0,))[0] == _current.number
+
+
+def set_label(tensor: Tensor, label: Label) -> None:
+    """Attach a label to the tensor."""
+    setattr(tensor, _ATTRIBUTE, (_current.number, label))
+
+
+def origin_of(tensor: Tensor) -> Origin:
+    """Where the tensor comes from; None if that is unknown or it is from an earlier pass."""
+    origin: Origin
+    number, origin = getattr(tensor, _ORIGIN, (0, None))
+    return origin if number == _current.number else None
+
+
+def set_origin(tensor: Tensor, origin: Origin) -> None:
+    """Record where the tensor comes from."""
+    setattr(tensor, _ORIGIN, (_current.number, origin))
+
+
+def tensors_in(tree: object) -> Iterable[Tensor]:
+    """The tensors in a model's output or an operation's arguments, at any depth."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, list | tuple | set):
+        for value in tree:
+            yield from tensors_in(value)
+    # Outputs of transformers and torchvision are dataclass-like objects. Modules are left out: their tensors are
+    # parameters, and a type's attributes belong to no output.
+    elif hasattr(tree, "__dict__") and not isinstance(tree, torch.nn.Module | type):
+        yield from tensors_in({key: value for key, value in vars(tree).items() if not key.startswith("_keepk_")})

@@ -1,0 +1,229 @@
+"""Checks of a cut on copies of the model: compare outputs (`verify`), or replay forward at the new sizes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from keepk.errors import ShrinkError
+from keepk.graph.graph import Graph
+from keepk.graph.ids.facts import Reason
+from keepk.graph.probe.repairs import passing_through
+from keepk.graph.probe.replay import Mismatch, Replays
+from keepk.model.copies import Workshop
+from keepk.model.edits import Edits, Indices, doomed, silencing
+from keepk.model.example import Example, no_model
+from keepk.model.names import named_tensors, sharded, unwrap
+from keepk.model.weight_norm import lengths_of
+
+TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
+SHOWN = 6  # layers in a message
+REMEDIES = {
+    "shrink": "Keep more units there, leave the layer out (exclude=...), or pass replay=False if the difference is "
+    "intended.",
+    "load": "Load it with the code that the model had when it was saved, or omit example= if the difference is "
+    "intended.",
+}
+
+
+def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, seed: int = 0) -> float:
+    """Remove a share of all exact units from a copy, zero them in another, and compare the outputs in float64.
+
+    A trace already checks that every operation of a cut copy gets the right inputs. This is a second opinion, for
+    models with unusual Python code or with custom rules (`keepk.rule`). It runs the model twice, on copies with
+    weights.
+
+    Args:
+        model: The model that was traced; it is not changed.
+        graph: The graph that `keepk.trace` returned for this model.
+        example: An input of forward, as for `keepk.trace`.
+        share: The share of each group of units to remove, between 0 and 1.
+        seed: Seed of the random choice of units.
+
+    Returns:
+        The largest difference, relative to the largest output.
+
+    Raises:
+        ShrinkError: The outputs differ. The error names the layers that make a difference when they are cut alone.
+
+    Examples:
+        >>> import keepk
+        >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+        >>> keepk.verify(net, keepk.trace(net, torch.zeros(2, 8)), torch.randn(2, 8)) < 1e-12
+        True
+    """
+    if not isinstance(model, nn.Module):
+        raise ShrinkError(f"verify: {no_model(model)}")
+    if found := sharded(model):
+        raise ShrinkError(f"verify: {found} is sharded over processes. Trace, verify and shrink before sharding.")
+    trial = _Trial(Workshop(unwrap(model), _in_float64(Example.of(example)), None), graph)
+    units = graph.choose(share, seed=seed)
+    largest = trial.difference(graph.edits(units))
+    if largest > TOLERANCE:
+        raise ShrinkError(
+            f"verify: {len(units)} units removed and the same units masked give outputs that differ by {largest:.1e} "
+            f"of the largest, because of {', '.join(trial.guilty(units)) or 'several layers together'}. Leave these "
+            f"layers out, and look for a custom rule or for Python code that depends on their size."
+        )
+    return largest
+
+
+class _Trial:
+    """Compares cut and masked copies of one model."""
+
+    def __init__(self, workshop: Workshop, graph: Graph) -> None:
+        self._workshop, self._graph = workshop, graph
+
+    def difference(self, edits: Edits) -> float:
+        """The largest difference between the outputs of a cut and a masked copy, relative to the largest output."""
+        cut, masked = (self._workshop.copy(it).double() for it in (edits, None))
+        _silence(masked, edits)
+        return _largest_difference(*(self._outputs(twin) for twin in (masked, cut)))
+
+    def guilty(self, units: Indices) -> list[str]:
+        """The groups whose removal alone changes the outputs."""
+        spaces = (np.intersect1d(np.concatenate(blocks), units) for blocks in self._graph.choices())
+        apart = [mine for mine in spaces if len(mine) and self.difference(self._graph.edits(mine)) > TOLERANCE]
+        names = self._graph.units.group[np.concatenate([*apart, np.zeros(0, np.int64)])]
+        return [repr(self._graph.groups[number].name) for number in np.unique(names)]
+
+    def _outputs(self, twin: nn.Module) -> list[Tensor]:
+        with self._workshop.running() as example:
+            torch.manual_seed(0)  # so that both copies draw the same numbers; `running` restores the user's state
+            output = twin(*example.arguments, **example.by_name)
+        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _in_float64(example: Example) -> Example:
+    def converted(value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return Example(tree_map(converted, example.arguments), tree_map(converted, example.by_name))
+
+
+@torch.no_grad()
+def _silence(model: nn.Module, edits: Edits) -> None:
+    """Zero the entries that a cut would remove; of weight norm only the length, see `silencing`."""
+    parameters, lengths = dict(model.named_parameters()), lengths_of(model)
+    for cut in (cut for cut in edits.cuts if cut.tensor in parameters):
+        parameter = parameters[cut.tensor]
+        silenced = doomed(silencing(cut, lengths.get(parameter)), parameter.device)
+        parameter.masked_fill_(silenced, 0.0)
+
+
+def _largest_difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+    if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in got]:
+        return float("inf")
+    pairs = [(a.double(), b.double()) for a, b in zip(wanted, got, strict=True) if a.numel()]
+    return max((float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) for a, b in pairs), default=0.0)
+
+
+def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shrink") -> None:
+    """Refuse a cut after which the model's forward would fail or do something that the trace has not seen.
+
+    A trace tries a few widths. A forward may branch on others (``if h.shape[1] < 6``), or lose an axis where one
+    channel is left (``.squeeze()``). So each cut is replayed at its exact sizes, on a copy without weights, unless
+    these sizes were replayed before.
+
+    Args:
+        model: The model, without wrappers.
+        graph: Its graph.
+        edits: The cut.
+        verb: The function that the user called, for the error: "shrink" or "load".
+
+    Raises:
+        ShrinkError: The cut copy did something else; nothing was changed.
+    """
+    replays = graph.replays
+    if replays is None or not len(edits.units):
+        return
+    after = {cut.tensor: cut.after for cut in edits.cuts}
+    shapes = tuple(after.get(name, tuple(tensor.shape)) for name, tensor, _ in named_tensors(model))
+    if shapes in replays.fitting:
+        return
+    _refuse_wide_projection(model, edits, verb)
+    workshop = Workshop(model, replays.runs[0][0].example, replays.device)
+    found = replays.mismatch(workshop, graph, edits, lenient=True)
+    if (
+        found is None
+        or found.step < 0  # before the first operation: a module refuses its new size, as it will when it is cut
+        or _is_torchs_shortcut(model, graph, edits, found)
+        or _has_changed_since(workshop, graph, edits, found)
+    ):
+        replays.fitting.add(shapes)
+        return
+    step = replays.steps[max(found.step, 0)]
+    where = Reason("", step.name, step.module, step.place)
+    raise ShrinkError(
+        f"{verb}: with {_widths(graph, edits, replays, found)}, forward would not do what it did when it was traced "
+        f"({found.run}): {found.why}{where}. Nothing was changed. {REMEDIES[verb]}"
+    )
+
+
+def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
+    """Refuse an LSTM whose projection would not be narrower than its state."""
+    # torch checks this in the constructor and not in forward, so a replay does not find it.
+    modules = dict(model.named_modules())
+    after = {(it.module, it.attribute): it.new for it in edits.settings if it.attribute in ("hidden_size", "proj_size")}
+    for path in {path for path, _ in after}:
+        module = modules[path]
+        hidden, projected = (after.get((path, it), getattr(module, it, 0)) for it in ("hidden_size", "proj_size"))
+        if isinstance(module, nn.LSTM) and projected >= hidden:
+            raise ShrinkError(
+                f"{verb}: LSTM {path!r} would have hidden_size={hidden} and proj_size={projected}. proj_size has to be "
+                f"smaller than hidden_size: leave more hidden units, or remove as many of the projection."
+            )
+
+
+def _has_changed_since(workshop: Workshop, graph: Graph, edits: Edits, found: Mismatch) -> bool:
+    """Whether a mismatch is due to changes of the model since its trace: it filled a cache, or dropout was changed.
+
+    Then the uncut model does not repeat its trace either. The replay says nothing about the cut, so for exact units the
+    outputs of a cut and a masked copy are compared instead.
+    """
+    assert graph.replays is not None
+    if graph.replays.mismatch(workshop, graph, graph.edits([]), lenient=True) is None:
+        return False
+    return bool(graph.units.lossy[edits.units].any()) or _computes_the_same(workshop.model, graph, edits, found)
+
+
+def _computes_the_same(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
+    """Whether a cut and a masked copy of the model give the same outputs in eval mode."""
+    assert found.run is not None
+    trial = _Trial(Workshop(model, _in_float64(found.run.example), None), graph)
+    try:
+        return trial.difference(edits) <= TOLERANCE
+    except Exception:  # forward may raise anything on a copy that it does not fit
+        return False
+
+
+def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
+    """Whether a mismatch comes from torch itself, which uses other operations for a single channel.
+
+    For example, `einsum` multiplies instead of calling `bmm`. The outputs of a cut and a masked copy are compared to
+    find out, which works in eval mode and for exact units.
+    """
+    alive = graph.alive.copy()
+    alive[edits.units] = False
+    blocks = [block for blocks in graph.choices() for block in blocks if np.isin(block, edits.units).any()]
+    if all(alive[block].sum() > 1 for block in blocks) or graph.units.lossy[edits.units].any():
+        return False
+    if found.run is None or found.run.training or found.run.answers:
+        return False
+    return _computes_the_same(model, graph, edits, found)
+
+
+def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> str:
+    """The widths that the layers near the failing operation would have; of all cut layers if none is near."""
+    alive = graph.alive.copy()
+    alive[edits.units] = False
+    cut = np.unique(graph.units.group[edits.units]).tolist()
+    through = np.zeros(len(graph.solution.classes), bool)
+    through[graph.solution.classes[passing_through(replays.steps, found.step, np.ones(len(through), bool))]] = True
+    near = [number for number in cut if through[graph.units.classes[graph.groups[number].units]].any()]
+    named = [graph.groups[number] for number in (near or cut)]
+    shown = ", ".join(f"{int(alive[space.units].sum())} of {space.name!r}" for space in named[:SHOWN])
+    return f"{shown} and others" if len(named) > SHOWN else shown

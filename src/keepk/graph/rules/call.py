@@ -1,0 +1,370 @@
+"""Which operations keep a removed channel at zero, found by running them on a few numbers.
+
+A table of such operations would be long and would have to know every argument (``clamp`` keeps 0 with ``min=-1`` and
+not with ``min=1``). Elementwise operations are cheap to run, so they are tried instead.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from keepk.graph.ids.atoms import Atoms, Label, is_labelled, label_of, set_label, tensors_in
+from keepk.graph.ids.facts import Facts, Read, Reason, Role
+from keepk.graph.ids.maps import Map, aligned, support
+from keepk.graph.ids.merge import Algebra, Operand
+
+# Both signs, zero, and sizes on both sides of 1, for the inputs that are not zero.
+FLOATS = (-1.3, 0.7, 2.1, -0.4, 0.0)
+OTHERS = (0, 1, 3, 1, -2)
+NOT_NEEDED = ("device", "generator", "memory_format")  # of the meta tensors in the trace; samples are on the CPU
+
+
+def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], zero: Sequence[bool]) -> bool:
+    """Whether the result is 0 wherever the tensors flagged in `zero` are 0, for any values of the other tensors.
+
+    Args:
+        operation: The overload of an ATen operation.
+        arguments: Its positional and its named arguments.
+        zero: For each tensor among the arguments, in order, whether it is 0.
+
+    >>> one, other = torch.zeros(3), torch.zeros(3)
+    >>> stays_zero(torch.ops.aten.mul.Tensor, ((one, other), {}), (True, False))
+    True
+    >>> stays_zero(torch.ops.aten.add.Tensor, ((one, other), {}), (True, False))
+    False
+    >>> stays_zero(torch.ops.aten.cos.default, ((one,), {}), (True,))
+    False
+    """
+    if not any(zero) or torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
+        return False
+    positional, by_name = arguments
+    named = {key: value for key, value in by_name.items() if key not in NOT_NEEDED}
+    leaves, tree = tree_flatten((list(positional), named))
+    flags = iter(zero)
+    values = tuple((value.dtype, next(flags)) if isinstance(value, Tensor) else value for value in leaves)
+    tensors = tuple(isinstance(value, Tensor) for value in leaves)
+    try:
+        return _run_on_samples(operation, tree, values, tensors)
+    except TypeError:  # an argument that cannot be hashed
+        return bool(_run_on_samples.__wrapped__(operation, tree, values, tensors))
+
+
+@lru_cache(maxsize=4096)  # a network repeats its layers, and a trace its forward passes
+def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors: tuple[bool, ...]) -> bool:
+    """Run an operation with samples for its tensors; False if it fails on them, which leaves the question open."""
+    leaves = [_sample(*value) if is_tensor else value for value, is_tensor in zip(values, tensors, strict=True)]
+    positional, by_name = tree_unflatten(leaves, tree)
+    try:
+        result = operation(*positional, **by_name)
+    except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
+        return False
+    first = result if isinstance(result, Tensor) else next(iter(result), None)
+    # 0 / 0 is NaN in the masked network as well as in the cut one, so NaN does not count against the operation.
+    return isinstance(first, Tensor) and not bool(
+        (
+            first.nan_to_num(nan=0.0) if first.dtype.is_floating_point or first.dtype.is_complex else first
+        ).count_nonzero()
+    )
+
+
+def _sample(dtype: torch.dtype, zero: bool) -> Tensor:
+    """A few numbers in place of a tensor: zeros, or a mixture."""
+    if zero:
+        return torch.zeros(len(FLOATS), dtype=dtype, device="cpu")
+    return torch.tensor(FLOATS if dtype.is_floating_point or dtype.is_complex else OTHERS, device="cpu").to(dtype)
+
+
+class Recorder(Protocol):
+    """The trace that a call belongs to."""
+
+    atoms: Atoms
+    facts: Facts
+    groups: dict[str, int]
+    tensors: dict[str, tuple[Map, ...]]
+
+    @property
+    def module(self) -> str:
+        """The path of the module whose forward is running."""
+
+    def place(self) -> str:
+        """File and line in the user's program."""
+
+    def is_batch_norm(self, module: str) -> bool:
+        """Whether a path names a BatchNorm of the model."""
+
+
+# Until 0.2: the names that rules were written with in 0.1.
+_DEPRECATED = {"leave": "label_output", "even": "require_equal_rows", "grid": "require_grid", "lossy": "mark_lossy"}
+
+
+class Call(Algebra):
+    """One operation of the forward pass, as its rule sees it.
+
+    Attributes:
+        name: The operation without its overload and the underscore of in-place variants, such as ``aten::add``.
+        inputs: The tensors among its arguments, in order.
+        outputs: The tensors that it returned.
+        taken: The atoms of single channels that it takes by number, as in ``x[:, 0]``.
+        counts: The numbers among its arguments that are sizes, each with maps of the channels it counts.
+    """
+
+    def __init__(
+        self, trace: "Recorder", operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any
+    ) -> None:
+        super().__init__(trace.atoms, trace.facts, self.reason)
+        self._trace, self.operation, self._arguments = trace, operation, arguments
+        self.name = base_name(operation)
+        self.inputs = list(tensors_in(list(arguments)))
+        self.outputs = list(tensors_in(result))
+        self.taken: list[int] = []
+        self.counts: list[tuple[int, tuple[Map, ...]]] = []
+
+    def __getitem__(self, argument: str) -> Any:
+        """An argument by its name in the operation's schema."""
+        return self.arguments[argument]
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute of a class that has __getattr__
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _DEPRECATED:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            warnings.warn(f"Call.{name} is now Call.{_DEPRECATED[name]}", DeprecationWarning, stacklevel=2)
+            return getattr(self, _DEPRECATED[name])
+
+    def get(self, argument: str, default: Any = None) -> Any:
+        """An argument by name, or `default` if the operation does not have it or it is None."""
+        found = self.arguments.get(argument)
+        return default if found is None else found
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by name, defaults filled in."""
+        positional, by_name = self._arguments
+        schema = self.operation._schema.arguments
+        given = {argument.name: value for argument, value in zip(schema, positional, strict=False)}
+        rest = {a.name: a.default_value for a in schema if a.has_default_value()}
+        return {**rest, **given, **by_name}
+
+    def dims(self, argument: str, rank: int) -> list[int]:
+        """An argument that is a dim or a list of dims, as non-negative numbers; None or an empty list means all."""
+        given = self.arguments.get(argument)
+        if given is None or given == []:
+            return list(range(rank))
+        return [dim % rank for dim in (given if isinstance(given, Sequence) else [given])] if rank else []
+
+    @cached_property
+    def place(self) -> str:
+        """File and line in the user's program."""
+        return self._trace.place()
+
+    @property
+    def module(self) -> str:
+        """The path of the module whose forward is running."""
+        return self._trace.module
+
+    def reason(self, why: str) -> Reason:
+        """A reason that names this operation and its place in the user's program."""
+        return Reason(why, self.name, self.module, self.place)
+
+    def maps(self, tensor: Tensor) -> tuple[Map, ...]:
+        """The index maps of a tensor; see `keepk.graph.ids.maps`."""
+        return label_of(tensor).maps
+
+    def operand(self, tensor: Tensor, rank: int) -> Operand:
+        """The tensor as an operand of a merge whose result has `rank` dims; expanded dims count as size 1."""
+        shape = (1,) * (rank - tensor.ndim) + shape_before_expansion(tensor)
+        return self.shaped_operand(tensor, lambda m: aligned(m, rank), shape)
+
+    def shaped_operand(self, tensor: Tensor, transform: Callable[[Map], Map], shape: tuple[int, ...]) -> Operand:
+        """The tensor as an operand of the given shape, with `transform` applied to each of its maps."""
+        label = label_of(tensor)
+        neutral = label.neutral or tensor.numel() == 1
+        return Operand([transform(m) for m in label.maps], shape, label.zeros, neutral, label.all_zero)
+
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the inputs; for pointwise operations, expanded dims count as size 1."""
+        if is_pointwise(self.operation):
+            return [shape_before_expansion(tensor) for tensor in self.inputs]
+        return [tuple(tensor.shape) for tensor in self.inputs]
+
+    def zero_in(self, tensors: Sequence[Tensor], maps: Iterable[Map]) -> list[bool]:
+        """For each merged map, whether the elements of a removed channel are 0 in all of these tensors."""
+        rank = self.outputs[0].ndim
+        operands = [self.operand(tensor, rank) for tensor in tensors]
+        return [all(operand.zero_along(m) for operand in operands) for m in maps]
+
+    def label_output(
+        self, maps: Iterable[Map], *, to: Tensor | None = None, zero: bool | Tensor | Sequence[bool] | None = None
+    ) -> None:
+        """Label an output with its index maps. It is neutral if all inputs are.
+
+        Args:
+            maps: The maps of the output.
+            to: The output; by default the first one.
+            zero: Whether the elements of a removed channel are 0 in the output once they are 0 in the weights. Either a
+                bool for all maps, or one for each, or an input with the same atoms to take the answer from. By default
+                an element is 0 where it is 0 in every input, which is right for sums, products and data movement.
+        """
+        labels = [label_of(tensor) for tensor in self.inputs]
+        given = list(maps)
+        if zero is None:
+            flags = [bool(labels) and all(label.zero_along(m) for label in labels) for m in given]
+        elif isinstance(zero, Tensor):
+            flags = [label_of(zero).zero_along(m) for m in given]
+        else:
+            flags = [zero] * len(given) if isinstance(zero, bool) else list(zero)
+        kept = _distinct(given)
+        label = Label(
+            maps=tuple(given[place] for place in kept),
+            neutral=bool(labels) and all(label.neutral for label in labels),
+            from_parameters=bool(labels) and all(label.from_parameters for label in labels),
+            zeros=tuple(flags[place] for place in kept),
+        )
+        set_label(self.outputs[0] if to is None else to, label)
+
+    def pin_inputs(self, why: str) -> None:
+        """Pin every channel of every input."""
+        for tensor in self.inputs:
+            for index_map in self.maps(tensor):
+                self.pin(index_map, why)
+
+    def take_by_number(self, channel: Map) -> None:
+        """Pin a channel that is taken by its number; replays on cut copies must take the same one."""
+        # The result has no dim left for a map, so nothing else would notice that x[:, 0] reads another channel once
+        # channel 0 is gone.
+        self.taken += channel.ravel().tolist()
+        self.pin(channel, "one channel is taken by its number")
+
+    def note_count(self, number: int, rows: Sequence[Map]) -> None:
+        """Record that an argument is a number of channels or groups, which has to follow a cut.
+
+        Args:
+            number: The argument's value.
+            rows: Maps with one entry for each thing that is counted.
+        """
+        self.counts.append((number, tuple(row.ravel() for row in rows)))
+
+    def pointwise(self) -> None:
+        """Apply the rule of elementwise operations with broadcasting: merge all inputs, label all outputs."""
+        if not self.outputs:
+            return
+        rank = self.outputs[0].ndim
+        everything = [self.operand(tensor, rank) for tensor in self.inputs]
+        inputs = [place for place, tensor in enumerate(self.inputs) if tensor.ndim <= rank]
+        if all(label_of(self.inputs[place]).from_parameters for place in inputs):
+            # weight * mask: merged maps take the ids of the first operand. It must be the weight, or the mask would be
+            # ranked as what produces the channels.
+            inputs.sort(key=lambda place: _is_weight(self.inputs[place]), reverse=True)
+        operands = [everything[place] for place in inputs]
+        maps = list(operands[0].maps) if len(operands) == 1 else self.merge(operands, "meets")
+        zeros = [self.maps_to_zero([operand.zero_along(m) for operand in everything]) for m in maps]
+        for output in self.outputs:
+            self.label_output(maps, to=output, zero=zeros)
+
+    def maps_to_zero(self, zero: Sequence[bool]) -> bool:
+        """Whether the operation returns 0 where the inputs flagged in `zero` are 0, found by running it on numbers."""
+        return stays_zero(self.operation, self._arguments, zero)
+
+    def note_reader(self, reader: str, maps: Iterable[Map], dims: Iterable[int]) -> None:
+        """Record that `reader` reads the channels along `dims`."""
+        wanted = set(dims)
+        for index_map in maps:
+            if wanted & set(support(index_map)):
+                self.facts.uses.append((index_map.ravel(), reader))
+
+    def note_weight(self, weight: Tensor, *, read: int, produced: int) -> None:
+        """Record which dim of a weight reads channels and which one produces them."""
+        self._role(weight, read, Role.READER)
+        self._role(weight, produced, Role.PRODUCER)
+
+    def note_producer(self, weight: Tensor, dim: int) -> None:
+        """Record which dim of a weight produces channels."""
+        self._role(weight, dim, Role.PRODUCER)
+
+    def note_carrier(self, tensor: Tensor) -> None:
+        """Record that a tensor scales or shifts channels: a bias, the parameters of a BatchNorm."""
+        self._role(tensor, tensor.ndim - 1, Role.CARRIER)
+
+    def note_groups(self, index_map: Map, groups: int, rows: int) -> None:
+        """Record that the second axis of a weight is a separate axis for each group; the trace starts over with that.
+
+        Args:
+            index_map: The map over the weight's second axis.
+            groups: The convolution's groups.
+            rows: The number of the weight's rows.
+        """
+        axis = self.atoms.axis(int(index_map.max()))
+        # A weight computed per image (CondConv, dynamic filters) has a different number of rows than its parameter.
+        # Its groups are images, not groups of the parameter.
+        if axis.tensor and rows == max(m.shape[0] for m in self._trace.tensors[axis.tensor]):
+            self._trace.groups[axis.tensor] = groups
+
+    def can_select(self, maps: Sequence[Map], carriers: Sequence[Tensor]) -> bool:
+        """Whether this is a BatchNorm module of the model, which can be made to read a selection of these channels."""
+        channels = [m for m in maps if 1 in support(m)]
+        own = [m for tensor in carriers for m in self.maps(tensor)]
+        return (
+            self._trace.is_batch_norm(self.module)
+            and len(channels) == 1
+            and bool((channels[0] > 0).all())
+            and len(own) == len(carriers) >= 2
+            and self.atoms.axis(int(own[0].max())).tensor.rpartition(".")[0] == self.module
+        )
+
+    def note_read(self, sources: Map, readers: Map) -> None:
+        """Record that the running module reads the channels `sources` with its parameters' atoms `readers`."""
+        mine = [read for read in self.facts.reads if read.module == self.module]
+        if not any(np.array_equal(read.sources, sources) for read in mine):
+            self.facts.reads.append(Read(sources, readers, self.module))
+        self.facts.uses.append((sources, f"read {self.module}"))
+
+    def _role(self, tensor: Tensor, dim: int, role: Role) -> None:
+        if not is_labelled(tensor):
+            return
+        for index_map in self.maps(tensor):
+            if dim in support(index_map):
+                axis = self.atoms.axis(int(index_map.max()))
+                self.facts.roles.setdefault((axis.tensor, axis.dim), role)
+
+
+def _distinct(maps: Sequence[Map]) -> list[int]:
+    """The positions of the maps that depend on any dim, without duplicates."""
+    found = dict[int, int]()
+    for place, index_map in enumerate(maps):
+        if support(index_map):
+            found.setdefault(id(index_map), place)
+    return list(found.values())
+
+
+def _is_weight(tensor: Tensor) -> tuple[bool, int]:
+    """A sort key that is largest for the weight among the tensors that a weight is computed from."""
+    # `zeros` is set for parameters and not for buffers: a mask in a buffer stays 1 when its channel is removed.
+    return any(label_of(tensor).zeros), tensor.numel()
+
+
+def shape_before_expansion(tensor: Tensor) -> tuple[int, ...]:
+    """A tensor's shape with 1 for every expanded dim (stride 0) that no map tracks."""
+    # An expanded mask repeats one value along the channels. Counted at its full size it would be an axis without
+    # channels and pin those that it is multiplied with.
+    if tensor.layout is not torch.strided or 0 not in tensor.stride():
+        return tuple(tensor.shape)
+    tracked = {dim for index_map in label_of(tensor).maps for dim in support(index_map)}
+    sizes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(1 if stride == 0 and dim not in tracked else size for dim, (size, stride) in sizes)
+
+
+def base_name(operation: Any) -> str:
+    """The name under which an operation's rule is registered: ``aten::add`` for ``aten::add_.Tensor``."""
+    name: str = operation._schema.name
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def is_pointwise(operation: Any) -> bool:
+    """Whether torch tags the operation as elementwise."""
+    return torch.Tag.pointwise in getattr(operation, "tags", ())

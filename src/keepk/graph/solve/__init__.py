@@ -1,0 +1,1 @@
+"""From facts about atoms to classes of atoms that have to be removed together."""

@@ -1,0 +1,308 @@
+"""Metrics of channels: what makes a channel worth keeping.
+
+A metric is a pure function of one layer's channels to one score for each; the highest scores stay. It gets a `Layer`,
+whose parameters are sorted by role and lie channels first, with gradients where there are any:
+
+>>> def taylor(layer):
+...     return sum((s.tensor * s.grad).flatten(1).sum(1) for s in layer.producer).abs()
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from keepk.errors import RankError
+from keepk.metrics.layers import Layer, Slices, called, failure_told
+from keepk.plan.names import shown
+from keepk.plan.numbers import exact_share
+
+ChannelMetric = Callable[[Layer], Tensor]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm of a channel's own weights, ||C||.
+
+    Attributes:
+        kind: "l1", "l2", or "l1_l2", their mean, which is the paper's R_L.
+        of: "producer", the filter that computes the channel; "reader", the slices that read it; None takes the producer
+            where channels are counted at the output, and the reader where they are counted at the input.
+        per_weight: Whether the norm is a mean over the channel's weights: mean |w| for "l1", the root mean square for
+            "l2". A sum grows with the number of weights, so it shrinks when channels in front are removed.
+    """
+
+    kind: Literal["l1", "l2", "l1_l2"]
+    of: Literal["producer", "reader"] | None = None
+    per_weight: bool = False
+
+    def __repr__(self) -> str:
+        """Without the default of `per_weight`: checkpoints of recipes are known by this text."""
+        return f"Norm(kind={self.kind!r}, of={self.of!r}{', per_weight=True' * self.per_weight})"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.per_weight, bool):
+            raise RankError(
+                f"norm(per_weight={shown(self.per_weight)}): got {type(self.per_weight).__name__}. Give True or False."
+            )
+        if self.kind not in ("l1", "l2", "l1_l2") or self.of not in (None, "producer", "reader"):
+            raise RankError(
+                f'norm(kind={shown(self.kind)}, of={shown(self.of)}): unknown. Give "l1", "l2" or "l1_l2", of '
+                f'"producer", '
+                f'"reader" or None.'
+            )
+
+    def __call__(self, layer: Layer) -> Tensor:
+        """One norm for each channel."""
+        side = self.of or ("producer" if layer.at == "output" else "reader")
+        slices: tuple[Slices, ...] = getattr(layer, side)
+        if not slices:
+            raise RankError(
+                f"metric {self.kind}: layer {layer.name!r} has no {side}'s weights. "
+                f"Choose another side, metrics.norm({self.kind!r}, of=...), or another metric."
+            )
+        weights = _weights(slices)
+        if self.kind == "l1_l2":
+            return (self._sized(weights, 1) + self._sized(weights, 2)) / 2
+        return self._sized(weights, 1 if self.kind == "l1" else 2)
+
+    def _sized(self, weights: Sequence[Tensor], order: int) -> Tensor:
+        if not self.per_weight:
+            return _norm(weights, order)
+        count = sum(it[0].numel() for it in weights)  # all channels of a layer have equally many weights
+        return _double(_norm(weights, order)) / float(count ** (1 / order))  # no two norms become equal by the division
+
+
+def norm(
+    kind: Literal["l1", "l2", "l1_l2"], *, of: Literal["producer", "reader"] | None = None, per_weight: bool = False
+) -> Norm:
+    r"""The norm of a channel's weights on one side: of the filter that computes it, or of the slices that read it.
+
+    With n weights w of a channel, those of all its producers (or readers) together, as many as there are now:
+
+    .. math:: \text{l1\_l2} = \tfrac12 (\sum |w| + \sqrt{\sum w^2}), \qquad
+              \text{per weight: } \tfrac12 (\tfrac1n \sum |w| + \sqrt{\tfrac1n \sum w^2})
+
+    Args:
+        kind: "l1", "l2", or "l1_l2", the mean of both.
+        of: "producer", "reader", or None: the producer for channels counted at the output, else the reader.
+        per_weight: Take means over the channel's weights instead of sums. Under one ranking of all layers, a sum
+            favours layers with many inputs, and falls when channels in front are removed; a mean does neither.
+
+    >>> norm("l2", of="reader")
+    Norm(kind='l2', of='reader')
+    >>> norm("l1_l2", per_weight=True)
+    Norm(kind='l1_l2', of=None, per_weight=True)
+    """
+    return Norm(kind, of, per_weight)
+
+
+l1 = Norm("l1")
+l2 = Norm("l2")
+l1_l2 = Norm("l1_l2")
+_MEAN = Norm("l1_l2", per_weight=True)
+outgoing = Norm("l2", of="reader")
+
+
+def bn_scale(layer: Layer) -> Tensor:
+    """R_B(C) = |gamma|, the scale of the channel's BatchNorm; the mean of several."""
+    scales = scales_of(layer)
+    if not scales:
+        raise RankError(
+            f"metric bn_scale: layer {layer.name!r} has no BatchNorm with a scale. "
+            f"Leave the layer out, or rank by product or l2."
+        )
+    sizes = [size.abs() for size in _weights(scales)]
+    return torch.stack(_together([size if size.ndim == 1 else size.flatten(1).mean(1) for size in sizes])).mean(0)
+
+
+def product(layer: Layer) -> Tensor:
+    """The norm of the weights that compute a channel, times the norm of those that read it; for nets without BatchNorm.
+
+    A side without weights (a channel that pooling alone reads) counts as 1.
+    """
+    sides = _together([_norm(_weights(side), 2) for side in (layer.producer, layer.reader) if side])
+    if not sides:
+        raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Give a metric of your own.")
+    return sides[0] * sides[1] if len(sides) == 2 else sides[0]
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A weighted sum of metrics, each divided by its largest value over the space, or over each layer."""
+
+    terms: tuple[tuple[float, ChannelMetric], ...]
+    over: Literal["space", "layer"]
+
+    def __repr__(self) -> str:
+        """By the names of its metrics: a function's own repr is another in every process."""
+        terms = " + ".join(f"{weight} {getattr(metric, '__name__', repr(metric))}" for weight, metric in self.terms)
+        return f"Blend({terms}, over={self.over!r})"
+
+    def __call__(self, layer: Layer) -> Tensor:
+        """The scores of one layer as if it were the whole space."""
+        return self.scores([layer])[0]
+
+    def scores(self, layers: Sequence[Layer]) -> list[Tensor]:
+        """The scores of all layers of a space, each on the device of its layer."""
+        terms = [(weight, self._shares(metric, layers)) for weight, metric in self.terms if weight]
+        total, *others = [[weight * it for it in shares] for weight, shares in terms]
+        for term in others:
+            total = [so_far + it.to(so_far.device) for so_far, it in zip(total, term, strict=True)]
+        return total
+
+    def _shares(self, metric: ChannelMetric, layers: Sequence[Layer]) -> list[Tensor]:
+        """One metric as shares of its largest value; nothing waits for a device here."""
+        # In float64, so that no two scores of float32 become equal by the division.
+        found = [_double(_shaped(metric, _asked(metric, layer), layer)) for layer in layers]
+        largest = [it.max() for it in found]
+        if self.over == "space":
+            largest = [torch.stack(_together(largest)).max()] * len(layers)
+        tops = [top.to(it.device) for it, top in zip(found, largest, strict=True)]
+        return [it / torch.where(top > 0, top, 1) for it, top in zip(found, tops, strict=True)]
+
+
+def blend(
+    alpha: float,
+    *,
+    scale: ChannelMetric = bn_scale,
+    weights: ChannelMetric = _MEAN,
+    over: Literal["space", "layer"] = "space",
+) -> Blend:
+    r"""The paper's metric, between the BatchNorm's scale (alpha = 1) and the norm of the weights (alpha = 0).
+
+    .. math:: R(C) = \alpha R_B(C) / R_B^{max} + (1 - \alpha) R_L(C) / R_L^{max}
+
+    Args:
+        alpha: The weight of the scale.
+        scale: R_B.
+        weights: R_L. By default ``norm("l1_l2", per_weight=True)``: (mean |w| + root mean square) / 2 over the weights
+            of all producers of a channel. ``norm("l1_l2", per_weight=False)`` is the literal sum, under which a ranking
+            of all layers collapses.
+        over: Where the maxima are taken: over the space that is ranked, or over each layer.
+
+    >>> blend(alpha=0.5)
+    Blend(0.5 bn_scale + 0.5 Norm(kind='l1_l2', of=None, per_weight=True), over='space')
+    """
+    share = float(exact_share(alpha, "blend: alpha", RankError))
+    if over not in ("space", "layer"):
+        raise RankError(f'blend(over={shown(over)}): unknown. Give "space" or "layer".')
+    return Blend(((share, scale), (1 - share, weights)), over)
+
+
+def default_metric(layers: Sequence[Layer]) -> ChannelMetric:
+    """The paper's blend where every layer has a BatchNorm, at the alpha that it found best; `product` where not.
+
+    A norm shrinks with what is removed in front of it: a ranking of all layers by norms can thin one out to nothing.
+    """
+    return blend(1.0) if all(scales_of(layer) for layer in layers) else product
+
+
+def reads_weights_alone(metric: Callable[..., Any]) -> bool:
+    """Whether a metric is one of ours that needs nothing but weights, so that it can be tried before training."""
+    if isinstance(metric, Blend):
+        return all(reads_weights_alone(term) for _, term in metric.terms)
+    return isinstance(metric, Norm) or metric in (bn_scale, product)
+
+
+def ranks_channels_alone(metric: Callable[..., Any]) -> bool:
+    """Whether a metric is one of ours that ranks channels and no weights."""
+    return (
+        isinstance(metric, Blend | Norm)
+        or metric in (bn_scale, product)
+        or getattr(metric, "ranks", ()) == ("channels",)
+    )
+
+
+def reads_scales(metric: Callable[..., Any]) -> bool:
+    """Whether the BatchNorm's scale has a part in a metric of ours."""
+    if isinstance(metric, Blend):
+        return any(weight and reads_scales(term) for weight, term in metric.terms)
+    return metric is bn_scale
+
+
+def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArray[np.float64]:
+    """The checked scores of the channels of all layers, one after another."""
+    slices = [it for layer in layers for it in layer.slices]
+    versions = [it.versions for it in slices]
+    found = metric.scores(layers) if isinstance(metric, Blend) else [_asked(metric, layer) for layer in layers]
+    for it, before in zip(slices, versions, strict=True):
+        if it.versions != before:
+            raise RankError(
+                f"metric {called(metric)}: changed parameter {it.name!r} or its gradient in place. "
+                f"Return scores, change nothing."
+            )
+    shaped = [_double(_shaped(metric, scores, layer)) for scores, layer in zip(found, layers, strict=True)]
+    plain: NDArray[np.float64] = torch.cat(_together(shaped)).cpu().numpy()  # the one wait for a device
+    if not np.isfinite(plain).all():
+        _refuse_not_finite(metric, layers, np.split(plain, np.cumsum([len(layer) for layer in layers])[:-1]))
+    return plain
+
+
+def scales_of(layer: Layer) -> list[Slices]:
+    """The scales of the BatchNorms that a layer's channels pass."""
+    return [it for it in layer.carrier if issubclass(it.module, _BatchNorm) and it.name.endswith("weight")]
+
+
+def _asked(metric: Callable[..., Any], layer: Layer) -> Any:
+    with failure_told(metric, f"layer {layer.name!r}", (it.name for it in layer.slices if it.grad is None)):
+        return metric(layer)
+
+
+def _weights(slices: Sequence[Slices]) -> list[Tensor]:
+    """Channels first, in a dtype in which sums of squares neither overflow nor lose their low bits."""
+    found = (it.tensor for it in slices)
+    return [weights if weights.dtype == torch.float64 else weights.float() for weights in found]
+
+
+def _norm(weights: Sequence[Tensor], order: int) -> Tensor:
+    """The norm of everything that a channel has in these weights."""
+    parts = []
+    for it in weights:
+        others = tuple(range(1, it.ndim))
+        parts.append(torch.linalg.vector_norm(it, order, dim=others) if others else it.abs())
+    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(_together(parts)), order, dim=0)
+
+
+def _together(parts: Sequence[Tensor]) -> list[Tensor]:
+    """On the first one's device: what computes a channel may be on another one than what reads it."""
+    return [part.to(parts[0].device) for part in parts]
+
+
+def _double(scores: Tensor) -> Tensor:
+    scores = scores.detach()
+    return (scores.cpu() if scores.device.type == "mps" else scores).double()  # which has no float64
+
+
+def _shaped(metric: Callable[..., Any], scores: Any, layer: Layer) -> Tensor:
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != (len(layer),):
+        got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+        raise RankError(
+            f"metric {called(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
+            f"Return a float tensor with one score for each channel."
+        )
+    return scores
+
+
+def _refuse_not_finite(
+    metric: Callable[..., Any], layers: Sequence[Layer], scores: Sequence[NDArray[np.float64]]
+) -> None:
+    for weight, term in metric.terms if isinstance(metric, Blend) else ():
+        if weight:
+            channel_scores(term, layers)  # names the term, where it alone says what is wrong
+    for layer, plain in zip(layers, scores, strict=True):
+        if np.isnan(plain).any():
+            raise RankError(
+                f"metric {called(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of {layer.name!r} "
+                f"have NaN as their score. Find out where training diverged; nothing was pruned."
+            )
+        if reads_weights_alone(metric) and np.isinf(plain).any():  # of a user's own metric it protects a channel
+            raise RankError(
+                f"layer {layer.name!r}: the weights of {int(np.isinf(plain).sum())} of its {len(layer)} channels are "
+                f"infinite, so they cannot be ranked. Find out where training diverged; nothing was pruned."
+            )

@@ -1,0 +1,235 @@
+"""Calling metrics that users wrote: their names in errors, and errors that say where they failed and what to do."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from keepk.errors import KeepkError, RankError, ShrinkError
+from keepk.graph.graph import Graph
+from keepk.graph.ids.facts import Role
+from keepk.graph.ids.maps import Flags
+from keepk.graph.units import Group
+from keepk.model.edits import Indices
+from keepk.model.names import changed_model
+from keepk.model.weight_norm import lengths_of, weight_grad_of, weight_of
+from keepk.plan.names import shortened
+
+
+def metric_name(metric: Callable[..., Any]) -> str:
+    """The name of a metric in an error: of a function, of a metric with a `kind`, or of its class.
+
+    >>> metric_name(abs)
+    'abs'
+    """
+    return getattr(metric, "__name__", None) or getattr(metric, "kind", None) or type(metric).__name__
+
+
+@contextmanager
+def naming_failures(metric: Callable[..., Any], where: str, without_gradient: Iterable[str]) -> Iterator[None]:
+    """Turn any exception that a metric raises into a `RankError` that names the metric and the place.
+
+    Args:
+        metric: The metric that is called.
+        where: The layer or parameter that it is called on.
+        without_gradient: The parameters there that have no gradient; iterated over only after a failure.
+    """
+    try:
+        yield
+    except KeepkError:
+        raise
+    except Exception as error:
+        remedy = "Correct the metric; nothing was pruned."
+        missing = next(iter(without_gradient), None)
+        # Weights may have no gradients and the metric may still fail for another reason. Only an error about None
+        # suggests that it wanted one.
+        if missing is not None and "NoneType" in str(error):
+            remedy = f"Parameter {missing!r} has no gradient. Call step() after backward() and before zero_grad()."
+        detail = f"{type(error).__name__}: {shortened(str(error))}"
+        raise RankError(f"metric {metric_name(metric)}: failed on {where} ({detail}). {remedy}") from error
+
+
+# The names under which channel metrics and the run import these.
+called = metric_name
+failure_told = naming_failures
+
+At = Literal["output", "input"]
+
+
+@dataclass(frozen=True)
+class Slices:
+    """One parameter's part of every channel of a layer; of weight norm, under its direction's name, the weight itself.
+
+    Attributes:
+        name: The parameter's name.
+        module: The class of the module that has it.
+    """
+
+    name: str
+    module: type[nn.Module]
+    _parameter: nn.Parameter = field(repr=False)
+    _length: nn.Parameter | None = field(repr=False)  # if the parameter is a direction of weight norm
+    _places: "_Places" = field(repr=False)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter itself, with what belongs to other channels."""
+        return self._parameter
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weights, channels first: entry i is all that channel i has in this parameter."""
+        weights = self._parameter.detach()
+        return self._places.take(weights if self._length is None else weight_of(weights, self._length.detach()))
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient in the same shape, if there is one."""
+        grad = self._parameter.grad if self._length is None else weight_grad_of(self._parameter, self._length)
+        return None if grad is None else self._places.take(grad.detach())
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """What changes when somebody writes into the parameter or its gradient."""
+        grad = self._parameter.grad
+        return self._parameter._version, -1 if grad is None else grad._version
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The channels of one layer that are still there.
+
+    Attributes:
+        name: The module that produces them, or for readings the one that reads.
+        units: Their numbers in the graph.
+        at: Whether they are counted where they are produced or where they are read.
+        producer: What computes them: filters, rows of a linear layer.
+        carrier: What scales and shifts them on their way: biases, BatchNorms.
+        reader: What takes them in: the slices of the next layers.
+    """
+
+    name: str
+    units: Indices
+    at: At
+    producer: tuple[Slices, ...]
+    carrier: tuple[Slices, ...]
+    reader: tuple[Slices, ...]
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @property
+    def slices(self) -> tuple[Slices, ...]:
+        """All of them."""
+        return self.producer + self.carrier + self.reader
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the channels of a layer lie in one tensor: an index for each, several, or rows and columns."""
+
+    axis: int
+    index: NDArray[np.int64]
+    rows: NDArray[np.int64] | None
+    whole: bool
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Channels first; a copy only where they do not fill the axis in order."""
+        if self.rows is not None:
+            rows, columns = (torch.from_numpy(it).to(tensor.device) for it in (self.rows, self.index))
+            return tensor[rows, columns]
+        channels_first = tensor.movedim(self.axis, 0)
+        if self.whole:
+            return channels_first
+        index = torch.from_numpy(self.index.reshape(-1)).to(tensor.device)
+        taken = channels_first.index_select(0, index)
+        return taken if self.index.shape[1] == 1 else taken.reshape(*self.index.shape, *taken.shape[1:])
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """A model's parameters by name, and the lengths of those that are directions of weight norm: found once."""
+
+    model: nn.Module
+    by_name: Mapping[str, nn.Parameter]
+    lengths: Mapping[nn.Parameter, nn.Parameter]
+
+    @staticmethod
+    def of(model: nn.Module) -> "Parameters":
+        """Those of a model, which keeps its parameter objects for good."""
+        return Parameters(model, dict(model.named_parameters(remove_duplicate=False)), lengths_of(model))
+
+    def length(self, name: str) -> nn.Parameter | None:
+        """The length that belongs to a parameter, if it is a direction."""
+        return self.lengths.get(self.by_name[name])
+
+
+def layers_of(graph: Graph, own: Parameters, spaces: Iterable[Group], alive: Flags, at: At) -> list[Layer]:
+    """The layers of some of the graph's spaces, as the model is now.
+
+    Units of a space that have different numbers of slices (an uneven head) are a layer of their own.
+    """
+    found, model = list[Layer](), own.model
+    for space in spaces:
+        units = space.units[alive[space.units]]
+        axes = [(tensor, axis, role) for tensor, axis, role in space.axes if tensor in graph.wiring.parameters]
+        for tensor, _, _ in axes:
+            _refuse_changed(graph, tensor, model)
+        owned = [_owned(graph, tensor, axis, units) for tensor, axis, _ in axes]
+        for members in _alike(owned, len(units)):
+            by_role: dict[Role | None, list[Slices]] = {}
+            for (tensor, axis, role), owner in zip(axes, owned, strict=True):
+                places = _places(owner, axis, members, len(units))
+                module = type(model.get_submodule(tensor.rpartition(".")[0]))
+                slices = Slices(tensor, module, own.by_name[tensor], own.length(tensor), places)
+                by_role.setdefault(role or Role.CARRIER, []).append(slices)
+            sides = (tuple(by_role.get(role, ())) for role in (Role.PRODUCER, Role.CARRIER, Role.READER))
+            found.append(Layer(space.module, units[members], at, *sides))
+    return found
+
+
+def _refuse_changed(graph: Graph, tensor: str, model: nn.Module) -> None:
+    try:
+        got = f"has shape {tuple(model.get_parameter(tensor).shape)}"
+    except AttributeError:
+        got = "is not there any more"
+    if got != f"has shape {graph.shape(tensor)}":
+        raise changed_model(ShrinkError, tensor, f"{got}, but the Pruner left it with shape {graph.shape(tensor)}")
+
+
+def _owned(graph: Graph, tensor: str, axis: int, units: Indices) -> NDArray[np.int64]:
+    """For each index of an axis (or each entry of a matrix), which of these units it belongs to; -1 for none."""
+    number = np.full(len(graph.units) + 1, -1, np.int64)  # the last entry is for what belongs to no unit
+    number[units] = np.arange(len(units))
+    owners: NDArray[np.int64] = number[graph.owners(tensor)[axis]]
+    return owners
+
+
+def _alike(owned: Iterable[NDArray[np.int64]], count: int) -> Iterator[Indices]:
+    """The units by how many slices they have in each axis."""
+    sizes = np.stack([np.bincount(owner[owner >= 0], minlength=count) for owner in owned])
+    if (sizes == sizes[:, :1]).all():
+        yield np.arange(count)
+        return
+    kinds, kind_of = np.unique(sizes, axis=1, return_inverse=True)
+    for kind in range(kinds.shape[1]):
+        yield np.flatnonzero(kind_of.reshape(-1) == kind)
+
+
+def _places(owner: NDArray[np.int64], axis: int, members: Indices, count: int) -> _Places:
+    number = np.full(count + 1, -1, np.int64)
+    number[members] = np.arange(len(members))
+    mine = number[owner]
+    flat = np.flatnonzero(mine >= 0)
+    channel = mine.reshape(-1)[flat]
+    order = flat if (channel[1:] >= channel[:-1]).all() else flat[np.argsort(channel, kind="stable")]
+    table = order.reshape(len(members), -1)
+    if owner.ndim == 2:
+        return _Places(axis, table % owner.shape[1], table // owner.shape[1], whole=False)
+    whole = len(order) == len(owner) == len(members) and bool((order == np.arange(len(order))).all())
+    return _Places(axis, table, None, whole)

@@ -1,0 +1,1 @@
+"""Facts about any `nn.Module`: names, examples, copies, layers, sizes, costs. Nothing here knows about pruning."""

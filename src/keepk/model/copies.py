@@ -1,0 +1,181 @@
+"""`Workshop`: copies of a model for tracing, without weights where possible, and cut by edits on request.
+
+The user's model is never run, labelled or changed. `Workshop.copy` makes a copy, and `Workshop.running` sets up torch
+so that a forward pass on it is deterministic, consists of plain operations and leaves nothing behind.
+"""
+
+import copy
+import functools
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from keepk.errors import TraceError
+from keepk.model.edits import Cut, Edits, cut_tensor, write_attribute
+from keepk.model.example import Example, keep_buffers_beside
+from keepk.model.layers import SELECTED, HeadwiseAttention, selecting
+from keepk.model.names import named_tensors
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """Makes copies of one model, to be labelled, run and cut; the model itself is never changed.
+
+    Args:
+        model: The user's model.
+        example: The arguments of its forward.
+        device: The device of the copies: the meta device, or None for the model's own device.
+    """
+
+    model: nn.Module
+    example: Example
+    device: torch.device | None
+
+    def copy(self, edits: Edits | None = None, *, training: bool = False) -> nn.Module:
+        """A copy in eval or train mode, cut by edits if there are any.
+
+        Raises:
+            TraceError: The model cannot be deep-copied.
+        """
+        cuts = {cut.tensor: cut for cut in edits.cuts} if edits else {}
+        # deepcopy takes tensors from the memo, so a copy on the meta device never allocates weights.
+        memo = dict[int, Any]()
+        for name, tensor, parameter in named_tensors(self.model):
+            made = self._tensor(tensor.detach(), cuts.get(name))
+            memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if parameter else made
+        for tensor in plain_tensors(self.model):
+            memo.setdefault(id(tensor), self._tensor(tensor.detach(), None))
+        try:
+            twin = copy.deepcopy(self.model, memo)
+        except Exception as error:
+            raise TraceError(
+                f"model {type(self.model).__name__}: cannot be copied ({type(error).__name__}: {error}). "
+                f"The trace works on a copy; make copy.deepcopy(model) work."
+            ) from error
+        if self.device is not None:
+            keep_buffers_beside(twin, self.model)
+        _adapt(twin, edits)
+        return twin.train(training)
+
+    def _tensor(self, tensor: Tensor, cut: Cut | None) -> Tensor:
+        if self.device is not None:
+            return torch.empty(cut.after if cut else tensor.shape, dtype=tensor.dtype, device=self.device)
+        return cut_tensor(tensor, cut) if cut else tensor.clone()
+
+    @functools.cached_property
+    def _caches(self) -> list[Any]:
+        """The `functools` caches in the packages that define the model's classes."""
+        kinds = {type(module) for module in self.model.modules()}
+        packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch", "builtins"}
+        modules = [
+            it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None
+        ]
+        found = (value for scope in (*modules, *kinds) for value in list(vars(scope).values()))
+        return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+
+    def _clear_caches(self) -> None:
+        """Empty the caches before and after each pass.
+
+        A cached function runs only once, so the second pass would have fewer operations. Worse, the user's model would
+        later get the cached tensors of a trace, which have no values.
+        """
+        for cache in self._caches:
+            if cache.cache_info().currsize:
+                cache.cache_clear()
+
+    @contextmanager
+    def running(self, example: Example | None = None) -> Iterator[Example]:
+        """The context for a traced forward pass; gives the example on the workshop's device.
+
+        No gradients, no fused kernels, and the same random numbers in every pass, so that two traces of a model agree.
+        """
+        self._clear_caches()
+        with ExitStack() as stack:
+            stack.callback(self._clear_caches)
+            stack.enter_context(torch.no_grad())
+            # Fused attention is a single operation, in which channels cannot be followed.
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(_fused_attention_off())
+            stack.enter_context(_random_state_kept(self.model))
+            if any(isinstance(module, nn.RNNBase) for module in self.model.modules()):
+                stack.enter_context(_mkldnn_off())
+                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            if self.device is not None:  # tensors that forward creates are then made on the meta device as well
+                stack.enter_context(self.device)
+            yield (example or self.example).on(self.device)
+
+
+def _adapt(twin: nn.Module, edits: Edits | None) -> None:
+    """Apply the parts of edits that are not tensors: attributes, selections, and the class of attentions."""
+    modules = dict(twin.named_modules())
+    for module in modules.values():
+        if type(module) is nn.MultiheadAttention and HeadwiseAttention.fits(module):
+            # torch's forward asserts the original embedding size; this class takes its sizes from the weights.
+            module.__class__ = HeadwiseAttention
+    if edits is None:
+        return
+    for setting in edits.settings:
+        write_attribute(modules[setting.module], setting, setting.new)
+    for selection in edits.selections:
+        module = modules[selection.module]
+        device = next(chain(module.parameters(), module.buffers())).device
+        setattr(module, SELECTED, torch.from_numpy(selection.channels).to(device))
+        module.__class__ = selecting(type(module))
+
+
+def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors in plain attributes of modules, or one level deeper in lists and dicts; not parameters or buffers."""
+    own = ("_parameters", "_buffers")
+    for value in (value for module in model.modules() for name, value in vars(module).items() if name not in own):
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from (item for item in items if isinstance(item, Tensor))
+
+
+@contextmanager
+def _fused_attention_off() -> Iterator[None]:
+    """Disable the fast path of `nn.MultiheadAttention`, which runs a whole layer as one operation in eval mode."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
+def _mkldnn_off() -> Iterator[None]:
+    """Disable oneDNN, which runs a whole recurrent layer as one operation; torch then runs it step by step."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _random_state_kept(model: nn.Module) -> Iterator[None]:
+    """Seed all random generators for a pass, and restore their states afterwards."""
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    python, numpy = random.getstate(), np.random.get_state()  # a user's forward may draw from both
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[it] for it in sorted(devices))):
+                generator.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

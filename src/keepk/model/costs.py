@@ -1,0 +1,187 @@
+"""The cost of a model, layer by layer: parameters, and multiply-accumulates (MACs) per sample.
+
+All costs that keepk shows follow one convention. Tensors are counted as they are, so a masked weight counts until it is
+removed. MACs are those of a forward pass in eval mode, as counted by torch's `FlopCounterMode`, divided by the batch
+size of the example. If the batch size cannot be determined, MACs are for the whole example, and the report says so.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from keepk.model.copies import META, Workshop
+from keepk.model.example import Example
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of one module, excluding the modules inside it.
+
+    Attributes:
+        name: Its path; empty for the model itself.
+        type: Its class.
+        parameters: The number of elements of its parameters; a shared parameter counts at its first owner.
+        macs: Multiply-accumulates of its own forward, per sample; see `Costs.batch`.
+    """
+
+    name: str
+    type: str
+    parameters: int
+    macs: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost of a model.
+
+    Attributes:
+        layers: The modules that have parameters or multiply something, in the model's order.
+        batch: The batch size by which the MACs of the example were divided; None if it could not be determined, in
+            which case MACs are for the whole example.
+    """
+
+    layers: tuple[LayerCost, ...]
+    batch: int | None
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters; shared ones count once."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of one forward pass, per sample."""
+        return sum(layer.macs for layer in self.layers)
+
+
+def model_costs(model: nn.Module, example: Any) -> Costs:
+    """Parameters and MACs of every module, per sample.
+
+    The forward pass runs on a copy without weights. If the model's Python code reads values, the copy has weights.
+
+    Args:
+        model: Any module whose forward works on the example.
+        example: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+
+    Returns:
+        The costs by module, and the batch size that the MACs were divided by.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    >>> model_costs(net, torch.zeros(2, 8)).macs
+    66
+    """
+    workshop = Workshop(model, Example.of(example), META)
+    try:
+        flops = _flops(workshop)
+    except Exception:  # forward may raise anything on the meta device and still work with weights
+        workshop = replace(workshop, device=None)
+        flops = _flops(workshop)
+    batch = _batch(workshop, flops)
+    counted = set[int]()
+    costs = []
+    for path, module in model.named_modules():
+        # By id: a tied weight is one parameter, however many modules have it.
+        own = {id(p): p.numel() for p in module.parameters(recurse=False) if id(p) not in counted}
+        counted |= own.keys()
+        costs.append(LayerCost(path, type(module).__name__, sum(own.values()), flops[path] // 2 // (batch or 1)))
+    return Costs(tuple(cost for cost in costs if cost.parameters or cost.macs), batch)
+
+
+def layer_costs(model: nn.Module, example: Any) -> tuple[LayerCost, ...]:
+    """The layers of `model_costs`.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    >>> [(layer.name, layer.parameters, layer.macs) for layer in layer_costs(net, torch.zeros(2, 8))]
+    [('0', 54, 48), ('2', 21, 18)]
+    """
+    return model_costs(model, example).layers
+
+
+def per_what(batch: int | None) -> str:
+    """The unit of a MAC count, for a table header."""
+    return "for the whole example (batch unknown)" if batch is None else "per sample"
+
+
+def common_rows(values: Iterable[object]) -> int | None:
+    """The batch size of a model's inputs: the first dimension that all tensors share; None if they differ.
+
+    Numbers and scalar tensors are ignored, and so is a first dimension of 1 next to a larger one, which is broadcast
+    (position ids).
+
+    >>> import torch
+    >>> common_rows([torch.zeros(4, 7), torch.zeros(1, 7), torch.tensor(2.0), 0.5])
+    4
+    >>> common_rows([torch.zeros(4, 7), torch.zeros(7, 7)]) is None
+    True
+    """
+    rows = {len(value) for value in values if isinstance(value, Tensor) and value.dim() > 0}
+    found = rows - {1} if len(rows) > 1 else rows
+    return next(iter(found)) or None if len(found) == 1 else None  # 0 rows are no batch to divide by
+
+
+def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
+    """The batch size, if doubling the first dimension doubles the MACs of every module; else None.
+
+    It does not if the first dimension is a sequence in an attention, or if something is computed once per batch. With a
+    recurrent layer that takes the sequence first, doubling the sequence doubles the MACs as well, so None is returned.
+    """
+    given = workshop.example
+    rows = common_rows(tree_leaves((given.arguments, given.by_name)))
+    if rows is None or any(isinstance(it, nn.RNNBase) and not it.batch_first for it in workshop.model.modules()):
+        return None
+
+    def twice(value: Any) -> Any:
+        has_rows = isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
+        return torch.cat([value, value]) if has_rows else value
+
+    doubled = Example(tree_map(twice, given.arguments), tree_map(twice, given.by_name))
+    try:
+        more = _flops(replace(workshop, example=doubled))
+    except Exception:  # the batch size is hard-coded in the model
+        return None
+    return rows if all(more[path] == 2 * flops[path] for path in {*more, *flops}) else None
+
+
+def _flops(workshop: Workshop) -> dict[str, int]:
+    """By path, the FLOPs of each module's own forward; a multiply-accumulate counts as two."""
+    twin = workshop.copy()
+    counter = FlopCounterMode(display=False)
+    own: dict[str, int] = defaultdict(int)
+    with workshop.running() as example, _metering(twin, counter, own), counter:
+        twin(*example.arguments, **example.by_name)
+    return own
+
+
+@contextmanager
+def _metering(model: nn.Module, counter: FlopCounterMode, own: dict[str, int]) -> Iterator[None]:
+    """Book the FLOPs between the start and the end of each forward to its module, less those of inner modules."""
+    begun = list[int]()
+
+    def enter(_module: nn.Module, _arguments: Any) -> None:
+        begun.append(counter.get_total_flops())
+
+    def leave(path: str, _module: nn.Module, _arguments: Any, _output: Any) -> None:
+        spent = counter.get_total_flops() - begun.pop()
+        own[path] += spent
+        # Moving the start of the outer modules keeps these FLOPs out of their own counts.
+        begun[:] = [start + spent for start in begun]
+
+    handles = []
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(functools.partial(leave, path), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,233 @@
+"""Edits: what a removal cuts from which tensor, and which attributes change with it.
+
+Edits are plain values. Computing them changes nothing, so they can be checked, replayed on a copy, saved and printed
+before `keepk.shrink` applies them. The functions below carry out a single cut or setting; trial copies, `keepk.shrink`
+and `keepk.load` share them.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Indices = NDArray[np.int64]
+SHOWN = 3  # unchanged attributes that `str` lists
+PIECE = 1 << 17  # elements; a block of this size stays in a core's cache
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The indices of a tensor that remain.
+
+    Attributes:
+        tensor: Its name.
+        kept: By axis, the indices that remain. If the input channels of a grouped convolution's weight differ from
+            group to group, the entry of axis 1 is a matrix: for each row that remains, the columns that remain.
+        before: Its shape before the cut.
+        after: Its shape after the cut.
+    """
+
+    tensor: str
+    kept: dict[int, Indices]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        """Shapes instead of indices.
+
+        >>> Cut("fc.weight", {0: np.array([0, 2])}, (3, 8), (2, 8))
+        <Cut: fc.weight (3, 8) -> (2, 8)>
+        """
+        return f"<Cut: {self.tensor} {self.before} -> {self.after}>"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A module's attribute that gets a new value.
+
+    Attributes:
+        module: The module's path.
+        attribute: Its attribute. ``"config.num_heads"`` is a value inside an object that the attribute refers to.
+        item: Which entry, if the attribute is a tuple or list.
+        old: Its value before the cut.
+        new: Its value after the cut.
+    """
+
+    module: str
+    attribute: str
+    item: int | None
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """An attribute that keeps its value although a size equal to it changes.
+
+    Forward does not use it, so the trace cannot tell whether it is that size or equal by chance.
+
+    Attributes:
+        module: The module's path.
+        attribute: Its attribute.
+        item: Which entry, if the attribute is a tuple or list.
+        value: Its value.
+        size: The size after the cut.
+    """
+
+    module: str
+    attribute: str
+    item: int | None
+    value: int
+    size: int
+
+    def __str__(self) -> str:
+        """One line for a report.
+
+        >>> print(Unchanged("layers.0.attn", "num_heads", None, 8, 4))
+        layers.0.attn.num_heads = 8 (4 are left)
+        """
+        entry = "" if self.item is None else f"[{self.item}]"
+        path = f"{self.module}." if self.module else ""
+        return f"{path}{self.attribute}{entry} = {self.value} ({self.size} are left)"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A BatchNorm that reads only some channels of its input after the cut."""
+
+    module: str
+    channels: Indices
+
+    def __repr__(self) -> str:
+        return f"<Selection: {self.module} reads {len(self.channels)} channels>"
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Everything that one shrink does to a model.
+
+    Attributes:
+        units: The units that are removed, including those that have to be removed with them.
+        cuts: The tensors that are cut.
+        settings: The attributes that change.
+        selections: The BatchNorms that read a selection afterwards.
+        headwise: The paths of attention modules that lose heads.
+        unchanged: Attributes that may still have an old size; see `Unchanged`.
+    """
+
+    units: Indices
+    cuts: tuple[Cut, ...]
+    settings: tuple[Setting, ...]
+    selections: tuple[Selection, ...]
+    headwise: tuple[str, ...]
+    unchanged: tuple[Unchanged, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __repr__(self) -> str:
+        return f"<Edits: {len(self.units)} units, {len(self.cuts)} cuts, {len(self.settings)} settings>"
+
+    def __str__(self) -> str:
+        """How much is removed, on one line; a second line lists attributes that may still have an old size."""
+        before = sum(int(np.prod(cut.before)) for cut in self.cuts)
+        after = sum(int(np.prod(cut.after)) for cut in self.cuts)
+        gone = f"{before - after:,} of their {before:,} numbers gone"
+        line = f"{len(self.units)} units removed: {len(self.cuts)} tensors cut, {gone}"
+        if not self.unchanged:
+            return line
+        more = f" and {len(self.unchanged) - SHOWN} more" if len(self.unchanged) > SHOWN else ""
+        return f"{line}\nleft as they are, though a size changed: {', '.join(map(str, self.unchanged[:SHOWN]))}{more}"
+
+
+def read_attribute(module: Any, setting: Setting) -> Any:
+    """The current value of the attribute that a setting changes."""
+    outer, _, inner = setting.attribute.partition(".")
+    value = getattr(module, outer)
+    if inner:
+        value = entries_of(value)[inner]
+    return value if setting.item is None else value[setting.item]
+
+
+def write_attribute(module: Any, setting: Setting, value: Any) -> None:
+    """Set an attribute, or one entry of it."""
+    outer, _, inner = setting.attribute.partition(".")
+    if setting.item is not None:  # a tuple cannot be changed in place, so a new one of the same type replaces it
+        whole = read_attribute(module, replace(setting, item=None))
+        entries = list(whole)
+        entries[setting.item] = value
+        value = type(whole)(entries)
+    if inner:
+        # The config itself is not changed: other layers, or another model that was built from it, may share it. The
+        # module gets a copy.
+        holder = copy.copy(getattr(module, outer))
+        entries_of(holder)[inner] = value
+        value = holder
+    setattr(module, outer, value)
+
+
+def entries_of(holder: Any) -> dict[str, Any]:
+    """The named values of a config object or dict, as a dict that can be written to."""
+    return holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+
+
+def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
+    """What is left of a tensor; how it lies in memory is the caller's affair."""
+    kept = {axis: torch.from_numpy(np.ascontiguousarray(ids)).to(tensor.device) for axis, ids in cut.kept.items()}
+    large = tensor.numel() > PIECE and tensor.device.type == "cpu"  # elsewhere many small kernels are slower
+    if large and set(kept) == {0, 1} and kept[1].ndim == 1 and tensor.is_contiguous():
+        return _cut_in_pieces(tensor, kept[0], kept[1], cut.after)
+    for axis, index in sorted(kept.items()):
+        if index.ndim == 1:
+            tensor = tensor.index_select(axis, index)
+        else:
+            rows = torch.arange(tensor.shape[0], device=tensor.device)
+            tensor = tensor[rows[:, None], index]
+    return tensor
+
+
+def _cut_in_pieces(tensor: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Rows and columns at once, some rows at a time, so that what lies between never leaves the cache."""
+    left = tensor.new_empty(shape)
+    size = max(1, PIECE * len(tensor) // tensor.numel())
+    for piece, into in zip(torch.split(rows, size), torch.split(left, size), strict=True):
+        torch.index_select(tensor.index_select(0, piece), 1, columns, out=into)
+    return left
+
+
+def silencing(cut: Cut, length: Tensor | None) -> Cut:
+    """The part of a cut that makes its channels zero when it is applied as a mask.
+
+    Weight norm computes g v / |v|. Zeros in the length g make a channel zero, but a direction v of zeros gives 0 / 0.
+    So the direction is masked only along axes where g has size 1, that is, within a channel.
+
+    Args:
+        cut: The cut.
+        length: The length g, if the cut tensor is the direction of a weight norm.
+    """
+    if length is None or length.ndim != len(cut.before):
+        return cut
+    return replace(cut, kept={axis: kept for axis, kept in cut.kept.items() if length.shape[axis] == 1})
+
+
+def doomed(cut: Cut, device: torch.device) -> Tensor:
+    """A mask of the entries of a tensor that a cut removes.
+
+    >>> doomed(Cut("w", {0: np.array([0, 2])}, before=(3, 2), after=(2, 2)), torch.device("cpu"))[:, 0]
+    tensor([False,  True, False])
+    """
+    stays = torch.ones(cut.before, dtype=torch.bool, device=device)
+    for axis, indices in cut.kept.items():
+        kept = torch.zeros(cut.before[: axis + 1] if indices.ndim == 2 else cut.before[axis], dtype=torch.bool)
+        if indices.ndim == 2:
+            rows = cut.kept.get(0, np.arange(cut.before[0]))
+            kept[torch.from_numpy(rows)[:, None], torch.from_numpy(indices)] = True
+        else:
+            kept[torch.from_numpy(indices)] = True
+        shape = [1] * axis if indices.ndim == 1 else []
+        stays &= kept.reshape(*shape, *kept.shape, *[1] * (stays.ndim - axis - 1)).to(device)
+    return ~stays

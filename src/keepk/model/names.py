@@ -1,0 +1,100 @@
+"""The user's module inside torch's wrappers, its parameters' names, and the adapters among them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import keepk.graph.rules  # noqa: F401 - fills the table
+from keepk.errors import KeepkError
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Every parameter and buffer once, under its first name, and whether it is a parameter."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter, True
+    for name, buffer in model.named_buffers():
+        yield name, buffer, False
+
+
+def sharded(model: nn.Module) -> str | None:
+    """The part of a model that is sharded over processes (FSDP, DTensor), as words for an error; None if none is."""
+    for path, module in model.named_modules():
+        # By name: importing FSDP takes long, and not every build of torch has it.
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            return f"module {path!r}" if path else "the model"
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if hasattr(tensor, "device_mesh"):
+            return f"tensor {name!r}"
+    return None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's module inside `DistributedDataParallel`, `DataParallel` and `torch.compile` wrappers."""
+    inner = _wrapped_name(model)
+    return unwrap(getattr(model, inner)) if inner else model
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by their names in the unwrapped model; a tied parameter under each of its names."""
+    # Globs of spaces and saved states use these names, so that a run can be wrapped or resumed without the wrapper.
+    modules = model.named_modules(remove_duplicate=False)
+    inner_names = ((path, _wrapped_name(module)) for path, module in modules)
+    wrapped = [f"{path}.{inner}" if path else inner for path, inner in inner_names if inner]
+    found = model.named_parameters(remove_duplicate=False)
+    return {_without(name, wrapped): parameter for name, parameter in found}
+
+
+def _wrapped_name(module: nn.Module) -> str | None:
+    """The attribute of a wrapper that refers to the wrapped module; None for a module that is not a wrapper."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    # torch.compile's class lives in torch._dynamo, whose import alone takes seconds.
+    return "_orig_mod" if "_orig_mod" in module._modules else None
+
+
+def _without(name: str, wrapped: Sequence[str]) -> str:
+    """A parameter's name without the attributes of wrappers."""
+    # The deepest wrapper first, so that the shorter paths in front of it still match.
+    for path in sorted(wrapped, key=len, reverse=True):
+        if name.startswith(path + "."):
+            outer = path.rpartition(".")[0]
+            name = f"{outer}.{name[len(path) + 1 :]}" if outer else name[len(path) + 1 :]
+    return name
+
+
+def adapters_of(model: nn.Module) -> dict[str, str]:
+    """By name of an adapter's parameter, the path of the adapter: ``layer.lora_A`` for ``layer.lora_A.default.weight``.
+
+    Layers of peft list the names of their adapters (``adapter_layer_names``). Elsewhere, a name that starts with
+    ``lora_`` is one.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return {name: found for name, _ in model.named_parameters() if (found := _adapter(name.split("."), modules))}
+
+
+def _adapter(names: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
+    """The path of the adapter that a parameter with these path components belongs to; empty for other parameters."""
+    for place, name in enumerate(names):
+        layer = modules.get(".".join(names[:place]))
+        if name.startswith("lora_") or name in getattr(layer, "adapter_layer_names", ()):
+            return ".".join(names[: place + 1])
+    return ""
+
+
+def changed_model(kind: type[KeepkError], name: str, how: str) -> KeepkError:
+    """The error about a parameter that was changed or replaced; `how` says how."""
+    return kind(
+        f"parameter {name!r}: {how}. Change the model first (load, move, wrap, replace layers), then make the Pruner."
+    )
+
+
+def refuse_other_parameters(model: nn.Module, known: Mapping[str, nn.Parameter], kind: type[KeepkError]) -> None:
+    """Refuse a model in which a name now refers to a different parameter object."""
+    # Masks, hooks and optimizer state are tied to the object. With another one in its place they would silently apply
+    # to a parameter that the model no longer uses.
+    now = named_parameters(model)
+    for name, parameter in known.items():
+        if now.get(name) is not parameter:
+            raise changed_model(kind, name, "the model has a different object than when the Pruner was made")

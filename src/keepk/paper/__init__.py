@@ -1,1 +1,0 @@
-"""The paper's models, data, recipes, tables and figures."""

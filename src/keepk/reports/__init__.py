@@ -1,0 +1,1 @@
+"""Tables, reports and terminal plots."""

@@ -1,0 +1,195 @@
+"""`report`: a summary of a run, as a table, as a line for a progress bar, and as plain values."""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from keepk.errors import KeepkError
+from keepk.model.costs import model_costs, per_what
+from keepk.plan.numbers import exact_number
+from keepk.reports.tables import Table, html_table, percent
+from keepk.run.counting import count_masked
+from keepk.run.pruner import Pruner
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+SHOWN = 20  # spaces in a repr: with its other lines it fits on a terminal of 24 lines
+
+
+@dataclass(frozen=True)
+class SpaceReport:
+    """The counts of one space of a run.
+
+    Attributes:
+        name: The name of the space.
+        kind: "weights" or "channels".
+        total: M, the units before the first event.
+        planned: M_e, the plan's count after the last event.
+        kept: The units left now, counted on the tensors. Fewer than planned if channels or dead neurons were removed
+            with their weights; more if pruned weights came back.
+        asked: K, the units left at the end.
+        fixed: Channels of the same layers that cannot be removed; no other count includes them.
+    """
+
+    name: str
+    kind: str
+    total: int
+    planned: int
+    kept: int
+    asked: int
+    fixed: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class RunReport:
+    """A summary of a run. It prints as a table, in color on a rich console, and as HTML in a notebook.
+
+    Attributes:
+        epoch: The number of events so far.
+        epochs: The number of events in the plan.
+        spaces: The counts of each space.
+        parameters: The entries of the model's parameters as they are, masked ones included.
+        masked: How many of them are masked and 0.0.
+        macs: Multiply-accumulates (MACs) per sample of one forward pass with the tensors as they are, so masked weights
+            are multiplied too; None if the Pruner has no example.
+        batch: The batch size of the Pruner's example, by which MACs were divided. None without an example, or if the
+            batch size is not known; MACs are then those of the whole example.
+        error: The error that the user passed, in percent.
+
+    Parameters and MACs count tensors as they are, as `keepk.inspect` does. Weights that are only masked are counted in
+    `masked`; removing channels, or `keepk.compact`, lowers parameters and MACs.
+    """
+
+    epoch: int
+    epochs: int
+    spaces: tuple[SpaceReport, ...]
+    parameters: int
+    masked: int
+    macs: int | None
+    batch: int | None
+    error: float | None
+
+    @property
+    def line(self) -> str:
+        """The report as one line, for a progress bar."""
+        kept = ", ".join(
+            f"{space.name} {space.kept:,} of {space.total:,}{f' (and {space.fixed:,} fixed)' * bool(space.fixed)}"
+            for space in self.spaces
+        )
+        return f"epoch {self.epoch}/{self.epochs}: kept {kept}; {self._costs()}"
+
+    def data(self) -> dict[str, Any]:
+        """The report as plain dicts, lists, strings and numbers, which survive a round trip through JSON."""
+        return {**asdict(self), "spaces": [asdict(space) for space in self.spaces]}
+
+    def __str__(self) -> str:
+        return f"{self._title()}\n{self._table()}\n{self._costs()}"
+
+    def __repr__(self) -> str:
+        """The printed report, without the middle rows if there are many spaces."""
+        lines = str(self).splitlines()
+        rows = lines[3:-1]  # after the title and the table's head, before the costs
+        if len(rows) > SHOWN:
+            rows = [*rows[: SHOWN // 2], f"... {len(rows) - SHOWN} more spaces ...", *rows[-SHOWN // 2 :]]
+        return "\n".join([*lines[:3], *rows, lines[-1]])
+
+    def _repr_html_(self) -> str:
+        table = self._table()
+        return f"<p>{self._title()}</p>{html_table(table.columns, table.rows)}<p>{self._costs()}</p>"
+
+    def __rich__(self) -> "Group":
+        from rich.console import Group  # noqa: PLC0415 - only a rich console calls this
+        from rich.text import Text  # noqa: PLC0415
+
+        return Group(Text(self._title(), style="bold"), self._table(), Text(self._costs()))
+
+    def _title(self) -> str:
+        counted = "parameters include" if self.macs is None else "parameters and MACs include"
+        macs = "" if self.macs is None else f", MACs are {per_what(self.batch)}"
+        return f"After epoch {self.epoch} of {self.epochs}; {counted} masked entries{macs}"
+
+    def _costs(self) -> str:
+        masked = f" ({self.masked:,} masked)" if self.masked else ""
+        macs = "" if self.macs is None else f", {self.macs:,} MACs {per_what(self.batch)}"
+        error = "" if self.error is None else f", error {self.error:.2f} %"
+        return f"{self.parameters:,} parameters{masked}{macs}{error}"
+
+    def _table(self) -> Table:
+        any_fixed = any(space.fixed for space in self.spaces)
+        rows = tuple(
+            (
+                space.name,
+                space.kind,
+                f"{space.total:,}",
+                f"{space.planned:,}",
+                f"{space.kept:,}",
+                percent(space.kept, space.total),
+                f"{space.asked:,}",
+                *([f"{space.fixed:,}"] if any_fixed else []),
+            )
+            for space in self.spaces
+        )
+        columns = (
+            "space",
+            "kind",
+            "total",
+            "planned",
+            "kept",
+            "kept %",
+            "asked",
+            *(["not counted"] if any_fixed else []),
+        )
+        return Table(columns, rows)
+
+
+def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
+    """A summary of a run: planned, kept and requested units per space, parameters and multiply-accumulates.
+
+    The same as ``pruner.report()``. All numbers are counted on the model's tensors; if pruned units came back, a
+    `KeepkWarning` has both counts.
+
+    Args:
+        pruner: The `Pruner` of the run. Multiply-accumulates are counted if it has an example.
+        error: An error in percent to show in the report.
+
+    Returns:
+        A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` is plain values.
+
+    Raises:
+        KeepkError: `pruner` is not a `Pruner`, or `error` is not a number.
+
+    >>> import torch, keepk
+    >>> net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    >>> pruner = keepk.Pruner(net, [keepk.channels("0", keep=2, schedule=[4, 2])], example=torch.zeros(2, 8))
+    >>> pruner.step()
+    >>> print(report(pruner))
+    After epoch 1 of 2; parameters and MACs include masked entries, MACs are per sample
+    space      kind  total  planned  kept  kept %  asked
+    -----  --------  -----  -------  ----  ------  -----
+    0      channels      6        4     4  66.67%      2
+    51 parameters, 44 MACs per sample
+    >>> report(pruner, error=1.5).line
+    'epoch 1/2: kept 0 4 of 6; 51 parameters, 44 MACs per sample, error 1.50 %'
+    """
+    if not isinstance(pruner, Pruner):
+        raise KeepkError(f"report: got {type(pruner).__name__}. Give the keepk.Pruner of the run.")
+    if error is not None:
+        error = float(exact_number(error, "report: error", KeepkError))
+    plan, epoch = pruner.plan, pruner.epoch
+    spaces = tuple(
+        SpaceReport(
+            name,
+            space["kind"],
+            space["total"],
+            plan[name][epoch - 1] if epoch else space["total"],
+            space["alive"] if "alive" in space else space["kept"],
+            space["asked"],
+            space.get("fixed", 0),
+        )
+        for name, space in pruner.counted_certificate("report").items()
+    )
+    # Counted on a copy without weights wherever the model allows it, so a report is cheap enough for every epoch.
+    parameters, masked = sum(it.numel() for it in pruner.model.parameters()), count_masked(pruner.masks, pruner.model)
+    costs = None if pruner.example is None else model_costs(pruner.model, pruner.example)
+    macs, batch = (None, None) if costs is None else (costs.macs, costs.batch)
+    return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error)

@@ -1,0 +1,481 @@
+"""A decided event: the channels to remove or mask, and the new masks of weights.
+
+An `Event` is decided first and applied afterwards, so that everything that can be refused is refused while the model is
+still whole, and so that several processes can compare their decisions before any of them changes a tensor.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from keepk.cut.masks import Masks
+from keepk.cut.module_edits import left_of
+from keepk.cut.record import Places
+from keepk.cut.shrink import Prepared, prepare
+from keepk.cut.transaction import Undo, undone_by
+from keepk.errors import RankError, ShrinkError, StateError
+from keepk.graph.graph import Graph
+from keepk.graph.ids.maps import Flags
+from keepk.graph.probe.verify import refuse_unfit
+from keepk.metrics.channels import bn_scale, channel_scores, default_metric, product, reads_scales
+from keepk.metrics.layers import Layer, Parameters, layers_of
+from keepk.metrics.statistics import Statistics, statistics_of
+from keepk.model.edits import Cut, Edits, Indices, doomed, silencing
+from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
+from keepk.model.weight_norm import lengths_of
+from keepk.plan.phases import Plan
+from keepk.plan.portions import Split, chain, has_even_steps
+from keepk.rank.channels import Decision, keep_best, rank_values
+from keepk.run.channel_members import ChannelMembers
+from keepk.run.counting import count_channels, masked_places
+from keepk.run.state import Saved
+from keepk.run.warnings import Watch
+
+# Which removals are replayed at their own sizes before they are made: physical cuts, or also masks that are cut later.
+Replayed: TypeAlias = Literal["none", "cuts", "masks"]
+
+
+def nothing() -> None:
+    """The undo of a change that changed nothing."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A prepared removal of channels; nothing has changed yet.
+
+    Attributes:
+        edits: The changes that it makes, or that a later removal of masked channels would make.
+        cuts: The same by parameter, under the name without wrappers.
+        prepared: The physical removal; None where channels are only masked.
+        parameters: The model's parameters, by the same names.
+        lengths: By direction of weight norm, the parameter with its lengths.
+    """
+
+    edits: Edits
+    cuts: Mapping[str, Cut]
+    prepared: Prepared | None
+    parameters: Mapping[str, nn.Parameter] = field(repr=False)
+    lengths: Mapping[nn.Parameter, nn.Parameter] = field(repr=False)
+
+    @property
+    def gone(self) -> Indices:
+        """The removed units, with those outside every space that nothing reads any more."""
+        return self.edits.units
+
+    @property
+    def flags(self) -> Flags:
+        """The same as flags, up to the last removed unit."""
+        flags = np.zeros(int(self.gone.max(initial=-1)) + 1, bool)
+        flags[self.gone] = True
+        return flags
+
+    def shape_of(self, name: str, parameter: Tensor) -> tuple[int, ...]:
+        """The shape of a parameter afterwards."""
+        return self.cuts[name].after if self.prepared and name in self.cuts else tuple(parameter.shape)
+
+    def after(self, masks: Masks) -> Masks:
+        """Masks over the model as it is now, cut to the shapes of the model afterwards."""
+        if self.prepared is None:
+            return masks
+        return {name: left_of(mask, self.cuts[name]) if name in self.cuts else mask for name, mask in masks.items()}
+
+    def doomed(self, names: Iterable[str] | None = None) -> Masks:
+        """By parameter, the entries that are removed, or that masks set to zero instead.
+
+        Args:
+            names: The parameters of interest; None for all. A mask is as large as its parameter, so ask for few.
+        """
+        wanted = self.parameters if names is None else set(names)
+        cuts = {name: cut for name, cut in self.cuts.items() if name in wanted}
+        if self.prepared is None:
+            # A masked channel of weight norm is silenced by its length; its direction stays.
+            lengths = {name: self.lengths.get(self.parameters[name]) for name in cuts}
+            cuts = {name: silencing(cut, lengths[name]) for name, cut in cuts.items()}
+        found = {name: doomed(cut, self.parameters[name].device) for name, cut in cuts.items()}
+        return {name: mask for name, mask in found.items() if mask.any()}
+
+    def apply(self) -> Undo:
+        """Remove the channels, unless they are only masked; returns the undo."""
+        if self.prepared is None:
+            return nothing
+        undo = self.prepared.apply()
+        if "torch._dynamo" in sys.modules:
+            # Any module may have been compiled by the user, and torch stops recompiling after a few new shapes.
+            torch.compiler.reset()
+        return undo
+
+
+NO_OPERATION = Operation(Edits(np.zeros(0, np.int64), (), (), (), ()), {}, None, {}, {})
+
+
+@dataclass(frozen=True)
+class Event:
+    """The decisions of one event, before anything changes. Each side adds its own with `dataclasses.replace`.
+
+    Attributes:
+        epoch: Which entry of the plan is due, from 0.
+        wrapper: The DDP wrapper that the user passed to `Pruner.step`.
+        operation: The removal or masking of channels.
+        chains: By channel space, the splits that lead on to K; see `plan.portions`.
+        masks: The new masks of weights (True where pruned), over the model as it is now.
+        due: By weight space that is pruned at this event, its new count.
+    """
+
+    epoch: int
+    wrapper: nn.Module | None = None
+    operation: Operation = NO_OPERATION
+    chains: Mapping[str, tuple[Split, ...]] = field(default_factory=dict)
+    masks: Masks = field(default_factory=dict)
+    due: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def told(self) -> list[Tensor]:
+        """The decisions that all processes must agree on, as flags."""
+        return [*self.masks.values(), torch.from_numpy(self.operation.flags)]
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it changes the shapes of the model."""
+        return self.operation.prepared is not None
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any unit is pruned."""
+        return bool(self.masks) or len(self.operation.gone) > 0
+
+
+class Surgery:
+    """Prepares removals for one model, its optimizers and its followers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        optimizers: Sequence[torch.optim.Optimizer],
+        followers: Sequence[nn.Module | dict[str, Tensor]],
+        replayed: Replayed = "cuts",
+    ) -> None:
+        self._model, self._graph, self._replayed = model, graph, replayed
+        self._optimizers, self._followers = optimizers, followers
+        self._parameters = named_parameters(model)
+        self._lengths = lengths_of(model)
+
+    def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
+        """Prepare the removal of the units `going`, and of those in `dead` that are masked so far."""
+        refuse_other_parameters(self._model, self._parameters, ShrinkError)
+        # Masked units are part of every operation: their masks are made again from it, or they are removed by it.
+        masked = np.flatnonzero(dead & self._graph.alive)
+        units = np.union1d(masked, np.fromiter(going, np.int64))
+        if physical:
+            prepared = prepare(
+                self._model,
+                self._graph,
+                units,
+                optimizer=list(self._optimizers),
+                followers=self._followers,
+                wrapper=wrapper,
+                replay=self._replayed != "none",
+            )
+            cuts = by_plain_name(self._model, prepared.edits)
+            return Operation(prepared.edits, cuts, prepared, self._parameters, self._lengths)
+        edits = self._graph.edits(units)
+        cuts = by_plain_name(self._model, edits)
+        for name, cut in cuts.items():  # `prepare` checks this for physical removals
+            if (got := tuple(self._parameters[name].shape)) != cut.before:
+                raise changed_model(
+                    ShrinkError, name, f"has shape {got}, but the Pruner left it with shape {cut.before}"
+                )
+        if self._replayed == "masks":  # they will be cut at the end, where a refusal would come too late
+            refuse_unfit(self._model, self._graph, edits)
+        return Operation(edits, cuts, None, self._parameters, self._lengths)
+
+
+def by_plain_name(model: nn.Module, edits: Edits | Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts of parameters under their names without wrappers; cuts of buffers are left out."""
+    cuts = {cut.tensor: cut for cut in edits.cuts} if isinstance(edits, Edits) else edits
+    own = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    plain = dict(zip(own, named_parameters(model), strict=True))
+    return {plain[name]: cut for name, cut in cuts.items() if name in plain}
+
+
+class ChannelSide:
+    """The channel spaces of a run over one graph; see `run.sides.Side`.
+
+    Attributes:
+        graph: The traced model. Its `alive` says what is physically there.
+        members: The spaces by name, with their units.
+        dead: By unit, whether it is pruned: removed, or masked and still `graph.alive`.
+        zeroed: By parameter, the entries of masked channels; empty once they are removed.
+        certified: By space, the channels left at the last event, before `keepk.compact` or others removed more.
+    """
+
+    kind = "channels"
+
+    def __init__(
+        self,
+        graph: Graph,
+        model: nn.Module,
+        members: Mapping[str, ChannelMembers],
+        surgery: Surgery,
+        plan: Plan,
+        shrink: str,
+        watch: Watch,
+    ) -> None:
+        self.graph, self.members = graph, members
+        self._model, self._surgery, self._shrink, self._watch = model, surgery, shrink, watch
+        self._parameters = Parameters.of(model)
+        self._plan = {name: plan[name] for name in members}
+        self._fixed = {name: it.fixed for name, it in members.items()}
+        # Where counts bind each other, a chain of splits is kept that is known to lead to K; see `plan.portions`.
+        self._chains = dict[str, tuple[Split, ...]]()
+        for name, it in members.items():
+            if not has_even_steps(it.portions):
+                found = chain(it.portions, self._plan[name])
+                assert found is not None  # the plan was snapped to a chain
+                self._chains[name] = found
+        self.dead: Flags = np.zeros(len(graph.units), bool)
+        self.zeroed: Masks = {}
+        self._cut_elsewhere: str | None = None  # a tensor that something else than this run has cut
+        self.certified = self.kept
+
+    def warn_of_uncounted(self) -> None:
+        """Warn of layers with channels that their space does not count."""
+        for name, it in self.members.items():
+            layers = [(u.layer, u.channels, u.width, u.why) for u in it.uncounted]
+            self._watch.uncounted(name, it.keep, it.total, layers)
+
+    def follow_statistics(self) -> None:
+        """Restart the statistics that metrics read, over the channels that are left now."""
+        spaces = dict[Statistics, dict[str, list[Layer]]]()
+        for name, it in self.members.items():
+            for statistics in statistics_of(it.space.metric):
+                spaces.setdefault(statistics, {})[name] = self.layers(name)
+        for statistics, layers in spaces.items():
+            statistics.follow(layers)
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """By space: how many channels are left."""
+        return {name: it.total - int(self.dead[it.units].sum()) for name, it in self.members.items()}
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """By space: how many channels the model's tensors have now, masked ones that came back included."""
+        return count_channels(self.members, self.graph, self.dead, self.zeroed, self._model)
+
+    @property
+    def masks(self) -> Masks:
+        """By parameter with masked channels: which entries are kept."""
+        return {name: ~mask for name, mask in self.zeroed.items()}
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """By space: its layers and their widths when the run began. A saved state must have the same."""
+        return {name: {layer.module: len(layer.units) for layer in it.layers} for name, it in self.members.items()}
+
+    @property
+    def places(self) -> dict[str, Places]:
+        """By space with masked channels: where they are in the parameters."""
+        masked = self.dead & self.graph.alive
+        return masked_places(self.members, self.graph, masked, self._model) if masked.any() else {}
+
+    def layers(self, name: str) -> list[Layer]:
+        """The channels of a space that are left, layer by layer, as a metric sees them."""
+        members = self.members[name]
+        return layers_of(self.graph, self._parameters, members.layers, ~self.dead, members.space.at)
+
+    def decide(self, event: Event) -> Event:
+        """Add the channels to prune and what removes or masks them. Reads only."""
+        if self._cut_elsewhere is not None:  # the plan does not know of those channels, so it could not end at K
+            raise ShrinkError(
+                f"parameter {self._cut_elsewhere!r}: was cut by keepk.compact or keepk.shrink, which the plan of the "
+                f"channels does not know. Change the model first, then make the Pruner; or wait until its plan ends."
+            )
+        removed, chains, kept = [np.zeros(0, np.int64)], dict[str, tuple[Split, ...]](), self.kept
+        for name, counts in self._plan.items():
+            known = self._chains.get(name, ())
+            if counts[event.epoch] < kept[name]:
+                decision = self._decide(self.members[name], counts[event.epoch :], known)
+                removed.append(decision.removed)
+                chains[name] = decision.chain
+            else:
+                chains[name] = tuple(known[1:])
+        going = np.sort(np.concatenate(removed))
+        ends = all(counts[event.epoch] == self.members[name].keep for name, counts in self._plan.items())
+        physical = self._shrink == "each" or (self._shrink == "end" and ends)
+        waiting = (self.dead & self.graph.alive).any()  # masked at an event before, and not removed yet
+        if not len(going) and not (physical and waiting):
+            return replace(event, chains=chains)
+        operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper)
+        self._refuse_other_counts(going, operation.gone)
+        return replace(event, chains=chains, operation=operation)
+
+    def apply(self, event: Event) -> Undo:
+        """Remove the channels of an event, or take over their masks; returns the undo of the removal."""
+        with undone_by(undo := event.operation.apply()):
+            self.dead = self.dead.copy()  # a snapshot may still refer to the old flags
+            self.dead[event.operation.gone] = True
+            self._chains = dict(event.chains)
+            if len(event.operation.gone):
+                self.zeroed = {} if event.cuts else event.operation.doomed()
+            self.certified = self.kept
+            return undo
+
+    def follow_cuts(self, cuts: Mapping[str, Cut], follow: Callable[[Masks], Masks]) -> None:
+        """Take note of units that something else than this run has removed, and cut the masks."""
+        self._cut_elsewhere = next(iter(cuts), None)
+        gone = self.graph.lost(cuts.values())
+        self.graph.removed(gone)
+        self.dead = self.dead.copy()
+        self.dead[gone] = True
+        self.zeroed = follow(self.zeroed)
+
+    def snapshot(self) -> Undo:
+        """A function that restores the present flags, masks and counts. The graph is restored by a removal's undo."""
+        present = self.dead, self.zeroed, self._chains, self.certified
+
+        def restore() -> None:
+            self.dead, self.zeroed, self._chains, self.certified = present
+
+        return restore
+
+    def state(self) -> dict[str, Any]:
+        """Its part of a `Pruner`'s state, as plain values: the units that are gone, and those that are removed."""
+        return {
+            "channels": {
+                "total": len(self.dead),
+                "gone": np.flatnonzero(self.dead).tolist(),
+                "removed": np.flatnonzero(~self.graph.alive).tolist(),
+                "chains": {name: [list(counts) for counts in found] for name, found in self._chains.items()},
+            }
+        }
+
+    def refuse_other_state(self, saved: Saved) -> None:
+        """Refuse a state with different units, with counts that the plan does not have, or with units gone here."""
+        try:
+            total, removed = saved.channels["total"], {*saved.channels["removed"]}
+            gone = np.asarray(saved.channels["gone"], np.int64)
+            fits = (
+                total == len(self.dead) and (gone >= 0).all() and (gone < total).all() and removed <= {*gone.tolist()}
+            )
+            chains_fit = all(
+                not found or [sum(counts) for counts in found] == list(self._plan[name][saved.epoch :])
+                for name, found in saved.channels["chains"].items()
+            )
+        except (KeyError, TypeError, ValueError):
+            fits = chains_fit = False
+        if not fits or not chains_fit:
+            raise StateError(
+                "pruner state: its channels are not those of this model. It is damaged, or of another one."
+            )
+        after = np.zeros(total, bool)
+        after[gone] = True
+        for name, it in self.members.items():
+            kept = it.total - int(after[it.units].sum())
+            planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
+            if kept != planned:
+                raise StateError(
+                    f"pruner state: {kept} channels of space {name!r} are left, the plan says {planned}. It is damaged."
+                )
+        if (self.dead & ~after).any():
+            raise StateError(
+                f"pruner state: {int((self.dead & ~after).sum())} of its channels are already gone from this model "
+                f"and cannot be restored. Build a fresh model, and load the state into a new Pruner."
+            )
+
+    def resized(self, saved: Saved) -> Operation:
+        """The removal that gives the model its saved size. Channels that were only masked stay; `load` masks them."""
+        going = [unit for unit in saved.channels["removed"] if self.graph.alive[unit]]
+        return self._as_saved(np.zeros_like(self.dead), going, physical=True)
+
+    def load(self, saved: Saved) -> None:
+        """Take over a state that was not refused, over a model that has its saved size."""
+        self.dead = np.zeros(len(self.dead), bool)
+        self.dead[np.asarray(saved.channels["gone"], np.int64)] = True
+        chains = saved.channels["chains"]
+        self._chains = {name: tuple(tuple(counts) for counts in found) for name, found in chains.items()}
+        self.certified = self.kept
+        self.zeroed = self._as_saved(self.dead, (), physical=False).doomed()
+
+    def notes(self, name: str, revived: int) -> dict[str, Any]:
+        """For the certificate of a space: its masked channels that are still zero, and those that it cannot count."""
+        masked = int((self.dead & self.graph.alive)[self.members[name].units].sum()) - max(0, revived)
+        fixed = self._fixed[name]
+        return {**({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}
+
+    def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
+        try:
+            return self._surgery.operation(dead, going, physical=physical, wrapper=None)
+        except ShrinkError as error:
+            raise StateError(
+                f"pruner state: the saved channels cannot be removed from this model: {error} "
+                f"Load the state into a freshly built model, before it is wrapped or changed."
+            ) from error
+
+    def _decide(self, members: ChannelMembers, rest: Sequence[int], known: Sequence[Split]) -> Decision:
+        """Rank the channels of one space and choose the best ``rest[0]`` in numbers that the network can have."""
+        layers = self.layers(members.space.name)
+        metric = members.space.metric or default_metric(layers)
+        scores = channel_scores(metric, layers)
+        units = np.concatenate([layer.units for layer in layers])
+        values = rank_values(units, scores, np.zeros(len(self.dead), bool), members.links)
+        # The floors need the order of the first ranking; the units that they force are then ranked above all others.
+        forced = self._forced(members, values)
+        if forced.any():
+            values = rank_values(units, scores, forced, members.links)
+        decision = keep_best(members.choices, ~self.dead, values, rest, known)
+        assert not forced[decision.removed].any()  # every choice has room for the units that must stay
+        self._warn_of_ranking(members, metric, units, scores, decision.removed)
+        if reads_scales(metric):
+            scales = channel_scores(bn_scale, layers)
+            self._watch.alike_scales(members.space.name, float(scales.mean()), float(scales.std()))
+        return decision
+
+    def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
+        """The units that must stay: the best of every layer up to its floor, and the best reading of every source."""
+        forced, heights = np.zeros(len(values), bool), members.links.heights
+        # Readings before their sources: a kept reading keeps its source, which then counts towards that floor.
+        layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
+        needs = [(layer.units, members.space.floor_of(len(layer.units))) for layer in layers]
+        needs += [(readings, 1) for readings in members.sources]
+        for units, least in needs:
+            living = units[~self.dead[units]]
+            if not forced[living].sum() >= least:
+                forced[living[np.argsort(-values[living], kind="stable")[:least]]] = True
+                forced = members.links.raised(forced)
+        return forced
+
+    def _refuse_other_counts(self, going: Indices, gone: Indices) -> None:
+        """Refuse a removal that also removes channels of a space that were not chosen."""
+        unasked = np.zeros_like(self.dead)
+        unasked[gone] = True
+        unasked[going] = False
+        unasked &= ~self.dead
+        for name, it in self.members.items() if unasked.any() else ():
+            if more := int(unasked[it.units].sum()):
+                raise RankError(
+                    f"space {name!r}: {more} more channels would be removed with the chosen ones, so the count "
+                    f"could not be met. Make the space narrower."
+                )
+
+    def _warn_of_ranking(
+        self, members: ChannelMembers, metric: object, units: Indices, scores: NDArray[np.float64], removed: Indices
+    ) -> None:
+        """Warn if most channels are tied at the cut, or if a layer keeps almost nothing."""
+        name, stays = members.space.name, ~self.dead
+        stays[removed] = False
+        values, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
+        kept = np.bincount(group, weights=stays[units], minlength=len(sizes))
+        split = (kept > 0) & (kept < sizes)
+        if metric is product:
+            split &= values != 0  # dead already, so it does not matter which of them are pruned
+        self._watch.tied_scores(name, "channels", int(sizes[split].sum()), len(units))
+        if members.space.layer_floor == 1:  # a higher floor is the user's decision about thin layers
+            layers = [(layer.name, int(stays[layer.units].sum()), len(layer.units)) for layer in members.layers]
+            self._watch.thin_layers(name, "channels", layers)

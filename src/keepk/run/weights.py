@@ -1,0 +1,362 @@
+"""From names to parameters: the weight spaces of a run, looked up in a model and checked."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepk.cut.holders import sharing_memory
+from keepk.cut.masks import Masks
+from keepk.cut.optimizer_state import refuse_foreign_state
+from keepk.cut.transaction import Undo
+from keepk.errors import RankError, SpaceError, StateError
+from keepk.metrics.channels import ranks_channels_alone
+from keepk.metrics.factories import refuse_uncalled
+from keepk.metrics.layers import called
+from keepk.metrics.weights import magnitude, score, traits_of
+from keepk.model.edits import Cut as TensorCut
+from keepk.model.example import quantised_module, quantised_tensor
+from keepk.model.names import named_parameters, refuse_other_parameters
+from keepk.plan.names import matches, nearest
+from keepk.plan.phases import Plan
+from keepk.plan.spaces import WeightSpace
+from keepk.rank.kth_largest import Ranked
+from keepk.rank.weights import CutPoint, cut_points, dead_mask
+from keepk.run.channels import Event, nothing
+from keepk.run.counting import count_weights
+from keepk.run.state import Saved
+from keepk.run.warnings import Watch
+
+RANKABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The parameters of one weight space.
+
+    Attributes:
+        space: The user's request.
+        parameters: By name, in the model's order. The objects stay the same when they are cut.
+        shapes: Their shapes when the run began.
+        total: M, how many weights they had then.
+        keep: K.
+    """
+
+    space: WeightSpace
+    parameters: dict[str, nn.Parameter]
+    shapes: dict[str, list[int]]
+    total: int
+    keep: int
+
+    def floor(self, parameter: nn.Parameter) -> int:
+        """How many weights of a parameter must stay. A layer floor applies to tensors of two or more dims only."""
+        return min(self.space.layer_floor, parameter.numel()) if parameter.dim() >= 2 else 0
+
+
+def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, Members]:
+    """The parameters of every space, checked: each glob matches something, no weight is in two spaces."""
+    named = named_parameters(model)
+    found = dict[str, Members]()
+    taken = dict[nn.Parameter, str]()
+    if spaces and not named and (quantised := quantised_module(model)):
+        raise SpaceError(
+            f"space {spaces[0].name!r}: the model has no parameters, because {quantised}. Prune first and quantise "
+            f"afterwards: give the model as it was before that."
+        )
+    for space in spaces:
+        refuse_uncalled(space.metric, space.name)
+        _refuse_metric_of_channels(space)
+        parameters = _select(space, named)
+        for name, parameter in parameters.items():
+            _refuse_unrankable(space, name, parameter)
+            if parameter in taken:
+                raise SpaceError(
+                    f"space {space.name!r}: {name!r} is in space {taken[parameter]!r} too. "
+                    f"Spaces are disjoint: narrow one, or use exclude=."
+                )
+            taken[parameter] = space.name
+        found[space.name] = _counted(space, parameters)
+    _refuse_shared_memory({name: p for members in found.values() for name, p in members.parameters.items()})
+    return found
+
+
+def find_frozen(model: nn.Module, globs: Sequence[str]) -> tuple[nn.Parameter, ...]:
+    """The parameters that match the globs of a phase, each once."""
+    named = named_parameters(model)
+    for glob in globs:
+        if not any(matches(name, [glob]) for name in named):
+            raise SpaceError(
+                f"Phase(freeze={glob!r}): matches no parameter. Nearest names: {nearest(glob, list(named))}."
+            )
+    return tuple({id(p): p for name, p in named.items() if matches(name, globs)}.values())
+
+
+def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
+    """Refuse NaN and infinite weights, in one read and without a copy."""
+    # NaN and infinities reach the minimum or the maximum, so two scalars tell; isfinite() alone would make a mask.
+    if parameter.numel() == 0 or all(bound.isfinite() for bound in parameter.detach().aminmax()):
+        return
+    bad = int(parameter.numel() - parameter.detach().isfinite().sum())
+    raise RankError(
+        f"parameter {name!r}: {bad} of {parameter.numel()} weights are NaN or infinite, so they cannot be ranked. "
+        f"Find out where training diverged; nothing was pruned."
+    )
+
+
+def _refuse_metric_of_channels(space: WeightSpace) -> None:
+    if space.metric is None:
+        return
+    if ranks_channels_alone(space.metric) or "weights" not in traits_of(space.metric).ranks:
+        raise SpaceError(
+            f"space {space.name!r}: metric {called(space.metric)} ranks channels, not weights. "
+            f"Use keepk.metrics.magnitude, or leave metric= out."
+        )
+
+
+def _select(space: WeightSpace, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    for option, globs in (("select", space.select), ("exclude", space.exclude)):
+        for glob in globs:
+            if not any(matches(name, [glob]) for name in named):
+                raise SpaceError(
+                    f"space {space.name!r}: {option}={glob!r} matches no parameter. "
+                    f"Nearest names: {nearest(glob, list(named))}."
+                )
+    # By object, not by name: a tied parameter is excluded if any of its names is.
+    excluded = {id(p) for name, p in named.items() if matches(name, space.exclude)}
+    chosen = {id(p) for name, p in named.items() if matches(name, space.select)} - excluded
+    # A tied parameter counts once, under the first of its names.
+    first_names = {id(p): name for name, p in reversed(named.items())}
+    return {name: p for name, p in named.items() if id(p) in chosen and first_names[id(p)] == name}
+
+
+def _counted(space: WeightSpace, parameters: dict[str, nn.Parameter]) -> Members:
+    total = sum(parameter.numel() for parameter in parameters.values())
+    if total == 0:
+        raise SpaceError(
+            f"space {space.name!r}: {list(space.select)} without {list(space.exclude)} leaves no weight. "
+            f"Widen the space."
+        )
+    shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
+    members = Members(space, parameters, shapes, total, space.count_kept(total))
+    floors = sum(members.floor(parameter) for parameter in parameters.values())
+    if floors > members.keep:
+        raise SpaceError(
+            f"space {space.name!r}: layer_floor={space.layer_floor} needs {floors} weights, but only {members.keep} "
+            f"are kept. Choose a lower floor, or keep >= {floors}."
+        )
+    return members
+
+
+def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -> None:
+    where = f"space {space.name!r}: parameter {name!r}"
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise SpaceError(f"{where} has no shape yet. Run one forward pass of the lazy module first.")
+    if hasattr(parameter, "device_mesh"):  # a DTensor, as FSDP2 makes: each process sees a part of it
+        raise SpaceError(f"{where} is sharded over processes. Prune before sharding, or exclude it.")
+    if quantised_tensor(parameter):
+        raise SpaceError(
+            f"{where} is quantised ({type(parameter).__name__}), so it cannot be ranked. Prune first and quantise "
+            f"afterwards, or leave it out with exclude={name!r}."
+        )
+    if parameter.dtype not in RANKABLE or parameter.layout != torch.strided:
+        raise SpaceError(
+            f"{where} is {parameter.dtype}, {parameter.layout}. Only dense real float weights can be ranked; "
+            f"leave it out with exclude={name!r}."
+        )
+    if parameter.is_meta:
+        raise SpaceError(f"{where} is on the meta device and has no values. Load the weights first.")
+    refuse_not_finite(name, parameter)
+
+
+def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
+    for one, other in sharing_memory(parameters):
+        raise SpaceError(
+            f"parameters {one!r} and {other!r} share memory but are two objects, so their weights would count twice. "
+            f"Tie them as one Parameter, or exclude one."
+        )
+
+
+class WeightSide:
+    """The weight spaces of a run; see `run.sides.Side`. Without any space, every method does nothing.
+
+    Attributes:
+        members: The spaces by name, with their parameters.
+        zeroed: By parameter, the pruned entries; a parameter without any has no mask.
+        kept: By space, how many weights the masks leave.
+        certified: The same as of the last event, before `keepk.compact` or others removed more.
+    """
+
+    kind = "weights"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        members: Mapping[str, Members],
+        plan: Plan,
+        optimizers: Sequence[torch.optim.Optimizer],
+        watch: Watch,
+    ) -> None:
+        self.members = members
+        self._model, self._plan, self._optimizers, self._watch = model, plan, optimizers, watch
+        self.zeroed: Masks = {}
+        self.kept = {name: it.total for name, it in members.items()}
+        self.certified = dict(self.kept)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter of a space, by name."""
+        return {name: p for members in self.members.values() for name, p in members.parameters.items()}
+
+    @property
+    def masks(self) -> Masks:
+        """By parameter of a space: which entries are kept."""
+        return {
+            name: ~self.zeroed[name] if name in self.zeroed else torch.ones_like(parameter, dtype=torch.bool)
+            for name, parameter in self.parameters.items()
+        }
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """By space: how many weights the model's tensors have now, pruned ones that came back included."""
+        return count_weights(self.members, self.zeroed, self.kept, self._model)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """By space: the shapes of its parameters when the run began. A saved state must have the same."""
+        return {name: it.shapes for name, it in self.members.items()}
+
+    def decide(self, event: Event) -> Event:
+        """Add the masks of weights in removed channels, then of the lowest-ranked ones. Reads only."""
+        planned = {name: self._plan[name][event.epoch] for name in self.members}
+        due = {name: keep for name, keep in planned.items() if keep < self.kept[name]}
+        own = self.parameters
+        names = {parameter: name for name, parameter in own.items()}
+        for optimizer in self._optimizers if due else ():
+            refuse_foreign_state(optimizer, names)  # it may have made its state since the last event
+        refuse_other_parameters(self._model, own, SpaceError)
+        # K counts the weights in channels that stay, so weights of removed channels are masked before any are ranked.
+        before = {
+            name: mask if name not in self.zeroed else mask | self.zeroed[name].to(mask.device)
+            for name, mask in event.operation.doomed(own).items()
+        }
+        left = self._counts({**self.zeroed, **before}) if before else self.kept
+        cuts = list[tuple[Ranked, CutPoint]]()
+        for name, keep in planned.items():
+            self._refuse_undercut(name, keep, left[name], by_channels=bool(before))
+            if keep < left[name]:
+                ranked = self._ranked(self.members[name], before)
+                found = cut_points(ranked, keep)
+                self._warn_of_ranking(self.members[name], left[name], found)
+                cuts += zip(ranked, found, strict=True)
+        masks = {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
+        return replace(event, masks=masks, due=due)
+
+    def apply(self, event: Event) -> Undo:
+        """Take over the masks of an event; `run.sides.Session` zeroes the weights. A snapshot undoes it."""
+        self.zeroed = event.operation.after({**self.zeroed, **event.masks})
+        # Removed channels may have taken weights of spaces that are not due, so all of them are counted again.
+        removes = len(event.operation.gone) > 0
+        self.kept = {**self.kept, **(self._counts(self.zeroed) if removes else event.due)}
+        self.certified = dict(self.kept)
+        return nothing
+
+    def follow_cuts(self, _: Mapping[str, TensorCut], follow: Callable[[Masks], Masks]) -> None:
+        """Cut the masks after something else than this run has cut the model."""
+        self.zeroed = follow(self.zeroed)
+        self.kept = self._counts(self.zeroed)
+
+    def snapshot(self) -> Undo:
+        """A function that restores the present masks and counts."""
+        present = self.zeroed, self.kept, self.certified
+
+        def restore() -> None:
+            self.zeroed, self.kept, self.certified = present
+
+        return restore
+
+    def state(self) -> dict[str, Any]:
+        """Its part of a `Pruner`'s state: the masks."""
+        return {"masks": dict(self.masks)}
+
+    def refuse_other_masks(self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]]) -> None:
+        """Refuse saved masks that do not fit the shapes that the parameters are about to have, or the plan."""
+        for name, it in self.members.items():
+            for key, parameter in it.parameters.items():
+                mask, shape = saved.masks.get(key), shape_of(key, parameter)
+                if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+                    raise StateError(f"pruner state: no bool mask of shape {shape} for {key!r}. It is damaged.")
+            kept = sum(int(saved.masks[key].sum()) for key in it.parameters)
+            planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
+            # Before its own plan begins, a space may have lost weights that were removed with their channels.
+            waits = planned == it.total
+            fewer = bool(saved.channels) and waits and it.keep <= kept < planned
+            if kept != planned and not fewer:
+                raise StateError(
+                    f"pruner state: the masks of space {name!r} keep {kept}, the plan says {planned}. It is damaged."
+                )
+
+    def load(self, saved: Saved) -> None:
+        """Take over saved masks, over a model that has its saved size."""
+        self.refuse_other_masks(saved, lambda _, parameter: tuple(parameter.shape))
+        masks = {name: (parameter, saved.masks[name]) for name, parameter in self.parameters.items()}
+        self.zeroed = {name: (~mask).to(it.device) for name, (it, mask) in masks.items() if not mask.all()}
+        self.kept = self._counts(self.zeroed)
+        self.certified = dict(self.kept)
+
+    def notes(self, _name: str, _revived: int) -> dict[str, Any]:
+        """Nothing to add to the certificate of a space."""
+        return {}
+
+    def _counts(self, zeroed: Masks) -> dict[str, int]:
+        """By space: how many weights these masks leave."""
+        return {
+            name: sum(p.numel() - (int(zeroed[key].sum()) if key in zeroed else 0) for key, p in it.parameters.items())
+            for name, it in self.members.items()
+        }
+
+    def _refuse_undercut(self, name: str, planned: int, left: int, *, by_channels: bool) -> None:
+        """Refuse an event after which a space would have fewer weights than its plan says."""
+        members = self.members[name]
+        waits = planned == members.total  # its plan has not begun, so channels may still remove some of its weights
+        wanted, what = (members.keep, "to keep") if waits else (planned, "of its plan at this event")
+        # A plan that was at this count before, as in a flat tail, is met: keepk.compact may have removed more since.
+        reached = not by_channels and self.certified[name] <= wanted
+        if left >= wanted or reached:
+            return
+        why = "the channels that stay have" if by_channels else "the model was cut elsewhere, which left"
+        raise RankError(
+            f"space {name!r}: {why} only {left} of its weights, fewer than the {wanted} {what}. "
+            f"Nothing was pruned. Keep more channels or fewer weights, or prune weights after channels, in phases "
+            f"(keepk.Phase)."
+        )
+
+    def _ranked(self, members: Members, before: Masks) -> list[Ranked]:
+        """The scores of a space, by parameter, with what is pruned already."""
+        metric = members.space.metric or magnitude
+        by_magnitude = metric is magnitude
+        found = []
+        for name, parameter in members.parameters.items():
+            if not by_magnitude:
+                refuse_not_finite(name, parameter)  # the selection itself checks magnitudes, in the same read
+            # The magnitude is never materialised: the selection reads the weights.
+            scores = parameter.detach() if by_magnitude else score(metric, parameter, name)
+            dead = before.get(name, self.zeroed.get(name))
+            if dead is not None:
+                dead = dead.to(scores.device)  # the model may have moved since the mask was made
+            found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
+        return found
+
+    def _warn_of_ranking(self, members: Members, alive: int, cuts: Sequence[CutPoint]) -> None:
+        """Warn if most weights are tied at the cut, or if a tensor keeps almost nothing."""
+        name, by_magnitude = members.space.name, (members.space.metric or magnitude) is magnitude
+        equal, ties = sum(cut.equal for cut in cuts), sum(cut.ties for cut in cuts)
+        # Ties among weights that are 0.0 anyway need no warning: it does not matter which of them are pruned.
+        if 0 < ties < equal and not (by_magnitude and all(cut.value == 0 for cut in cuts)):
+            self._watch.tied_scores(name, "weights", equal, alive)
+        if members.space.layer_floor == 0:  # a floor that the user has set is a decision about thin layers
+            sizes = ((key, math.prod(shape)) for key, shape in members.shapes.items())
+            layers = [(key, cut.kept, size) for (key, size), cut in zip(sizes, cuts, strict=True)]
+            self._watch.thin_layers(name, "weights", [it for it in layers if len(members.shapes[it[0]]) > 1])

@@ -1,0 +1,215 @@
+"""The house stays in order: public names, rooms, and what the core may import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import keepk
+import keepk.typing
+
+SOURCE = Path(keepk.__file__).parent
+# A room imports from itself and from the rooms to its left.
+ROOMS = [
+    "version",
+    "errors",
+    "plan",
+    "model",
+    "graph",
+    "metrics",
+    "rank",
+    "cut",
+    "compaction",
+    "storage",
+    "run",
+    "checkpoint",
+    "reports",
+    "deploy",
+    "typing",
+    "integrations",
+    "cli",
+]
+# `pruner.report()` returns what is made further to the right. It imports that when it is called, never at the top.
+LATE = {("pruner.py", "keepk.reports.run"), ("pruner.py", "keepk.reports.tables")}
+USERS = {"cli"}  # it uses the library as any user does
+CORE = {"torch", "safetensors", "numpy", "keepk"}
+EXTRAS = {
+    "cli": {"typer", "rich"},
+    "reports": {"rich"},
+    "deploy": {"onnx", "onnxruntime", "rich"},
+}
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.col_offset) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"keepk.{alias.name}" for alias in node.names] if node.module == "keepk" else [node.module]
+            yield from ((name, node.col_offset) for name in names)
+
+
+def room_of(path):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return parts[0]
+
+
+MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_rooms_import_only_from_their_left(path):
+    own = ROOMS.index(room_of(path))
+    for name, indent in imports(path):
+        if name.startswith("keepk.") and not (indent and (path.name, name) in LATE):
+            assert ROOMS.index(name.split(".")[1]) <= own, f"{path.name} imports {name}"
+        assert name != "keepk" or room_of(path) in USERS, f"{path.name} imports the package, and with it every room"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_core_needs_torch_safetensors_and_numpy_only(path):
+    allowed = CORE | EXTRAS.get(room_of(path), set()) | sys.stdlib_module_names
+    assert {name.split(".")[0] for name, _ in imports(path)} <= allowed
+
+
+def test_the_public_names():
+    assert (
+        sorted(keepk.__all__)
+        == keepk.__all__
+        == [
+            "Annealing",
+            "Cubic",
+            "KeepkWarning",
+            "OneShot",
+            "Phase",
+            "Pruner",
+            "Statistics",
+            "channels",
+            "compact",
+            "errors",
+            "export_onnx",
+            "inspect",
+            "latency",
+            "load",
+            "load_checkpoint",
+            "metrics",
+            "recalibrate",
+            "report",
+            "rule",
+            "save",
+            "save_checkpoint",
+            "shrink",
+            "trace",
+            "verify",
+            "weights",
+        ]
+    )
+    assert keepk.metrics.__all__ == [
+        "blend",
+        "bn_scale",
+        "l1",
+        "l1_l2",
+        "l2",
+        "magnitude",
+        "norm",
+        "outgoing",
+        "product",
+        "random",
+        "taylor",
+    ]
+    for name in keepk.__all__:
+        assert getattr(keepk, name).__doc__
+
+
+def test_the_types_for_annotations():
+    assert (
+        sorted(keepk.typing.__all__)
+        == keepk.typing.__all__
+        == [
+            "AnySchedule",
+            "Call",
+            "ChannelSpace",
+            "Compaction",
+            "Edits",
+            "Graph",
+            "Group",
+            "Inspection",
+            "LatencyReport",
+            "LatencyRow",
+            "Layer",
+            "LayerCost",
+            "OnnxReport",
+            "Plan",
+            "RunReport",
+            "Schedule",
+            "Slices",
+            "Space",
+            "SpaceReport",
+            "Spread",
+            "WeightSpace",
+        ]
+    )
+
+
+def test_the_types_are_those_of_the_public_functions(tmp_path):
+    """Each is what a function returns, or what a plug-in is given, so that an annotation with it is true."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+    example, seen = torch.randn(2, 8), []
+
+    def metric(layer):
+        seen.append(layer)
+        return layer.producer[0].tensor.norm(dim=1)
+
+    space = keepk.channels("0", keep=4, metric=metric)
+    with keepk.Pruner(net, [space], example=example) as pruner:
+        pruner.step()
+        report = keepk.report(pruner)
+    graph = keepk.trace(net, example)
+    found, measured = keepk.inspect(net, example), keepk.latency(net, example, batches=1, repeats=1)
+    for value, type_name in (
+        (space, "Space"),
+        (space, "ChannelSpace"),
+        (keepk.weights("*", keep=1), "WeightSpace"),
+        (seen[0], "Layer"),
+        (seen[0].producer[0], "Slices"),
+        (report, "RunReport"),
+        (report.spaces[0], "SpaceReport"),
+        (graph, "Graph"),
+        (graph.groups[0], "Group"),
+        (found, "Inspection"),
+        (found.layers[0], "LayerCost"),
+        (measured, "LatencyReport"),
+        (measured.rows[0], "LatencyRow"),
+        (measured.rows[0].model, "Spread"),
+        (keepk.compact(net, example), "Compaction"),
+        (keepk.export_onnx(net, example, tmp_path / "net.onnx"), "OnnxReport"),
+        (keepk.shrink(net, graph, graph.choose(0.5)), "Edits"),
+    ):
+        assert isinstance(value, getattr(keepk.typing, type_name)), type_name
+
+
+def test_importing_keepk_imports_no_extra():
+    code = (
+        "import sys, keepk\n"
+        "extras = {'rich', 'typer', 'matplotlib', 'sklearn', 'scipy', 'onnx', 'onnxruntime', 'torch._dynamo'}\n"
+        "extras &= set(sys.modules)\n"
+        "assert not extras, extras"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_loading_a_model_imports_no_trace_and_no_run():
+    todo, seen = ["keepk.deploy.load"], set()
+    while todo:
+        module = todo.pop()
+        path = SOURCE.parent / (module.replace(".", "/") + ".py")
+        if module in seen or not path.exists():
+            continue
+        seen.add(module)
+        todo += [name for name, indent in imports(path) if not indent]
+    assert len(seen) <= 24, sorted(seen)
+    assert not [module for module in seen if module.split(".")[1] in ("graph", "run")]

@@ -1,0 +1,139 @@
+"""Result files: what is written is read, a point run again replaces itself, and nothing half written counts."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepk.errors import DataError
+from keepk_paper import results
+
+COUNTS = ["seed", "asked", "kept", "total"]
+KEYS = ["experiment", "recipe", *COUNTS, "test_error", "val_error", "dense_test_error", "seconds", "versions"]
+
+
+def point(recipe="paper", seed=1, asked=10, **more):
+    values = ["lenet-5", recipe, seed, asked, asked, 100, 1.5, 1.25, 1.0, 2.5, results.versions()]
+    return dict(zip(KEYS, values, strict=True)) | more
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "results" / "lenet-5.jsonl"
+
+
+recipes = st.text(max_size=6)
+points = st.builds(
+    point,
+    recipe=recipes,
+    seed=st.integers(1, 3),
+    asked=st.sampled_from([5, 10]),
+    test_error=st.floats(0, 100),
+    layers=st.dictionaries(st.text(max_size=4), st.lists(st.integers(0, 9), max_size=2), max_size=2),
+)
+
+
+@given(writes=st.lists(st.lists(points, max_size=4), max_size=4))
+def test_what_is_read_is_the_last_of_each_point_in_the_order_of_the_first(tmp_path_factory, writes):
+    """Any text in a recipe's name, any float: nothing is lost on the way."""
+    path = tmp_path_factory.mktemp("results") / "file.jsonl"
+    for records in writes:
+        results.append(path, records)
+    written = [record for records in writes for record in records]
+
+    def same(record, other):
+        return all(record[key] == other[key] for key in ("recipe", "seed", "asked"))
+
+    firsts = [record for place, record in enumerate(written) if not any(same(record, it) for it in written[:place])]
+    assert results.read(path) == [next(it for it in reversed(written) if same(first, it)) for first in firsts]
+
+
+def test_a_point_is_one_line_of_json(path):
+    results.append(path, [point(seed=1), point(seed=2, note="two\nlines")])
+    results.append(path, iter([point(seed=3)]))
+    lines = path.read_bytes().decode("ascii").split("\n")
+    assert [json.loads(line)["seed"] for line in lines[:-1]] == [1, 2, 3]
+    assert lines[-1] == ""
+    assert list(json.loads(lines[0])) == KEYS
+
+
+def test_the_points_of_a_run_are_one_write(tmp_path):
+    """Counted below Python's buffer, with more in it than any buffer holds."""
+    sizes = []
+
+    class Counted(io.FileIO):
+        def write(self, content):
+            sizes.append(len(content))
+            return super().write(content)
+
+    class CountedPath(type(Path())):
+        def open(self, mode):
+            return io.BufferedWriter(Counted(self, mode))
+
+    path = CountedPath(tmp_path / "file.jsonl")
+    results.append(path, [point(seed=seed, note="x" * 10_000) for seed in range(40)])
+    assert sizes == [path.stat().st_size]
+    assert sizes[0] > 400_000
+
+
+def test_a_file_that_does_not_exist_holds_no_points(path):
+    assert results.read(path) == []
+    assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_point_without_a_key_is_refused_and_nothing_is_written(path, key):
+    results.append(path, [point(seed=1)])
+    before = path.read_bytes()
+    lacking = {name: value for name, value in point(seed=3).items() if name != key}
+    with pytest.raises(DataError, match=rf"lenet-5\.jsonl: a result without {key}\. Every result has experiment, "):
+        results.append(path, [point(seed=2), lacking])
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("broken", ["", "{", '{"recipe": "pa', "7", "null", "\ufffd"])
+def test_a_broken_line_is_refused_by_file_and_line(path, broken):
+    results.append(path, [point(seed=1), point(seed=2)])
+    whole = path.read_text()
+    path.write_text(f"{whole}{broken}\n{whole}")
+    with pytest.raises(DataError, match=r"lenet-5\.jsonl:3: not a result line\. Remove or repair it\."):
+        results.read(path)
+
+
+@pytest.mark.parametrize("lacking", ["[]", "{}", '{"recipe": "paper", "seed": 1, "asked": 3}'])
+def test_a_line_without_all_keys_is_refused_by_file_and_line(path, lacking):
+    results.append(path, [point(seed=1)])
+    path.write_text(f"{path.read_text()}{lacking}\n")
+    with pytest.raises(DataError, match=r"lenet-5\.jsonl:2: a result without .*test_error.* Remove or repair it\."):
+        results.read(path)
+
+
+def test_bytes_that_are_no_text_are_refused(path):
+    results.append(path, [point(seed=1)])
+    path.write_bytes(path.read_bytes() + b"\xff\xfe\n")
+    with pytest.raises(DataError, match=":2: not a result line"):
+        results.read(path)
+
+
+def test_a_line_that_a_kill_cut_anywhere_is_refused_or_whole(path):
+    results.append(path, [point()])
+    line = path.read_text()
+    for stop in range(1, len(line) - 1):
+        path.write_text(line[:stop])
+        with pytest.raises(DataError, match=":1: not a result line"):
+            results.read(path)
+    path.write_text(line[:-1])
+    assert results.read(path) == [point()]
+
+
+def test_versions_name_what_made_the_result():
+    versions = results.versions()
+    commit = versions.pop("commit", None)
+    assert set(versions) == {"keepk", "torch", "python"}
+    assert all(version[0].isdigit() for version in versions.values())
+    if commit is not None:  # a checkout with git
+        assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", commit)

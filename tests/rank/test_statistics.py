@@ -1,0 +1,319 @@
+"""Statistics over an epoch and the Taylor metric: against a plain loop, through shrinks, and refused without data."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import keepk
+from keepk.errors import KeepkError, RankError, SpaceError, StateError
+from keepk.graph.ids.facts import Role
+
+
+def convnet():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 12, 3), nn.BatchNorm2d(12), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 4),
+    )  # fmt: skip
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 7), nn.Tanh(), nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
+
+
+class Residual(nn.Module):
+    """Two convolutions and their BatchNorms write into one stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bn1 = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.second, self.bn2 = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        stream = self.bn1(self.first(x))
+        return self.head((stream + self.bn2(self.second(torch.relu(stream)))).mean((2, 3)))
+
+
+def residual():
+    torch.manual_seed(0)
+    return Residual()
+
+
+PICTURES, ROWS = torch.randn(5, 6, 3, 8, 8), torch.randn(5, 6, 10)
+NETWORKS = {"convnet": (convnet, PICTURES), "mlp": (mlp, ROWS), "residual": (residual, PICTURES)}
+
+
+def run(net, batches, *, keep, statistics=None, **options):
+    statistics = statistics or keepk.Statistics(net, of=("gradients",))
+    space = keepk.channels("*", keep=keep, metric=keepk.metrics.taylor(statistics), name="c", **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    return statistics, optimizer, keepk.Pruner(net, space, optimizer, example=batches[0])
+
+
+def backward(net, batch):
+    net.zero_grad()
+    net(batch).logsumexp(1).square().mean().backward()
+
+
+def plain_sums(net, graph):
+    """By unit, the sum of w g over its gates: BatchNorm's where it has any, else its own weights and biases."""
+    norms = {f"{name}." for name, it in net.named_modules() if isinstance(it, nn.modules.batchnorm._BatchNorm)}
+    sums = {}
+    for space in graph.spaces:
+        roles = {(tensor, axis): role for tensor, axis, role in space.axes}
+        gates = {key for key in roles if any(key[0].startswith(norm) for norm in norms)}
+        own = gates or {key for key, role in roles.items() if role is not Role.READER}
+        for unit in space.units.tolist():
+            sums[unit] = 0.0
+            for tensor, axis, index in graph.slices(unit):
+                if (tensor, axis) in own and tensor in dict(net.named_parameters()):
+                    parameter = net.get_parameter(tensor)
+                    sums[unit] += float((parameter.detach() * parameter.grad).double().select(axis, index).sum())
+    return sums
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_means_are_what_a_plain_loop_computes(name):
+    make, batches = NETWORKS[name]
+    net = make()
+    graph = keepk.trace(net, batches[0])
+    seen, optimizer, pruner = run(net, batches, keep={"convnet": 14, "mlp": 8, "residual": 3}[name])
+    total = {}
+    for batch in batches:
+        backward(net, batch)
+        for unit, value in plain_sums(net, graph).items():
+            total[unit] = total.get(unit, 0.0) + value**2 / len(batches)
+        seen.update()
+        optimizer.step()
+    layers = pruner._sides.channels.layers("c")
+    got = {
+        u: s for layer in layers for u, s in zip(layer.units.tolist(), seen.mean_squares(layer).tolist(), strict=True)
+    }
+    assert got == pytest.approx(total, rel=1e-4)
+    assert len(set(got.values())) == len(got) > 5
+    kept = sorted(got, key=got.get)[len(got) - pruner.plan["c"][-1] :]
+    pruner.step()
+    assert sorted(kept) == [unit for layer in pruner._sides.channels.layers("c") for unit in layer.units.tolist()]
+    assert seen.batches == 0
+
+
+def test_the_gate_of_a_channel_is_its_batchnorms_scale_and_shift():
+    """E[(gamma g_gamma + beta g_beta)^2], written out."""
+    net = convnet()
+    with torch.no_grad():
+        for norm in (net[1], net[4]):
+            norm.weight.uniform_(0.5, 1.5)
+            norm.bias.uniform_(-1, 1)
+    seen, _, pruner = run(net, PICTURES, keep=10)
+    squares = []
+    for batch in PICTURES:
+        backward(net, batch)
+        seen.update()
+        squares.append((net[1].weight * net[1].weight.grad + net[1].bias * net[1].bias.grad).detach() ** 2)
+    layer = pruner._sides.channels.layers("c")[0]
+    torch.testing.assert_close(seen.mean_squares(layer).float(), torch.stack(squares).mean(0))
+
+
+def test_readings_are_ranked_by_what_reads_them():
+    net = mlp()
+    seen, _, pruner = run(net, ROWS, keep=8, at="input")
+    backward(net, ROWS[0])
+    seen.update()
+    layer = next(it for it in pruner._sides.channels.layers("c") if len(it) == 7)
+    wanted = ((net[2].weight * net[2].weight.grad).sum(0) + net[0].bias * net[0].bias.grad).detach() ** 2
+    torch.testing.assert_close(seen.mean_squares(layer).float(), wanted)
+
+
+def test_nothing_in_the_model_changes():
+    net = convnet()
+    seen, optimizer, _ = run(net, PICTURES, keep=10)
+    backward(net, PICTURES[0])
+    before = copy.deepcopy(net.state_dict()), [parameter.grad.clone() for parameter in net.parameters()]
+    versions = [(parameter._version, parameter.grad._version) for parameter in net.parameters()]
+    with seen:
+        seen.update()
+    assert all(torch.equal(before[0][key], value) for key, value in net.state_dict().items())
+    assert all(torch.equal(old, it.grad) for old, it in zip(before[1], net.parameters(), strict=True))
+    assert versions == [(parameter._version, parameter.grad._version) for parameter in net.parameters()]
+    assert not any(module._forward_hooks or module._backward_hooks for module in net.modules())
+    assert not any(parameter._backward_hooks for parameter in net.parameters())
+    with pytest.raises(KeepkError, match="it was closed"):
+        seen.update()
+    del optimizer
+
+
+@pytest.mark.parametrize("shrink", ["each", "end", "never"])
+def test_it_follows_the_network_down(shrink):
+    net = convnet()
+    seen = keepk.Statistics(net)
+    space = keepk.channels("*", keep=6, metric=keepk.metrics.taylor(seen), name="c", schedule=[20, 14, 10, 6])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    pruner = keepk.Pruner(net, space, optimizer, example=PICTURES[0], shrink=shrink)
+    for left in (20, 14, 10, 6):
+        for batch in PICTURES:
+            backward(net, batch)
+            seen.update()
+            optimizer.step()
+        assert seen.batches == len(PICTURES)
+        pruner.step()
+        assert (pruner.kept, seen.batches) == ({"c": left}, 0)
+
+
+def test_without_data_an_event_is_refused_and_nothing_changes():
+    net = convnet()
+    seen, _, pruner = run(net, PICTURES, keep=10)
+    with pytest.raises(RankError, match=r"saw no batch since the last event. Call statistics.update\(\) after every"):
+        pruner.step()
+    assert (pruner.epoch, pruner.kept) == (0, {"c": 20})
+    with pytest.raises(RankError, match=r"found no gradient .* Call it after backward\(\) and before zero_grad"):
+        seen.update()
+    backward(net, PICTURES[0])
+    seen.update()
+    seen.reset()
+    with pytest.raises(RankError, match="saw no batch"):
+        pruner.step()
+    seen.update()
+    pruner.step()
+    assert pruner.kept == {"c": 10}
+
+
+def test_a_batch_whose_gradients_overflowed_is_not_counted():
+    net = convnet()
+    seen, _, pruner = run(net, PICTURES, keep=10)
+    backward(net, PICTURES[0])
+    net[4].weight.grad[3] = torch.inf
+    seen.update()
+    assert seen.batches == 0
+    with pytest.raises(RankError, match="in all 1 batches since the last event some gradient was NaN or infinite"):
+        pruner.step()
+    backward(net, PICTURES[0])
+    seen.update()
+    assert seen.batches == 1
+    pruner.step()
+
+
+def test_a_layer_that_is_not_used_is_refused_only_if_no_batch_used_it():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)) for _ in range(2))
+            self.both = True
+
+        def forward(self, x):
+            return self.a(x) + self.b(x) if self.both else self.a(x)
+
+    net = Sometimes()
+    seen, _, pruner = run(net, torch.randn(2, 5, 4), keep=6)
+    net.both = False
+    net(torch.randn(5, 4)).sum().backward()
+    seen.update()
+    with pytest.raises(RankError, match=r"'b.0.weight' had no gradient in any batch.* exclude="):
+        pruner.step()
+    net.both = True
+    net(torch.randn(5, 4)).sum().backward()
+    seen.update()
+    pruner.step()
+    assert pruner.kept == {"c": 6}
+
+
+def test_two_spaces_and_a_blend_read_the_same_statistics():
+    net = convnet()
+    seen = keepk.Statistics(net)
+    taylor = keepk.metrics.taylor(seen)
+    spaces = [
+        keepk.channels("0", keep=3, metric=taylor, name="one"),
+        keepk.channels("3", keep=5, metric=keepk.metrics.blend(0.5, weights=taylor), name="two"),
+    ]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    pruner = keepk.Pruner(net, spaces, optimizer, example=PICTURES[0])
+    with torch.no_grad():
+        net[4].weight.uniform_(0.5, 1.5)
+    backward(net, PICTURES[0])
+    seen.update()
+    pruner.step()
+    assert pruner.kept == {"one": 3, "two": 5}
+
+
+def test_within_an_epoch_a_state_goes_on_bit_equal():
+    def started():
+        net = convnet()
+        return net, *run(net, PICTURES, keep=10, schedule=[16, 10])
+
+    def trained(net, seen, optimizer, batches):
+        for batch in batches:
+            backward(net, batch)
+            seen.update()
+            optimizer.step()
+
+    net, seen, optimizer, pruner = started()
+    trained(net, seen, optimizer, PICTURES)
+    pruner.step()
+    trained(net, seen, optimizer, PICTURES[:2])
+    state = copy.deepcopy([net.state_dict(), optimizer.state_dict(), pruner.state_dict(), seen.state_dict()])
+    trained(net, seen, optimizer, PICTURES[2:])
+    pruner.step()
+
+    again, other, sgd, second = started()
+    second.load_state_dict(state[2])
+    again.load_state_dict(state[0])
+    sgd.load_state_dict(state[1])
+    other.load_state_dict(state[3])
+    assert other.batches == 2
+    trained(again, other, sgd, PICTURES[2:])
+    second.step()
+    assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in net.state_dict().items()}
+    assert all(torch.equal(value, net.state_dict()[key]) for key, value in again.state_dict().items())
+
+
+def test_a_state_of_other_channels_is_refused():
+    seen, *_ = run(convnet(), PICTURES, keep=10)
+    other, *_ = run(mlp(), ROWS, keep=10)
+    with pytest.raises(StateError, match="of other channels than the 20 that there are now"):
+        seen.load_state_dict(other.state_dict())
+    for wrong in ({}, None, {**seen.state_dict(), "version": 2}):
+        with pytest.raises(StateError, match="not a state of statistics"):
+            seen.load_state_dict(wrong)
+    with pytest.raises(StateError, match="no sum for each of its channels"):
+        seen.load_state_dict({**seen.state_dict(), "sums": torch.zeros(3), "batches": 1})
+
+
+def test_a_cut_that_the_pruner_has_not_seen_is_told():
+    net = mlp()
+    seen, _, pruner = run(net, ROWS, keep=10, schedule=[14, 10])
+    with torch.no_grad():
+        net[0].weight[2], net[0].bias[2] = 0, 0
+    keepk.compact(net, ROWS[0])
+    backward(net, ROWS[0])
+    with pytest.raises(RankError, match=r"something else than the Pruner has cut the model. Read pruner.kept"):
+        seen.update()
+    assert pruner.kept == {"c": 15}
+    seen.update()
+    assert seen.batches == 1
+
+
+def test_wrong_uses_are_refused():
+    net = convnet()
+    with pytest.raises(KeepkError, match=r"Statistics: of='gradients': unknown. Give of=\(\"gradients\",\)"):
+        keepk.Statistics(net, of="gradients")
+    with pytest.raises(KeepkError, match="unknown"):
+        keepk.Statistics(net, of=("noise",))
+    with pytest.raises(KeepkError, match="model: got list"):
+        keepk.Statistics([net])
+    with pytest.raises(RankError, match=r"update\(\) before a Pruner ranks by it"):
+        keepk.Statistics(net).update()
+    with pytest.raises(RankError, match=r"taylor\(statistics=3\): got int. Make it with keepk.Statistics\(model\)"):
+        keepk.metrics.taylor(3)
+    with pytest.raises(SpaceError, match=r"Call it: keepk.metrics.taylor\(statistics\)"):
+        keepk.Pruner(net, keepk.channels("*", keep=9, metric=keepk.metrics.taylor), example=PICTURES[0])
+    with pytest.raises(SpaceError, match="ranks channels, not weights"):
+        keepk.Pruner(net, keepk.weights("*", keep=9, metric=keepk.metrics.taylor(keepk.Statistics(net))))
+    with pytest.raises(SpaceError, match="reads the statistics of another model"):
+        run(net, PICTURES, keep=9, statistics=keepk.Statistics(convnet()))
+    net[1].weight.requires_grad_(False)
+    with pytest.raises(RankError, match=r"parameter '1.weight' of the channels of '0' gets no gradient"):
+        run(net, PICTURES, keep=9)

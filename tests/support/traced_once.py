@@ -1,0 +1,43 @@
+"""The networks with their graphs, each traced once in a process.
+
+A trace takes a hundred times as long as a copy of its result. A test whose subject is the trace itself calls
+`keepk.trace`; all others take their network from here.
+"""
+
+import copy
+from contextlib import contextmanager
+from functools import cache
+from unittest import mock
+
+import keepk
+from networks import NETWORKS
+
+
+def traced_network(name):
+    """A model, its example and its graph. They are the caller's alone: no two calls share anything that can change.
+
+    The three are copied together, so that a reference from one to another stays among the copies.
+    """
+    return copy.deepcopy(_pristine(name))
+
+
+@cache
+def _pristine(name):
+    model, example = NETWORKS[name]()
+    return model, example, keepk.trace(model, example)
+
+
+@contextmanager
+def traced_before(model, example, graph):
+    """Give a Pruner of `model` that is made inside this graph, instead of a second trace of the same example."""
+    asked = []
+
+    def known(inner, inputs):
+        assert inner is model
+        assert inputs == type(inputs).of(example)  # the Pruner asks for the trace that `graph` comes from
+        asked.append(inputs)
+        return graph
+
+    with mock.patch("keepk.run.checks.trace_inputs", known):
+        yield
+    assert len(asked) == 1
