@@ -6,7 +6,6 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.errors import KeepkError
 
 
