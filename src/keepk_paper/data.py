@@ -1,4 +1,7 @@
-"""The data folder, and MNIST: 50,000 images for training, 10,000 for validation, 10,000 for testing."""
+"""The data folder, and MNIST: 50,000 images for training, 10,000 for validation, 10,000 for testing.
+
+Data sets of several files: read from the data folder, loose or inside their archive, or downloaded.
+"""
 
 import gzip
 import os

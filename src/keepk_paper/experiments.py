@@ -14,8 +14,7 @@ from keepk.errors import DataError
 from keepk.plan.names import nearest
 from keepk.plan.numbers import count
 from keepk.run.pruner import Pruner
-from keepk_paper import colour as cifar_recipes
-from keepk_paper import lenet, one_run, parity
+from keepk_paper import colour, lenet, one_run, parity
 from keepk_paper import results as result_files
 from keepk_paper.data import Mnist, mnist
 from keepk_paper.one_run import settled
@@ -27,13 +26,13 @@ FULL = "full-"
 EXPERIMENTS: dict[str, dict[str, Recipe]] = {
     **lenet.EXPERIMENTS,
     **{
-        name: {**cifar_recipes.EXPERIMENTS.get(name, {}), **one_run.EXPERIMENTS.get(name, {})}
-        for name in (*cifar_recipes.EXPERIMENTS, *one_run.EXPERIMENTS)
+        name: {**colour.EXPERIMENTS.get(name, {}), **one_run.EXPERIMENTS.get(name, {})}
+        for name in (*colour.EXPERIMENTS, *one_run.EXPERIMENTS)
     },
 }
 DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
     **dict.fromkeys(lenet.EXPERIMENTS, mnist),
-    **dict.fromkeys((*cifar_recipes.EXPERIMENTS, *one_run.EXPERIMENTS), cifar10),
+    **dict.fromkeys((*colour.EXPERIMENTS, *one_run.EXPERIMENTS), cifar10),
     "vgg16-svhn": svhn,
 }
 PARITY = "parity"

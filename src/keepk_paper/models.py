@@ -1,4 +1,8 @@
-"""Shared by the networks for colour images: scaled widths and the initialisation of filters."""
+"""The paper's networks: LeNet-300-100, LeNet-5, VGG-16 and DenseNet-40.
+
+VGG-16 is the version for images of 32 x 32 of Li et al. (2017), DenseNet-40 that of Huang et al. (2017) without
+bottlenecks and compression. `printed_parameters` counts parameters as the paper's tables do.
+"""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -5,7 +5,7 @@ plan, nothing frozen. ``one-run-blend-*`` ranks by the paper's blend with norms 
 layer, ``one-run-taylor-*`` by the Taylor importance of the BatchNorm's gate. Beside them, with as many epochs:
 
 ========================  ==========================================================================================
-one-run-dense             the dense network (in `cifar_recipes`)
+one-run-dense             the dense network (in `colour`)
 one-run-scratch-M-P       the widths that one-run-M-P ended with, trained from scratch
 narrow-M-P                a uniformly narrower network with as many MACs as one-run-M-P
 seconds-M-P               the dense network, for as many CPU seconds as one-run-M-P took
@@ -18,6 +18,8 @@ paper-M-P                 the paper's text from the trained dense network: .005,
 ========================  ==========================================================================================
 
 M is the metric, P the share of the channels that goes, in percent.
+
+`settled` completes recipes that are like a finished run: as wide, as costly, or as long as it was.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,17 @@
-"""Parity with noise: the label is the product of five of fifty signs, and one label in ten is wrong."""
+"""Train all networks of the parity figure at once: every initialisation and every number of nodes, in one stack.
+
+Networks with the same initialisation and different numbers of nodes to keep are identical as long as their plans agree.
+Until then they are trained once: one line of the stack represents all of them, and splits at the event at which their
+plans differ.
+
+Many networks with one hidden layer, stacked into one module and trained together by one optimizer.
+
+Every member sees the same batches, so the first layers of all members are one matrix product. Pruned nodes are removed.
+Members with fewer nodes than the widest are padded with nodes of zeros, which stay zero: tanh(0) = 0, so neither their
+incoming nor their outgoing weights ever get a gradient.
+
+Parity with noise: the label is the product of five of fifty signs, and one label in ten is wrong.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,9 @@
-"""A folder that always holds one whole checkpoint: the old one or the new one.
+"""Checkpoints of a training run: a run that is killed at any moment and resumed ends bit-equal to an uninterrupted one.
+
+Nothing is ever pickled or unpickled. `checkpoint.parts` captures and restores the objects of a run, `storage.tree`
+turns their states into JSON and tensors, and `write_folder` writes both to disk.
+
+A checkpoint is a folder that always holds one whole state, the old one or the new one.
 
 ::
 
@@ -8,7 +13,7 @@
 The new tensor file is written beside the old one under a fresh name. Replacing ``checkpoint.json`` is the commit: from
 then on the folder holds the new checkpoint. Processes that write into one folder take turns, and the last checkpoint
 written stays; on a file system without locks, no process deletes a file that another one may still be writing.
-`keepk.deploy.folder` does the same for saved models, on the same functions of `files` and `trusted`.
+`keepk.deploy.folder` does the same for saved models, with the same functions of `keepk.storage.files`.
 """
 
 import json

@@ -2,6 +2,11 @@
 
 `check` refuses a state that does not fit and changes nothing. It is called for all parts before the first `restore`,
 which then does not check again.
+
+Learning-rate schedulers in a checkpoint: their state, without the functions in it.
+
+A LambdaLR keeps its functions in its state_dict. A file cannot hold a function without pickle, so a checkpoint has
+their names alone, and restoring takes the functions from the scheduler that the user has built again.
 """
 
 import copy
@@ -13,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.transaction import Undo
 from keepk.errors import CheckpointError
+from keepk.model.edits import Undo
 from keepk.model.names import unwrap
 from keepk.run.channels import nothing
 from keepk.storage.tensors import unpackable

@@ -1,6 +1,6 @@
 """`compact`: remove the units that weight pruning has left without inputs or without readers.
 
-Each sweep traces the model, follows which elements can influence which (`dead_flow`), folds constant channels into
+Each sweep traces the model, follows which elements can influence which (`influence`), folds constant channels into
 biases on a copy (`constants`), and removes the units that are then provably dead (`dead`). Removing units may leave
 others without inputs or readers, so sweeps are repeated until one finds nothing.
 """
@@ -17,16 +17,15 @@ from torch import Tensor, nn
 from keepk.compaction.dead_units import dead_units, fold, reader_paths, readings, removable, same_readings, would_matter
 from keepk.compaction.influence import Flow, NotFollowed
 from keepk.cut.holders import Follower, tensors_of
-from keepk.cut.optimizer_state import refuse_stranger
+from keepk.cut.masks import refuse_stranger
 from keepk.cut.record import certified_alive
 from keepk.cut.shrink import prepare
-from keepk.cut.transaction import Change, Undo, all_or_nothing, replaced
 from keepk.errors import ShrinkError
 from keepk.graph.graph import Graph
 from keepk.graph.ids.maps import Flags
 from keepk.graph.trace import trace_inputs
 from keepk.model.copies import META, Workshop
-from keepk.model.edits import Edits
+from keepk.model.edits import Change, Edits, Undo, all_or_nothing, replaced
 from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, no_model, refuse_quantised
 from keepk.model.names import unwrap
 

@@ -2,6 +2,10 @@
 
 Removing a unit has the same effect as setting all of its weights to zero. If each of them is zero already or is not
 needed by any output, that changes nothing.
+
+Channels that are constant for every input are folded into the bias of the layer that reads them. A layer with weight W
+and bias b that reads a channel of constant value c computes the same with bias b + W c and without that channel, if it
+reads c at every position. That is not so where a picture is padded with zeros.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,9 @@
-"""Finding tensor objects that share memory."""
+"""Everything else that holds the tensors about to be cut: followers, DDP wrappers, views.
+
+Followers are copies of a model, averages of it (EMA), and dicts of its tensors, which are cut and masked with it. Other
+holders (DDP wrappers, views, tensors that cannot change) are refused before the first cut. `keepk.load` uses this
+module too, so it imports nothing of the trace.
+"""
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence

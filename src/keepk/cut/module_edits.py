@@ -1,8 +1,12 @@
-"""Giving a tensor object new contents of a different shape, so that everything that holds the object follows.
+"""The changes that a shrink makes to a model, each of which can be undone.
 
-``parameter.data = small`` keeps the object, its hooks and its name. But the autograd node that accumulates its gradient
-remembers the old shape, and lives as long as any loss that was computed with it. Torch makes a new node only if the
-dtype or device changes, so the contents pass through another dtype for a moment.
+Every function here computes what its change needs and returns the change; making it only assigns. So the expensive
+steps, which may run out of memory, are done before anything has changed.
+
+`replace_contents` gives a tensor object new contents of a different shape, so that everything that holds the object
+follows. ``parameter.data = small`` keeps the object, its hooks and its name. But the autograd node that accumulates its
+gradient remembers the old shape, and lives as long as any loss that was computed with it. Torch makes a new node only
+if the dtype or device changes, so the contents pass through another dtype for a moment.
 
 A loss from before the cut can no longer be back-propagated: its graph has the old sizes. Usually torch raises because
 shapes differ; where it would not, the gradient would have the old shape, so the old node is made to raise.
@@ -17,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.record import noted
-from keepk.cut.transaction import Change, Undo, replaced, undone_by
 from keepk.errors import ShrinkError
-from keepk.model.edits import Cut, Edits, Setting, cut_tensor, write_attribute
+from keepk.model.edits import Change, Cut, Edits, Setting, Undo, cut_tensor, replaced, undone_by, write_attribute
 from keepk.model.layers import SELECTED, HeadwiseAttention, selecting
 
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}

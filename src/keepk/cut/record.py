@@ -14,6 +14,10 @@ For example, a Linear of 6 outputs loses outputs 0 and 5, and then output 2. The
 {'shape': [6, 8], 'kept': {'0': array('q', [1, 3, 4])}}
 >>> record_of(net)["attributes"]["0"]
 {'out_features': {'dense': 6, 'now': 3}}
+
+The record has the certificate of a run, too: for each space, how many units were asked for and how many are kept.
+Channels that were masked but not removed are recorded with their places, so that the ones that are still zero can be
+counted again later, in the model, in a copy or in a loaded file, without the `Pruner`.
 """
 
 from array import array
@@ -25,9 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from keepk.cut.transaction import Change, Undo, undone_by
 from keepk.errors import ShrinkError
-from keepk.model.edits import Cut, Edits, read_attribute
+from keepk.model.edits import Change, Cut, Edits, Undo, read_attribute, undone_by
 from keepk.model.names import named_parameters, sharded
 from keepk.plan.names import matches
 

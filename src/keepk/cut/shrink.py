@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.holders import Follower, followed, refuse_follower, refuse_holders, refuse_no_followers, tensors_of
-from keepk.cut.module_edits import cut_module, forget_compiled, left_of, new_entry
-from keepk.cut.optimizer_state import (
+from keepk.cut.masks import (
     flat_history,
     refuse_factored,
     refuse_foreign_state,
@@ -23,11 +22,11 @@ from keepk.cut.optimizer_state import (
     restart_flat_history,
     state_per_weight,
 )
-from keepk.cut.transaction import Change, Undo, all_or_nothing, undone_by
+from keepk.cut.module_edits import cut_module, forget_compiled, left_of, new_entry
 from keepk.errors import ShrinkError
 from keepk.graph.graph import Graph
 from keepk.graph.probe.verify import refuse_unfit
-from keepk.model.edits import Cut, Edits
+from keepk.model.edits import Change, Cut, Edits, Undo, all_or_nothing, undone_by
 from keepk.model.example import refuse_quantised
 from keepk.model.names import named_tensors, unwrap
 from keepk.plan.names import shown

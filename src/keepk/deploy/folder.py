@@ -12,7 +12,7 @@ renamed to ``model.safetensors``. If the process is killed in between, `read_fol
 Processes that save into one folder take turns, and the last model written stays. On a file system without locks they
 cannot, and a second process could rename its values to ``model.safetensors`` between any two steps of the first. There,
 ``arch.json`` names a file that belongs to one save alone, and ``model.safetensors`` is a link to that file.
-`keepk.checkpoint.checkpoint` does the same for checkpoints, on the same functions of `files` and `trusted`.
+`keepk.checkpoint.checkpoint` does the same for checkpoints, with the same functions of `keepk.storage.files`.
 """
 
 import os

@@ -1,4 +1,8 @@
-"""Replaying a saved model's cuts on a freshly built one: everything is checked first, then applied all or nothing."""
+"""`load`: turn a freshly built model into a saved one. Nothing is ever unpickled.
+
+Loading is a replay of the recorded cuts, which needs facts about modules but no trace. The tracer, its rules and the
+`Pruner` are imported only where a caller asks for them.
+"""
 
 import os
 import warnings
@@ -14,13 +18,12 @@ from torch import Tensor, nn
 from keepk.cut.holders import refuse_holders
 from keepk.cut.module_edits import cut_module, flatten_again, forget_compiled, replace_contents
 from keepk.cut.record import certificate_of, certified, masked_places, was_cut
-from keepk.cut.transaction import Change, Undo, all_or_nothing, undone_by
 from keepk.deploy.arch import Description, Entry, dense_value, describe, refuse_extra_state, refuse_meta, user_module
 from keepk.deploy.arch_json import dense_from, from_document
 from keepk.deploy.folder import read_folder
 from keepk.deploy.sizes import refuse_impossible, widths_of_norms
 from keepk.errors import CheckpointError, FileError, ShrinkError
-from keepk.model.edits import Cut, Edits, Selection
+from keepk.model.edits import Change, Cut, Edits, Selection, Undo, all_or_nothing, undone_by
 from keepk.model.names import named_tensors
 from keepk.storage.files import place
 from keepk.storage.tensors import DTYPE_CODES, dtype_name, unpack

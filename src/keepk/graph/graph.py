@@ -1,7 +1,8 @@
 """`Graph`: the units of a model, which of them belong together, what is fixed and why.
 
 The class is a view of a `Solution` plus one piece of state: the units that are still in the model. The work is done
-elsewhere: `units` finds the units and their groups, `shares` chooses units for trial cuts, and `left` plans a removal.
+elsewhere: `units` finds the units and their groups, `choose` chooses units for trial cuts, and `remaining` plans a
+removal.
 """
 
 from __future__ import annotations

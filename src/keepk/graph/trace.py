@@ -4,7 +4,7 @@ A channel is rarely one slice of one tensor. Output channel 3 of a convolution i
 follows it, and input channel 3 of the next convolution: all of these slices have to be removed together. The trace
 finds such sets without knowing any layer class, from the operations that run:
 
-1. **Copy.** `shell.Workshop` copies the model to the meta device, where tensors have shapes and no values.
+1. **Copy.** `copies.Workshop` copies the model to the meta device, where tensors have shapes and no values.
 2. **Watch.** `_Watched` runs forward on the copies. A `tracer.Tracer` gives an id (an *atom*) to every index of every
    axis of every parameter, moves the ids through each operation, and collects facts such as "atoms 3 and 17 are
    removed together". Each example is run in eval mode, in train mode, and once for each branch that depends on a value

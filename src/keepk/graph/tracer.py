@@ -1,9 +1,9 @@
 """`Tracer`: one forward pass under a dispatch mode, which sees every ATen operation.
 
 Before the pass, each index of each axis of each parameter and buffer gets an id, its *atom*. A tensor carries index
-maps (`maps`), which say to which atom each of its elements belongs. For each operation a rule (`table`) computes the
-maps of the outputs from those of the inputs, and adds facts about atoms that have met (`facts`). The operation itself
-is kept as a `Step`, so that a later pass over a cut copy can be compared with this one (`replay`).
+maps (`maps`), which say to which atom each of its elements belongs. For each operation a rule (`rules.registry`)
+computes the maps of the outputs from those of the inputs, and adds facts about atoms that have met (`facts`). The
+operation itself is kept as a `Step`, so that a later pass over a cut copy can be compared with this one (`replay`).
 
 With two linear layers, atoms 1 to 3 are the rows of the first weight:
 

@@ -1,4 +1,11 @@
-"""`Wiring`: the tensors, axes and size attributes of a model, as traced; the immutable part of a `Graph`."""
+"""Units: sets of slices that are removed together, as arrays; and the groups that units fall into.
+
+A *unit* is a class of atoms (`solve`) with at least one slice of a parameter, none of which is pinned. A *group* is the
+set of all units that have their slices in the same axes: usually the output channels of one layer. Lossy and exact
+units are in different groups, and so are the kinds of `Group.kind`.
+
+`Wiring` has the tensors, axes and size attributes of a model, as traced; it is the immutable part of a `Graph`.
+"""
 
 from collections import Counter
 from collections.abc import Iterator

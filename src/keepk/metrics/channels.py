@@ -195,12 +195,15 @@ def blend(
     return Blend(((share, scale), (1 - share, weights)), over)
 
 
+_SCALE_ALONE = blend(1.0)
+
+
 def default_metric(layers: Sequence[Layer]) -> ChannelMetric:
     """The paper's blend where every layer has a BatchNorm, at the alpha that it found best; `product` where not.
 
     A norm shrinks with what is removed in front of it: a ranking of all layers by norms can thin one out to nothing.
     """
-    return blend(1.0) if all(scales_of(layer) for layer in layers) else product
+    return _SCALE_ALONE if all(scales_of(layer) for layer in layers) else product
 
 
 def reads_weights_alone(metric: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Calling metrics that users wrote: their names in errors, and errors that say where they failed and what to do."""
+"""The channels of a layer as tensors, by the role that each tensor plays: what a metric of channels sees."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

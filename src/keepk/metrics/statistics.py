@@ -1,7 +1,11 @@
-"""Statistics that a metric needs besides the weights, gathered over the batches of an epoch.
+"""Statistics over the batches of an epoch, and the Taylor importance that is computed from them.
+
+Statistics that a metric needs besides the weights, gathered over the batches of an epoch.
 
 A metric is a function of tensors as they are at an event. Where it needs to know what the gradients were like, a
 `Statistics` object beside the training loop gathers that; the `Pruner` tells it which channels there are.
+
+Taylor importance of channels: how much the loss would change if a channel were removed, to first order.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The user's module inside torch's wrappers, its parameters' names, and the adapters among them."""
+"""Names of a model's parameters: without torch's wrappers, with adapters told apart."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain

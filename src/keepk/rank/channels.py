@@ -1,7 +1,35 @@
-"""Channels of a space that are read by other units of the same space.
+"""The exact selection of channels: exactly k are kept, in numbers that the network can have.
 
-Where several BatchNorms read a channel, each read is a unit (see docs/decisions/0010). Removing the channel, the
-source, removes its reads too. A source has to be kept while one of its reads is, so it is ranked by the best of them.
+Two layers of four channels each share one space, units 0-3 and 4-7. Keep 5 of the 8, whatever the ties:
+
+>>> units, alive = np.arange(8), np.ones(8, bool)
+>>> scores = np.array([3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 0.0])
+>>> values = rank_values(units, scores, forced=np.zeros(8, bool))
+>>> values.tolist()  # places in the order of scores, so equal scores get different values, the lower unit more
+[8.0, 6.0, 5.0, 4.0, 7.0, 3.0, 2.0, 1.0]
+>>> any_number = Portion((1, 2, 3, 4))
+>>> free = [Choice((units[:4],), any_number), Choice((units[4:],), any_number)]
+>>> keep_best(free, alive, values, counts=[5], known=()).removed.tolist()
+[5, 6, 7]
+
+Units 0, 4, 1, 2, 3 are kept: the two best and, of the five that tie at 1.0, the first three. If each layer must keep an
+even number (``round_to=2``), 5 cannot be met and the plan would have been moved to 4 or 6 before training. With 6, the
+best split is 4 + 2:
+
+>>> even = Portion((2, 4))
+>>> rounded = [Choice((units[:4],), even), Choice((units[4:],), even)]
+>>> keep_best(rounded, alive, values, counts=[6], known=()).removed.tolist()
+[6, 7]
+
+If the two layers are halves of a chunk, they are two blocks of one choice and lose equally many:
+
+>>> halves = [Choice((units[:4], units[4:]), Portion((2, 4, 6, 8)))]
+>>> keep_best(halves, alive, values, counts=[6], known=()).removed.tolist()
+[3, 7]
+
+Channels of a space may be read by other units of the same space. Where several BatchNorms read a channel, each read is
+a unit (see docs/decisions/0010). Removing the channel, the source, removes its reads too. A source has to be kept while
+one of its reads is, so it is ranked by the best of them.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,20 @@
-"""Reading large tensors in pieces that fit in a core's cache; the exact selection is built on this.
+"""The k-th largest score of several tensors, exactly, in about one read of them.
 
-A selection over a billion weights is bound by memory. Every step on a whole tensor (abs, compare, count) would write a
-temporary of its size and read it back. On a piece of 256K entries the temporaries stay in the cache and are reused for
-the next piece, so the weights are read from memory once and nothing large is allocated.
+A random sample gives a bracket [low, high] that very likely contains the k-th largest score. One sweep counts the
+scores above the bracket and gathers those inside. If the counts say that the answer is inside, it is found exactly
+among the few gathered scores; otherwise the next round searches above or below. Sampling affects only the speed, never
+the answer. Values that fill a bracket by themselves (zeros, quantised weights) are counted, not gathered.
+
+Of the scores 5 1 4 / 3 2 in two tensors, the third largest is 3, with two above it in the first tensor:
+
+>>> tensors = [Ranked("a", torch.tensor([5.0, 1.0, 4.0])), Ranked("b", torch.tensor([3.0, 2.0]))]
+>>> kth_largest(tensors, alive=[3, 2], k=3, sizes=Sizes())
+Threshold(value=3.0, above=[2, 0], equal=[0, 1])
+
+Large tensors are read in pieces that fit in a core's cache. A selection over a billion weights is bound by memory.
+Every step on a whole tensor (abs, compare, count) would write a temporary of its size and read it back. On a piece of
+256K entries the temporaries stay in the cache and are reused for the next piece, so the weights are read from memory
+once and nothing large is allocated.
 """
 
 import math

@@ -1,4 +1,9 @@
-"""Plans and layers of a run as plain values. The tables and figures of `show` are made from these alone."""
+"""Tables, and the plain values that they are made from.
+
+A `Table` has rows of text and renders as plain ASCII, Markdown, HTML in notebooks, or a rich table. `PlanReport`,
+`EpochRecord` and `LayerCount` are plans and layers of a run as plain values; tables and figures are made from these
+alone.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

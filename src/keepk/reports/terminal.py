@@ -1,4 +1,4 @@
-"""A plan drawn with characters, for terminals."""
+"""A plan drawn with characters, and a progress bar over epochs (rich, the extra ``keepk[cli]``)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

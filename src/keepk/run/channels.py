@@ -1,7 +1,8 @@
-"""A decided event: the channels to remove or mask, and the new masks of weights.
+"""The channel spaces of a run: which channels are left, and which ones are pruned at the next event.
 
-An `Event` is decided first and applied afterwards, so that everything that can be refused is refused while the model is
-still whole, and so that several processes can compare their decisions before any of them changes a tensor.
+An `Event` has the channels to remove or mask, and the new masks of weights. It is decided first and applied afterwards,
+so that everything that can be refused is refused while the model is still whole, and so that several processes can
+compare their decisions before any of them changes a tensor.
 """
 
 import sys
@@ -18,7 +19,6 @@ from keepk.cut.masks import Masks
 from keepk.cut.module_edits import left_of
 from keepk.cut.record import Places
 from keepk.cut.shrink import Prepared, prepare
-from keepk.cut.transaction import Undo, undone_by
 from keepk.errors import RankError, ShrinkError, StateError
 from keepk.graph.graph import Graph
 from keepk.graph.ids.maps import Flags
@@ -26,7 +26,7 @@ from keepk.graph.probe.verify import refuse_unfit
 from keepk.metrics.channels import bn_scale, channel_scores, default_metric, product, reads_scales
 from keepk.metrics.layers import Layer, Parameters, layers_of
 from keepk.metrics.statistics import Statistics, statistics_of
-from keepk.model.edits import Cut, Edits, Indices, doomed, silencing
+from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, silencing, undone_by
 from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
 from keepk.model.weight_norm import lengths_of
 from keepk.plan.phases import Plan
@@ -205,7 +205,7 @@ def by_plain_name(model: nn.Module, edits: Edits | Mapping[str, Cut]) -> dict[st
 
 
 class ChannelSide:
-    """The channel spaces of a run over one graph; see `run.sides.Side`.
+    """The channel spaces of a run over one graph; see `run.session.Side`.
 
     Attributes:
         graph: The traced model. Its `alive` says what is physically there.
@@ -232,6 +232,13 @@ class ChannelSide:
         self._parameters = Parameters.of(model)
         self._plan = {name: plan[name] for name in members}
         self._fixed = {name: it.fixed for name, it in members.items()}
+        self._floors = {
+            layer.name: it.space.floor_of(len(layer.units)) for it in members.values() for layer in it.layers
+        }
+        self._statistics = dict[Statistics, list[str]]()  # with the spaces whose metrics read them
+        for name, it in members.items():
+            for statistics in statistics_of(it.space.metric):
+                self._statistics.setdefault(statistics, []).append(name)
         # Where counts bind each other, a chain of splits is kept that is known to lead to K; see `plan.portions`.
         self._chains = dict[str, tuple[Split, ...]]()
         for name, it in members.items():
@@ -252,12 +259,8 @@ class ChannelSide:
 
     def follow_statistics(self) -> None:
         """Restart the statistics that metrics read, over the channels that are left now."""
-        spaces = dict[Statistics, dict[str, list[Layer]]]()
-        for name, it in self.members.items():
-            for statistics in statistics_of(it.space.metric):
-                spaces.setdefault(statistics, {})[name] = self.layers(name)
-        for statistics, layers in spaces.items():
-            statistics.follow(layers)
+        for statistics, names in self._statistics.items():
+            statistics.follow({name: self.layers(name) for name in names})
 
     @property
     def kept(self) -> dict[str, int]:
@@ -442,7 +445,7 @@ class ChannelSide:
         forced, heights = np.zeros(len(values), bool), members.links.heights
         # Readings before their sources: a kept reading keeps its source, which then counts towards that floor.
         layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
-        needs = [(layer.units, members.space.floor_of(len(layer.units))) for layer in layers]
+        needs = [(layer.units, self._floors[layer.name]) for layer in layers]
         needs += [(readings, 1) for readings in members.sources]
         for units, least in needs:
             living = units[~self.dead[units]]

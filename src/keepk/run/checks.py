@@ -24,7 +24,7 @@ from keepk.cut.holders import (
     refuse_strange_followers,
     tensors_of,
 )
-from keepk.cut.optimizer_state import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
+from keepk.cut.masks import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
 from keepk.errors import PlanError, SpaceError
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
@@ -290,7 +290,7 @@ def refuse_weights_that_end_before_channels(
 def refuse_masked_directions(model: nn.Module, weights: Mapping[str, Members]) -> None:
     """Refuse weights in directions of weight norm where channels are masked.
 
-    A masked channel of weight norm has a zero length and keeps its direction (see `cut.tensors.silencing`), so the
+    A masked channel of weight norm has a zero length and keeps its direction (see `model.edits.silencing`), so the
     direction's weights would still be counted.
     """
     directions = lengths_of(model)

@@ -113,7 +113,7 @@ def masked_places(
         for name, parameter in ((name, it) for name, it in model.named_parameters() if name in names):
             length = lengths.get(parameter)
             for axis, owners in graph.owners(name).items():
-                # Weight norm's directions are not set to zero, only their lengths; see `cut.tensors.silencing`.
+                # Weight norm's directions are not set to zero, only their lengths; see `model.edits.silencing`.
                 silenced = length is None or length.dim() != parameter.dim() or length.shape[axis] == 1
                 if silenced and (numbers[owners] >= 0).any():
                     places.setdefault(name, {})[str(axis)] = packed(numbers[owners])

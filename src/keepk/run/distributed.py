@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from keepk.cut.transaction import Undo
 from keepk.errors import DisagreementError
+from keepk.model.edits import Undo
 from keepk.plan.names import shortened
 
 T = TypeVar("T")

@@ -4,23 +4,23 @@ An event, in the order in which it happens:
 
 1. The user's loop ends an epoch and calls `Pruner.step`.
 2. `Pruner._decide` refuses what cannot be used (a closed Pruner, a wrapper of another model, pruned weights that came
-   back) and asks `Session.decide` (`run.sides`), which asks each side to add its decisions to an `Event`:
+   back) and asks `Session.decide` (`run.session`), which asks each side to add its decisions to an `Event`:
 
-   * `ChannelSide.decide` first. The metric scores the layers (`rank.channel_metrics.channel_scores`), `keep_best`
-     (`rank.choices`) keeps exactly as many channels as the plan says, and `Surgery.operation` prepares the removal:
+   * `ChannelSide.decide` first. The metric scores the layers (`metrics.channels.channel_scores`), `keep_best`
+     (`rank.channels`) keeps exactly as many channels as the plan says, and `Surgery.operation` prepares the removal:
      every new tensor is made, and the cut is replayed on a copy without weights. The model is still whole.
-   * `WeightSide.decide` then, because K counts the weights in channels that stay. `cut_points` (`rank.select`) finds,
+   * `WeightSide.decide` then, because K counts the weights in channels that stay. `cut_points` (`rank.weights`) finds,
      for each tensor, the value to cut at and how many ties stay; `dead_mask` makes the new masks.
 
-3. `agreed` (`run.agree`) compares the decisions of all processes. Up to here nothing has changed, so any of them may
-   still refuse.
+3. `agreed` (`run.distributed`) compares the decisions of all processes. Up to here nothing has changed, so any of them
+   may still refuse.
 4. `carried_out` runs `Session.apply` in every process, all or nothing. `ChannelSide.apply` puts the new tensors in
    place (or takes over masks), `WeightSide.apply` takes over the masks, and `Session._hold` zeroes weights, optimizer
    state and followers. The session then enters the next epoch, which may freeze other parameters, and writes the
    certificate into the model's record. If another process fails, the undo takes all of it back.
 5. Training goes on. After every ``optimizer.step()`` the hook `Pruner._after_update` zeroes the masked weights again.
 
-Before all that, `Pruner.__init__` has the arguments checked by `run_spec` (`run.parties`), whose result, a frozen
+Before all that, `Pruner.__init__` has the arguments checked by `run_spec` (`run.checks`), whose result, a frozen
 `RunSpec`, is all that a `Session` is made from.
 """
 
@@ -35,7 +35,7 @@ from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.holders import Follower
 from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
-from keepk.cut.transaction import undone_by
+from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space

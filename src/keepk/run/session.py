@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.holders import followed, parameters_of, refuse_strange_followers, zero_followers
-from keepk.cut.masks import Held, Masks, held
+from keepk.cut.masks import Held, Masks, flat_history, held, restart_flat_history, state_per_weight
 from keepk.cut.module_edits import left_of
-from keepk.cut.optimizer_state import flat_history, restart_flat_history, state_per_weight
 from keepk.cut.record import (
     Certificate,
     Places,
@@ -26,9 +25,8 @@ from keepk.cut.record import (
     masked_places,
     record_of,
 )
-from keepk.cut.transaction import Undo
 from keepk.errors import KeepkError, ShrinkError, StateError
-from keepk.model.edits import Cut
+from keepk.model.edits import Cut, Undo
 from keepk.model.names import changed_model, named_parameters
 from keepk.rank.kth_largest import one_thread
 from keepk.run.channels import NO_OPERATION, ChannelSide, Event, Operation, Surgery, by_plain_name, nothing

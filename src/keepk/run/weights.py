@@ -1,4 +1,7 @@
-"""From names to parameters: the weight spaces of a run, looked up in a model and checked."""
+"""The weight spaces of a run: which weights are pruned, and which ones are pruned at the next event.
+
+`find_members` looks the spaces up in a model, by the names of parameters, and checks them.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.holders import sharing_memory
-from keepk.cut.masks import Masks
-from keepk.cut.optimizer_state import refuse_foreign_state
-from keepk.cut.transaction import Undo
+from keepk.cut.masks import Masks, refuse_foreign_state
 from keepk.errors import RankError, SpaceError, StateError
 from keepk.metrics.channels import ranks_channels_alone
 from keepk.metrics.factories import refuse_uncalled
 from keepk.metrics.layers import called
 from keepk.metrics.weights import magnitude, score, traits_of
 from keepk.model.edits import Cut as TensorCut
+from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
 from keepk.model.names import named_parameters, refuse_other_parameters
 from keepk.plan.names import matches, nearest
@@ -180,7 +182,7 @@ def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
 
 
 class WeightSide:
-    """The weight spaces of a run; see `run.sides.Side`. Without any space, every method does nothing.
+    """The weight spaces of a run; see `run.session.Side`. Without any space, every method does nothing.
 
     Attributes:
         members: The spaces by name, with their parameters.
@@ -255,7 +257,7 @@ class WeightSide:
         return replace(event, masks=masks, due=due)
 
     def apply(self, event: Event) -> Undo:
-        """Take over the masks of an event; `run.sides.Session` zeroes the weights. A snapshot undoes it."""
+        """Take over the masks of an event; `run.session.Session` zeroes the weights. A snapshot undoes it."""
         self.zeroed = event.operation.after({**self.zeroed, **event.masks})
         # Removed channels may have taken weights of spaces that are not due, so all of them are counted again.
         removes = len(event.operation.gone) > 0

@@ -1,13 +1,17 @@
-"""Writing files so that each is there whole or not at all: drafted, synced, hashed on the way, then renamed.
+"""Files that are complete or absent, written by one process at a time and verified when read.
+
+A file is drafted, synced, hashed on the way, then renamed, so that it is there whole or not at all.
 
 Several processes may write into one folder. `alone` lets them in one after another, with a lock that the operating
 system drops when its process dies. Not every network file system has locks; without them a writer uses names that no
 other process uses, and deletes only the file that its own commit replaced and leftovers that are a day old.
 
-Both kinds of folders, checkpoints (`keepk.checkpoint.checkpoint`) and saved models (`keepk.deploy.folder`), are written
-in these steps: `writing` makes and locks the folder, `write_synced` writes the tensors under a name that nothing reads
-yet, `replace_index` commits, `sweep` deletes leftovers. A failure before the commit deletes the drafts
+Both kinds of folders, checkpoints (`checkpoint.checkpoint`) and saved models (`deploy.folder`), are written in these
+steps: `writing` makes and locks the folder, `write_synced` writes the tensors under a name that nothing reads yet,
+`replace_index` commits, `sweep` deletes leftovers. A failure before the commit deletes the drafts
 (`deleted_on_failure`); a kill leaves them, and a later `sweep` finds them.
+
+`Trusted` reads the files back: an index (JSON) and the tensor file that it names, verified by their hashes.
 """
 
 import errno

@@ -1,4 +1,6 @@
-"""Atoms: integer ids, one for each index along each axis of each parameter and buffer.
+"""Atoms, the ids of channels, and labels, which say where they are in a tensor.
+
+Atoms are integer ids, one for each index along each axis of each parameter and buffer.
 
 Removing channel 5 of a convolution removes row 5 of its weight and entry 5 of its bias. The trace gives both an id (an
 "atom"), and learns from the forward pass which atoms must be removed together. Operations that create tensors, or that
@@ -11,6 +13,9 @@ array([1, 2, 3, 4], dtype=int32)
 array([5, 6, 7, 8], dtype=int32)
 >>> atoms.axis(6)  # which axis atom 6 belongs to
 Axis(start=5, size=4, tensor='conv.bias', dim=0, groups=1)
+
+A label is what the trace knows about one tensor of the forward pass. It is attached to the tensor object of the traced
+copy, so it follows the tensor wherever the model's Python takes it: into lists, dicts, attributes and closures.
 """
 
 import threading

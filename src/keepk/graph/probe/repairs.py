@@ -1,4 +1,15 @@
-"""Blame: the atoms that are involved in an operation that failed on a cut copy."""
+"""Numbers in the model's Python objects that repeat a size, such as ``self.num_heads``.
+
+A cut copy may fail because the model has the old width in an attribute: ``x.view(batch, self.heads, -1)`` works only
+while `heads` is the number of heads. This module finds the attributes that could be such a number for a failing
+operation, and `probe` tries which of them have to follow the width. An attribute is identified by module, name and,
+in a list or tuple, the position of the entry:
+
+>>> net = nn.Identity()
+>>> net.heads, net.sizes = 4, (4, 8)
+>>> holding(net, 4)
+[('heads', None), ('sizes', 0)]
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +102,7 @@ class ProgramNumbers:
     def _below(self, number: int) -> list[str]:
         """The modules inside an operation's module; those close to the module that ran before it come first."""
         module, before = self.steps[number].module, self.steps[max(number - 1, 0)].module.split(".")
-        inside = (child for child in self._inside(module, CHILDREN) if not _is_of_torch(child))  # see `attributes`
+        inside = (child for child in self._inside(module, CHILDREN) if not _is_of_torch(child))  # see `layer_sizes`
         found = dict.fromkeys(self._first_path[id(child)] for child in inside)
         return sorted(found, key=lambda path: -_alike(path.split("."), before))[:BELOW]
 
@@ -130,7 +141,7 @@ class ProgramNumbers:
         """Attributes that equal the size of a dim with channels in their module's forward, whether used there or not.
 
         Such an attribute may count these channels (``num_heads`` next to ``view(..., -1, head_dim)``) or be equal by
-        chance. torch's own layers are left out, since `attributes` lists their sizes.
+        chance. torch's own layers are left out, since `layer_sizes` lists their sizes.
         """
         own = {path: module for path, module in self.modules.items() if not _is_of_torch(module)}
         seen = set[tuple[object, ...]]()

@@ -1,7 +1,22 @@
-"""Which operations keep a removed channel at zero, found by running them on a few numbers.
+"""One operation of the forward pass: its arguments and results, and the methods that a rule is written with.
 
-A table of such operations would be long and would have to know every argument (``clamp`` keeps 0 with ``min=-1`` and
-not with ``min=1``). Elementwise operations are cheap to run, so they are tried instead.
+A rule does two things. It labels the outputs (`Call.label_output`), so that the trace knows which channel is where in
+them, and it records what the operation requires of its channels:
+
+=============================  =================================================  =======================
+method                         requirement                                        needed by
+=============================  =================================================  =======================
+`Call.merge`                   channels at the same position go together          add, mul, bias
+`Call.contract`                summed channels of both factors go together        linear, convolution
+`Call.require_equal_rows`      all parts keep equally many channels               reshape, chunk
+`Call.require_grid`            whole rows or whole columns go                     transpose of a split axis
+`Call.mark_lossy`              removing some changes the others                   softmax, mean, LayerNorm
+`Call.pin`                     cannot be removed                                  roll, sort, gather
+=============================  =================================================  =======================
+
+`stays_zero` finds out which operations keep a removed channel at zero by running them on a few numbers. A table of such
+operations would be long and would have to know every argument (``clamp`` keeps 0 with ``min=-1`` and not with
+``min=1``). Elementwise operations are cheap to run, so they are tried instead.
 """
 
 import warnings

@@ -1,7 +1,9 @@
-"""Parts of a tensor: slices, splits, single rows.
+"""Slices, splits and indexing.
 
 Whether a slice follows a cut (``x[:, : c // 2]``) or not (``x[:, :4]``) cannot be seen from one forward pass. The rules
 assume that it follows, and replays on cut copies find out.
+
+Along a dim that is indexed by a tensor the positions are data, so channels there are pinned.
 """
 
 from collections.abc import Sequence

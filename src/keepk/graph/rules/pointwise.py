@@ -1,4 +1,8 @@
-"""Elementwise operations that torch does not tag as pointwise, and operations that pass their input on."""
+"""Elementwise operations, and operations that create tensors.
+
+Here are the elementwise operations that torch does not tag as pointwise, and operations that pass their input on. A
+constant that is created in forward fits any channels, so each of its dims gets fresh atoms.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,18 @@
-"""Uniting atoms into classes that are removed together.
+"""Conditions on removals: whole rows or columns of a grid, and equal counts of the rows of a matrix.
+
+Where a grid would lose neither whole rows nor whole columns, its columns are united. A matrix whose rows must keep
+equal counts becomes a `Binding`, a condition that every choice of units must meet, if each class lies in one row. Only
+where that is not the case are its columns united too.
+
+>>> united = UnionFind(7)
+>>> halves = Bound(np.arange(1, 7, dtype=np.int32).reshape(2, 3), Reason("is split in equal parts"))
+>>> bindings, _ = bind_equal_counts([halves], united)
+>>> bindings  # 1, 2, 3 are the first half and 4, 5, 6 the second; each half must lose equally many
+[<Binding: 2 blocks of 3 classes, is split in equal parts>]
+>>> united.classes.tolist()  # no atom was united with another
+[0, 1, 2, 3, 4, 5, 6]
+
+`UnionFind` unites atoms into classes that are removed together:
 
 >>> united = UnionFind(6)
 >>> united.add(np.array([1, 2], np.int32), np.array([3, 4], np.int32))
