@@ -73,8 +73,9 @@ def cuts_since(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Cut]:
 
     >>> before = {"tensors": {"w": {"shape": [4, 2], "kept": {"0": [0, 2, 3]}}}}
     >>> now = {"tensors": {"w": {"shape": [4, 2], "kept": {"0": [0, 3]}}}}
-    >>> cuts_since(before, now)["w"]
-    Cut(tensor='w', kept={0: array([0, 2])}, before=(3, 2), after=(2, 2))
+    >>> cut = cuts_since(before, now)["w"]
+    >>> cut.kept, cut.before, cut.after
+    ({0: array([0, 2])}, (3, 2), (2, 2))
     """
     old = before["tensors"]
     cuts = (_cut_between(name, old.get(name), entry) for name, entry in now["tensors"].items())
