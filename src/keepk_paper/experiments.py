@@ -103,8 +103,12 @@ def _run_recipes(
 
 
 def _usual(experiment: str, full: bool) -> list[str]:
-    """The recipes that a run without names takes: those that two cores can carry, or those of the paper's size."""
-    names = list(EXPERIMENTS[experiment])
+    """The recipes of a run without names: those that two cores can train, or with `full` those of the paper's size.
+
+    The rivals of the runs under one learning-rate curve, several dozen, are trained only by name.
+    """
+    rivals = [name for name in one_run.EXPERIMENTS.get(experiment, {}) if name not in one_run.PRUNED]
+    names = [name for name in EXPERIMENTS[experiment] if name not in rivals]
     if not any(name.startswith(FULL) for name in names):
         return names
     return [name for name in names if name.startswith(FULL) is full]

@@ -161,6 +161,8 @@ def _dense(setting: Setting) -> Recipe:
 
 
 _TRAINED = (it for percent in QUARTER.plans for it in _from_trained(QUARTER, percent))
+# The pruned runs themselves; everything else is compared with them.
+PRUNED = {f"one-run-{name}-{percent}" for name in METRICS for percent in (60, 70)} | {DENSE}
 EXPERIMENTS: dict[str, dict[str, Recipe]] = {
     "vgg16-cifar10": {**recipes(QUARTER), **{recipe.name: recipe for recipe in _TRAINED}},
     "vgg16-half-cifar10": recipes(HALF),

@@ -1,6 +1,7 @@
 """The house stays in order: public names, rooms, and what the core may import."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_rooms_import_only_from_their_left(path):
 def test_the_core_needs_torch_safetensors_and_numpy_only(path):
     allowed = CORE | EXTRAS.get(room_of(path), set()) | sys.stdlib_module_names
     assert {name.split(".")[0] for name, _ in imports(path)} <= allowed
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_private_names_of_torch_are_used_in_one_file_only(path):
+    used = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            used.add(ast.unparse(node))
+    private = {name for name in used if name.startswith("torch.") and re.search(r"\._(?!_)", name)}
+    operations = {name for name in private if name.startswith("torch.ops.")}  # names of ATen, not of Python modules
+    assert not private - operations or path.name == "torch_internals.py"
 
 
 def test_the_public_names():

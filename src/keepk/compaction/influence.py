@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepk.compaction.operations import Operation, Spread, everywhere, spread_of, to_all
 from keepk.graph.ids.atoms import tensors_in
 from keepk.model.copies import Workshop, plain_tensors
 from keepk.model.names import named_tensors
+from keepk.model.torch_internals import TorchDispatchMode
 
 # Operations that create a tensor filled with one number. Anything else that is created, such as an `arange`, may differ
 # from input to input, for example with the input's length.

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from keepk.errors import TraceError
 from keepk.graph.rules.call import base_name, is_pointwise
 from keepk.graph.rules.reduction import POOLS, SPATIAL
+from keepk.model.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from keepk.plan.names import shown
 
 Masks: TypeAlias = Sequence[Tensor]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from keepk.deploy.runtime import (
     bound,
@@ -31,6 +30,7 @@ from keepk.errors import FileError, TraceError
 from keepk.model.copies import Workshop
 from keepk.model.example import Example, likely_slip, no_model, refuse_scripted
 from keepk.model.names import named_tensors, unwrap
+from keepk.model.torch_internals import tree_map
 from keepk.plan.names import shown
 from keepk.storage.files import own_folder, place, sync_folder
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from keepk.deploy.arch import Description, Entry
 from keepk.errors import FileError
@@ -21,6 +20,7 @@ from keepk.model.edits import Setting, entries_of
 from keepk.model.layer_sizes import GATES, Sized, sized_attributes
 from keepk.model.layers import HeadwiseAttention
 from keepk.model.names import named_tensors
+from keepk.model.torch_internals import BatchNormBase, NormBase
 
 SMALL = 8  # a number up to this is as likely to be an axis, a depth or a stride as a part of an axis
 
@@ -31,7 +31,7 @@ Mask = NDArray[np.bool_]
 
 def widths_of_norms(model: nn.Module) -> dict[str, int]:
     """The number of channels of each BatchNorm, by path; one without tensors never reads a selection."""
-    norms = ((path, it) for path, it in model.named_modules() if isinstance(it, _BatchNorm))
+    norms = ((path, it) for path, it in model.named_modules() if isinstance(it, BatchNormBase))
     return {path: it.num_features for path, it in norms if [*it.parameters(recurse=False), *it.buffers(recurse=False)]}
 
 
@@ -307,7 +307,7 @@ RELATIONS: dict[type[nn.Module], Callable[[Any, _Layer], Relations]] = {
     nn.Linear: _bias("out_features"),
     nn.Bilinear: _bias("out_features"),
     nn.modules.conv._ConvNd: _bias("out_channels"),
-    _NormBase: _norm,
+    NormBase: _norm,
     nn.LayerNorm: _norm,
     nn.RMSNorm: _norm,
     nn.GroupNorm: _norm,

@@ -38,7 +38,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import keepk.graph.rules  # noqa: F401 - fills the table
 from keepk.graph.ids.atoms import (
@@ -71,6 +70,7 @@ from keepk.graph.values import (
 )
 from keepk.model.example import value_of
 from keepk.model.names import named_tensors
+from keepk.model.torch_internals import BatchNormBase, DisableTorchFunction, TorchDispatchMode, disable_current_modes
 
 # Frames of these files are skipped when looking for the line of the user's program.
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
@@ -228,7 +228,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def is_batch_norm(self, module: str) -> bool:
         """Whether a path names a BatchNorm of the model."""
-        return isinstance(self._modules.get(module), nn.modules.batchnorm._BatchNorm)
+        return isinstance(self._modules.get(module), BatchNormBase)
 
     def place(self) -> str:
         """File and line of the innermost frame outside torch and keepk; empty if there is none."""
@@ -282,7 +282,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             values = [known for tensor in tensors if (known := value_of(tensor)) is not None]
             if len(values) < len(tensors):
                 raise NeedsValues(f"a value is read at {place}")
-            with _disable_current_modes():
+            with disable_current_modes():
                 value = read(values)
         own = bool(tensors) and all(is_labelled(tensor) and label_of(tensor).from_parameters for tensor in tensors)
         constant = ("torch" if is_read_by_torch() else self._constant_of(tensors)) if own else ""
@@ -325,7 +325,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
         if (selection := SizedByValues.of(func, args, arguments[1])) is not None:
             result = self._sized(selection, result)
-        with torch._C.DisableTorchFunction():  # values that rules read are not reads of the model
+        with DisableTorchFunction():  # values that rules read are not reads of the model
             self._follow_operation(func, arguments, result)
         return result
 

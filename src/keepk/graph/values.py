@@ -39,13 +39,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from keepk.graph.ids.atoms import Label, label_of, tensors_in
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import fibres
 from keepk.model.example import _VALUE, LARGEST, keep_value_beside, value_of
+from keepk.model.torch_internals import disable_current_modes, tree_map
 
 CREATED = "torch.tensor"  # the name of the step that makes a tensor from Python numbers
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -364,7 +363,7 @@ class WatchedValues(TorchFunctionMode):
         if found:
             self._watcher.record_numbers(found if len(found) <= FEW else (hash(found),))
         if result.is_meta and not any(True for _ in tensors_in(data)) and func is not torch.Tensor.new:
-            with _disable_current_modes():
+            with disable_current_modes():
                 keep_value_beside(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
 
 

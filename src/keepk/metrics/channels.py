@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from keepk.errors import RankError
 from keepk.metrics.layers import Layer, Slices, called, failure_told
+from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown
 from keepk.plan.numbers import exact_share
 
@@ -249,7 +249,7 @@ def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArr
 
 def scales_of(layer: Layer) -> list[Slices]:
     """The scales of the BatchNorms that a layer's channels pass."""
-    return [it for it in layer.carrier if issubclass(it.module, _BatchNorm) and it.name.endswith("weight")]
+    return [it for it in layer.carrier if issubclass(it.module, BatchNormBase) and it.name.endswith("weight")]
 
 
 def _asked(metric: Callable[..., Any], layer: Layer) -> Any:

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from keepk.errors import KeepkError, RankError, SpaceError, StateError
 from keepk.metrics.channels import Blend
 from keepk.metrics.layers import Layer, Slices
 from keepk.metrics.weights import Needs, Ranks
 from keepk.model.names import unwrap
+from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown
 
 KINDS = ("gradients",)
@@ -239,7 +239,7 @@ class Statistics:
 
 def gates_of(layer: Layer) -> tuple[Slices, ...]:
     """The parameters whose product with their gradients says what a layer's channels are worth."""
-    norms = tuple(it for it in layer.carrier if issubclass(it.module, _BatchNorm))
+    norms = tuple(it for it in layer.carrier if issubclass(it.module, BatchNormBase))
     return norms or (layer.producer if layer.at == "output" else layer.reader) + layer.carrier
 
 

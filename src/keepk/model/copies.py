@@ -24,6 +24,7 @@ from keepk.model.edits import Cut, Edits, cut_tensor, write_attribute
 from keepk.model.example import Example, keep_buffers_beside
 from keepk.model.layers import SELECTED, HeadwiseAttention, selecting
 from keepk.model.names import named_tensors
+from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
 
 META = torch.device("meta")
 
@@ -156,12 +157,12 @@ def _fused_attention_off() -> Iterator[None]:
 @contextmanager
 def _mkldnn_off() -> Iterator[None]:
     """Disable oneDNN, which runs a whole recurrent layer as one operation; torch then runs it step by step."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    before = get_mkldnn_enabled()
+    set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        set_mkldnn_enabled(before)
 
 
 @contextmanager

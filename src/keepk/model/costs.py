@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepk.model.copies import META, Workshop
 from keepk.model.example import Example
+from keepk.model.torch_internals import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)

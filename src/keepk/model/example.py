@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from keepk.errors import KeepkError, TraceError
+from keepk.model.torch_internals import tree_map
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.weight_norm import WeightNorm
+
+from keepk.model.torch_internals import WeightNormParametrization
 
 
 def lengths_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
@@ -66,7 +67,7 @@ def _pairs(module: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     for found in module.children():
         if isinstance(found, nn.ModuleDict):  # that is where torch keeps parametrizations
             lists = (it for it in found.values() if isinstance(it, ParametrizationList))
-            yield from (_pair(it) for it in lists if isinstance(it[0], _WeightNorm))
+            yield from (_pair(it) for it in lists if isinstance(it[0], WeightNormParametrization))
 
 
 def _pair(found: ParametrizationList) -> tuple[nn.Parameter, nn.Parameter]:

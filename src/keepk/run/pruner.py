@@ -39,7 +39,6 @@ from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
-from keepk.reports.tables import plan_html
 from keepk.run.channels import Event
 from keepk.run.checks import Shrink, register_live, run_spec
 from keepk.run.distributed import agreed, are_several, carried_out
@@ -413,6 +412,8 @@ class Pruner:
 
     def _repr_html_(self) -> str:
         """The plan as a table, below the epoch."""
+        from keepk.reports.tables import plan_html  # noqa: PLC0415 - for notebooks only, see `report`
+
         return f"<p>Plan of a Pruner at epoch {self.epoch} of {self.epochs}</p>{plan_html(self._spec.plan)}"
 
     @property

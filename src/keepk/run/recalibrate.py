@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from keepk.errors import KeepkError
+from keepk.model.torch_internals import BatchNormBase
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             f"recalibrate: batches: got one {type(batches).__name__}. Give a loader or a list of batches, such as "
             f"[inputs]."
         )
-    norms = [it for it in model.modules() if isinstance(it, _BatchNorm) and it.running_mean is not None]
+    norms = [it for it in model.modules() if isinstance(it, BatchNormBase) and it.running_mean is not None]
     if not norms:
         raise KeepkError(
             "recalibrate: the model has no BatchNorm with running statistics, so there is nothing to compute. "
@@ -62,7 +62,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
 
 @contextmanager
-def _only_these_train(model: nn.Module, norms: Sequence[_BatchNorm]) -> Iterator[None]:
+def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Iterator[None]:
     """Put BatchNorms into train mode with fresh statistics, all else into eval mode; restore modes and momenta."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(norm, norm.momentum) for norm in norms]
@@ -85,7 +85,7 @@ def _only_these_train(model: nn.Module, norms: Sequence[_BatchNorm]) -> Iterator
             module.training = training
 
 
-def _forward(model: nn.Module, batch: Any, norm: _BatchNorm) -> None:
+def _forward(model: nn.Module, batch: Any, norm: BatchNormBase) -> None:
     assert norm.running_mean is not None
     device = norm.running_mean.device
     if isinstance(batch, Mapping):

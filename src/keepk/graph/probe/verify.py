@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from keepk.errors import ShrinkError
 from keepk.graph.graph import Graph
@@ -17,6 +16,7 @@ from keepk.model.copies import Workshop
 from keepk.model.edits import Edits, Indices, doomed, silencing
 from keepk.model.example import Example, no_model
 from keepk.model.names import named_tensors, sharded, unwrap
+from keepk.model.torch_internals import tree_leaves, tree_map
 from keepk.model.weight_norm import lengths_of
 
 TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above

@@ -10,6 +10,7 @@ import torch
 
 from keepk.errors import TraceError
 from keepk.graph.rules.call import Call, is_pointwise
+from keepk.model.torch_internals import OpOverload, OpOverloadPacket
 from keepk.plan.names import shown
 
 Rule: TypeAlias = Callable[[Call], None]
@@ -89,9 +90,9 @@ def _name(operation: Any) -> str:
     """The qualified name of an operation, without its overload."""
     if isinstance(operation, str):
         return operation if "::" in operation else f"aten::{operation}"
-    if isinstance(operation, torch._ops.OpOverload):
+    if isinstance(operation, OpOverload):
         return operation._schema.name
-    if isinstance(operation, torch._ops.OpOverloadPacket):
+    if isinstance(operation, OpOverloadPacket):
         return operation._qualified_op_name
     if isinstance(operation, torch.library.CustomOpDef):  # type: ignore[attr-defined]  # public, and not exported
         return operation._qualname
