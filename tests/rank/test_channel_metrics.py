@@ -650,3 +650,36 @@ def test_unrelated_attributes_of_a_metric_are_not_taken_for_traits():
             return layer.producer[0].tensor.flatten(1).sum(1)
 
     assert traits_of(Mine()) == Traits()
+
+
+class RelativeToTheSpace:
+    """A user's metric that divides by the largest norm of its whole space."""
+
+    ranks, needs, over = ("channels",), ("weights",), "space"
+
+    def __call__(self, layer):
+        return self.scores([layer])[0]
+
+    def scores(self, layers):
+        found = [keepk.metrics.l1(layer) for layer in layers]
+        return [it / max(other.max() for other in found) for it in found]
+
+
+def test_a_users_metric_can_normalise_over_its_space():
+    model, example = NETWORKS["conv_bn_flatten"]()
+    space = keepk.channels("*", keep=5, metric=RelativeToTheSpace())
+    by_norm = copy.deepcopy(model)
+    keepk.Pruner(model, space, example=example).step()
+    keepk.Pruner(by_norm, keepk.channels("*", keep=5, metric=keepk.metrics.l1), example=example).step()
+    shapes = [[tuple(it.shape) for it in net.parameters()] for net in (model, by_norm)]
+    assert shapes[0] == shapes[1]
+
+
+def test_a_metric_that_returns_too_few_tensors_is_refused():
+    class TooFew(RelativeToTheSpace):
+        def scores(self, layers):
+            return []
+
+    model, example = NETWORKS["conv_bn_flatten"]()
+    with pytest.raises(RankError, match=r"metric TooFew: scores\(layers\) returned 0 tensors for 2 layers"):
+        keepk.Pruner(model, keepk.channels("*", keep=5, metric=TooFew()), example=example)

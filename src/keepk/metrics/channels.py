@@ -9,7 +9,7 @@ whose parameters are sorted by role and lie channels first, with gradients where
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepk.errors import RankError
-from keepk.metrics.layers import Layer, Slices, called, failure_told
+from keepk.metrics.layers import Layer, Slices, metric_name, naming_failures
+from keepk.metrics.weights import Needs, Ranks, describes, makes_metrics, traits_of
 from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown
 from keepk.plan.numbers import exact_share
@@ -40,6 +41,8 @@ class Norm:
     kind: Literal["l1", "l2", "l1_l2"]
     of: Literal["producer", "reader"] | None = None
     per_weight: bool = False
+    ranks: ClassVar[tuple[Ranks, ...]] = ("channels",)
+    needs: ClassVar[tuple[Needs, ...]] = ("weights",)
 
     def __repr__(self) -> str:
         """Without the default of `per_weight`: checkpoints of recipes are known by this text."""
@@ -78,6 +81,7 @@ class Norm:
         return _double(_norm(weights, order)) / float(count ** (1 / order))  # no two norms become equal by the division
 
 
+@makes_metrics('keepk.metrics.norm("l2")')
 def norm(
     kind: Literal["l1", "l2", "l1_l2"], *, of: Literal["producer", "reader"] | None = None, per_weight: bool = False
 ) -> Norm:
@@ -109,6 +113,7 @@ _MEAN = Norm("l1_l2", per_weight=True)
 outgoing = Norm("l2", of="reader")
 
 
+@describes(ranks=("channels",), needs=("weights",))
 def bn_scale(layer: Layer) -> Tensor:
     """R_B(C) = |gamma|, the scale of the channel's BatchNorm; the mean of several."""
     scales = scales_of(layer)
@@ -121,6 +126,7 @@ def bn_scale(layer: Layer) -> Tensor:
     return torch.stack(_together([size if size.ndim == 1 else size.flatten(1).mean(1) for size in sizes])).mean(0)
 
 
+@describes(ranks=("channels",), needs=("weights",))
 def product(layer: Layer) -> Tensor:
     """The norm of the weights that compute a channel, times the norm of those that read it; for nets without BatchNorm.
 
@@ -138,6 +144,15 @@ class Blend:
 
     terms: tuple[tuple[float, ChannelMetric], ...]
     over: Literal["space", "layer"]
+    ranks: ClassVar[tuple[Ranks, ...]] = ("channels",)
+
+    @property
+    def needs(self) -> tuple[Needs, ...] | None:
+        """What its terms need, together; None if that is unknown of one of them."""
+        found = [traits_of(metric).needs for _, metric in self.terms]
+        if any(needs is None for needs in found):
+            return None
+        return tuple(dict.fromkeys(it for needs in found for it in needs or ()))
 
     def __repr__(self) -> str:
         """By the names of its metrics: a function's own repr is another in every process."""
@@ -167,6 +182,7 @@ class Blend:
         return [it / torch.where(top > 0, top, 1) for it, top in zip(found, tops, strict=True)]
 
 
+@makes_metrics("keepk.metrics.blend(alpha=0.5)")
 def blend(
     alpha: float,
     *,
@@ -206,22 +222,6 @@ def default_metric(layers: Sequence[Layer]) -> ChannelMetric:
     return _SCALE_ALONE if all(scales_of(layer) for layer in layers) else product
 
 
-def reads_weights_alone(metric: Callable[..., Any]) -> bool:
-    """Whether a metric is one of ours that needs nothing but weights, so that it can be tried before training."""
-    if isinstance(metric, Blend):
-        return all(reads_weights_alone(term) for _, term in metric.terms)
-    return isinstance(metric, Norm) or metric in (bn_scale, product)
-
-
-def ranks_channels_alone(metric: Callable[..., Any]) -> bool:
-    """Whether a metric is one of ours that ranks channels and no weights."""
-    return (
-        isinstance(metric, Blend | Norm)
-        or metric in (bn_scale, product)
-        or getattr(metric, "ranks", ()) == ("channels",)
-    )
-
-
 def reads_scales(metric: Callable[..., Any]) -> bool:
     """Whether the BatchNorm's scale has a part in a metric of ours."""
     if isinstance(metric, Blend):
@@ -230,14 +230,19 @@ def reads_scales(metric: Callable[..., Any]) -> bool:
 
 
 def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArray[np.float64]:
-    """The checked scores of the channels of all layers, one after another."""
+    """The checked scores of the channels of all layers, one after another.
+
+    A metric whose scores are relative to its space or layer (`Traits.over`) has a method ``scores(layers)``, which gets
+    all layers at once and returns one tensor for each.
+    """
     slices = [it for layer in layers for it in layer.slices]
     versions = [it.versions for it in slices]
-    found = metric.scores(layers) if isinstance(metric, Blend) else [_asked(metric, layer) for layer in layers]
+    at_once = getattr(metric, "scores", None) if traits_of(metric).over is not None else None
+    found = [_asked(metric, layer) for layer in layers] if at_once is None else _asked_at_once(metric, layers)
     for it, before in zip(slices, versions, strict=True):
         if it.versions != before:
             raise RankError(
-                f"metric {called(metric)}: changed parameter {it.name!r} or its gradient in place. "
+                f"metric {metric_name(metric)}: changed parameter {it.name!r} or its gradient in place. "
                 f"Return scores, change nothing."
             )
     shaped = [_double(_shaped(metric, scores, layer)) for scores, layer in zip(found, layers, strict=True)]
@@ -253,8 +258,19 @@ def scales_of(layer: Layer) -> list[Slices]:
 
 
 def _asked(metric: Callable[..., Any], layer: Layer) -> Any:
-    with failure_told(metric, f"layer {layer.name!r}", (it.name for it in layer.slices if it.grad is None)):
+    with naming_failures(metric, f"layer {layer.name!r}", (it.name for it in layer.slices if it.grad is None)):
         return metric(layer)
+
+
+def _asked_at_once(metric: Any, layers: Sequence[Layer]) -> list[Any]:
+    with naming_failures(metric, f"{len(layers)} layers", ()):
+        found = list(metric.scores(layers))
+    if len(found) != len(layers):
+        raise RankError(
+            f"metric {metric_name(metric)}: scores(layers) returned {len(found)} tensors for {len(layers)} layers. "
+            f"Return one for each."
+        )
+    return found
 
 
 def _weights(slices: Sequence[Slices]) -> list[Tensor]:
@@ -286,7 +302,7 @@ def _shaped(metric: Callable[..., Any], scores: Any, layer: Layer) -> Tensor:
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != (len(layer),):
         got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise RankError(
-            f"metric {called(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
+            f"metric {metric_name(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
             f"Return a float tensor with one score for each channel."
         )
     return scores
@@ -301,10 +317,10 @@ def _refuse_not_finite(
     for layer, plain in zip(layers, scores, strict=True):
         if np.isnan(plain).any():
             raise RankError(
-                f"metric {called(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of {layer.name!r} "
-                f"have NaN as their score. Find out where training diverged; nothing was pruned."
+                f"metric {metric_name(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of "
+                f"{layer.name!r} have NaN as their score. Find out where training diverged; nothing was pruned."
             )
-        if reads_weights_alone(metric) and np.isinf(plain).any():  # of a user's own metric it protects a channel
+        if traits_of(metric).needs == ("weights",) and np.isinf(plain).any():  # else it may protect a channel
             raise RankError(
                 f"layer {layer.name!r}: the weights of {int(np.isinf(plain).sum())} of its {len(layer)} channels are "
                 f"infinite, so they cannot be ranked. Find out where training diverged; nothing was pruned."

@@ -54,10 +54,6 @@ def naming_failures(metric: Callable[..., Any], where: str, without_gradient: It
         raise RankError(f"metric {metric_name(metric)}: failed on {where} ({detail}). {remedy}") from error
 
 
-# The names under which channel metrics and the run import these.
-called = metric_name
-failure_told = naming_failures
-
 At = Literal["output", "input"]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from keepk.errors import KeepkError, RankError, SpaceError, StateError
 from keepk.metrics.channels import Blend
 from keepk.metrics.layers import Layer, Slices
-from keepk.metrics.weights import Needs, Ranks
+from keepk.metrics.weights import Needs, Ranks, makes_metrics
 from keepk.model.names import unwrap
 from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown
@@ -288,6 +288,7 @@ class Taylor:
         return self.statistics.mean_squares(layer)
 
 
+@makes_metrics("keepk.metrics.taylor(statistics)")
 def taylor(statistics: Statistics) -> Taylor:
     r"""The Taylor importance of a channel's gate, from the gradients of the batches since the last event.
 

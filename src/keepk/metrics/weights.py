@@ -28,7 +28,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from keepk.errors import RankError
+from keepk.errors import RankError, SpaceError
 from keepk.metrics.layers import Layer, metric_name, naming_failures
 from keepk.plan.names import shown
 
@@ -47,9 +47,10 @@ class Traits:
         ranks: The units that it gives scores to. A metric that ranks channels only is refused for a space of weights,
             and the other way round, before training.
         needs: The inputs that it reads. A metric of channels that needs weights alone is tried before training, so that
-            a layer it cannot rank is refused early. None if unknown: it is then first called at the first event.
-        over: Its scores are relative to their maximum over the whole space, or over each layer. None if the score of a
-            unit depends on no other.
+            a layer it cannot rank is refused early, and infinite scores are refused. None if unknown: it is then first
+            called at the first event, and may return an infinite score to protect a unit.
+        over: Its scores are relative to those of the whole space, or of each layer. A metric of channels then has a
+            method ``scores(layers)``. None if the score of a unit depends on no other.
     """
 
     ranks: tuple[Ranks, ...] = ("weights", "channels")
@@ -100,6 +101,24 @@ def makes_metrics(example: str) -> Callable[[Metric], Metric]:
         return factory
 
     return attach
+
+
+def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:
+    """Refuse a function or class that returns metrics instead of being one, also among the terms of a blend.
+
+    Raises:
+        SpaceError: With the call that is missing.
+    """
+    for _, term in getattr(metric, "terms", ()):
+        refuse_uncalled(term, space)
+    call = getattr(metric, "example_call", None)
+    # A class is callable too, and calling it on a tensor would construct it instead of ranking.
+    if call is not None or isinstance(metric, type):
+        name = getattr(metric, "__name__", None) or shown(metric)
+        raise SpaceError(
+            f"space {space!r}: metric={name} is a factory, not a metric: a metric returns a tensor with one score for "
+            f"each unit. Call it: {call or f'{name}(...)'}."
+        )
 
 
 @describes(ranks=("weights",), needs=("weights",))

@@ -28,7 +28,7 @@ from keepk.cut.masks import refuse_factored, refuse_foreign_state, refuse_strang
 from keepk.errors import PlanError, SpaceError
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
-from keepk.metrics.channels import channel_scores, default_metric, reads_weights_alone
+from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Parameters, layers_of
 from keepk.metrics.weights import traits_of
 from keepk.model.example import TraceInputs, TrainMode, ValueBranches, no_model, quantised_module, refuse_quantised
@@ -224,7 +224,7 @@ def _try_metrics(model: nn.Module, graph: Graph, channels: Mapping[str, ChannelM
         layers = layers_of(graph, parameters, it.layers, alive, it.space.at)
         metric = it.space.metric or default_metric(layers)
         # A metric of gradients has none to read before the run.
-        if reads_weights_alone(metric) or traits_of(metric).needs == ("weights",):
+        if traits_of(metric).needs == ("weights",):
             channel_scores(metric, layers)
 
 

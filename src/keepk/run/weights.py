@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from keepk.cut.holders import sharing_memory
 from keepk.cut.masks import Masks, refuse_foreign_state
 from keepk.errors import RankError, SpaceError, StateError
-from keepk.metrics.channels import ranks_channels_alone
-from keepk.metrics.factories import refuse_uncalled
-from keepk.metrics.layers import called
-from keepk.metrics.weights import magnitude, score, traits_of
+from keepk.metrics.layers import metric_name
+from keepk.metrics.weights import magnitude, refuse_uncalled, score, traits_of
 from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
@@ -111,9 +109,9 @@ def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
 def _refuse_metric_of_channels(space: WeightSpace) -> None:
     if space.metric is None:
         return
-    if ranks_channels_alone(space.metric) or "weights" not in traits_of(space.metric).ranks:
+    if "weights" not in traits_of(space.metric).ranks:
         raise SpaceError(
-            f"space {space.name!r}: metric {called(space.metric)} ranks channels, not weights. "
+            f"space {space.name!r}: metric {metric_name(space.metric)} ranks channels, not weights. "
             f"Use keepk.metrics.magnitude, or leave metric= out."
         )
 
