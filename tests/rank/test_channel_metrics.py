@@ -677,7 +677,7 @@ def test_a_users_metric_can_normalise_over_its_space():
 
 def test_a_metric_that_returns_too_few_tensors_is_refused():
     class TooFew(RelativeToTheSpace):
-        def scores(self, layers):
+        def scores(self, _layers):
             return []
 
     model, example = NETWORKS["conv_bn_flatten"]()
