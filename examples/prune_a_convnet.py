@@ -107,7 +107,14 @@ def run(*, channels: int, weights: int, dense_epochs: int, fine_tune_epochs: int
 
     annealing = keepk.Annealing(p0=0.3, n1=3, nu=0.05)
     spaces: list[Space] = [
-        keepk.channels("features.*", keep=channels, schedule=annealing, name="channels", layer_floor=8),
+        keepk.channels(
+            "features.*",
+            keep=channels,
+            schedule=annealing,
+            name="channels",
+            layer_floor=8,
+            metric=keepk.metrics.product,  # the default, BatchNorm scales, needs longer training than this
+        ),
         keepk.weights("head.2.weight", keep=weights, schedule=keepk.Cubic(), name="weights"),
     ]
     prune(network, spaces, loader, optimizer)

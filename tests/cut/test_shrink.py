@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import keepk
-from keepk.cut import module_edits as changes
+from keepk.cut import module_edits, record
+from keepk.cut import shrink as shrinking_module
 from keepk.cut.record import record_of
 from keepk.errors import ShrinkError
+from keepk.model import edits
 from masked import call, leaves, masked, relative_error, without_dropout
 from networks import NETWORKS
 from pictures import picture
@@ -28,13 +30,13 @@ class Interrupt(BaseException):
     """As Ctrl-C is: not an Exception."""
 
 
-NAMES = ("undo.py", "changes.py", "record.py", "tensors.py", "shrink.py")
+FILES = (edits, module_edits, record, shrinking_module)
 
 
 class InterruptAtLine:
     """A trace function that raises at the n-th line that is run while changes are being made."""
 
-    files = tuple(str(Path(changes.__file__).with_name(name)) for name in NAMES)
+    files = tuple(module.__file__ for module in FILES)
 
     def __init__(self, number):
         self.left, self.inside = number, False

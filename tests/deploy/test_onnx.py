@@ -225,12 +225,12 @@ KILLED = """
 import os, signal, sys, time
 import torch
 from torch import nn
-from keepk.deploy import onnx_files
+from keepk.deploy import onnx
 def stop(*_):
     print("here", flush=True)
     time.sleep(600)
-onnx_files._checked = stop
-onnx_files.export_onnx(nn.Linear(4, 3), torch.ones(2, 4), sys.argv[1])
+onnx._checked = stop
+onnx.export_onnx(nn.Linear(4, 3), torch.ones(2, 4), sys.argv[1])
 """
 
 

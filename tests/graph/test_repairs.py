@@ -10,7 +10,8 @@ from torch import nn
 import keepk
 from keepk.graph import trace
 from keepk.graph.choose import choose_half
-from keepk.graph.probe.probe import Assumptions, Bench, Failure, Trial, probe
+from keepk.graph.probe import probe
+from keepk.graph.probe.probe import Assumptions, Bench, Failure, Trial
 from keepk.graph.probe.replay import Mismatch, Replays
 from keepk.model.copies import META, Workshop
 from keepk.model.example import TraceInputs

@@ -11,7 +11,7 @@ from keepk.compaction import operations as dead_ops
 from keepk.cut import shrink
 from keepk.errors import ShrinkError, SpaceError, TraceError
 from keepk.graph.ids.facts import Bound, Facts, Reason
-from keepk.graph.probe.probe import probe, replay
+from keepk.graph.probe import probe, replay
 from keepk.graph.probe.probe import repairs as program_numbers
 from keepk.graph.solve.bindings import UnionFind
 from keepk.graph.solve.solve import bindings, solve

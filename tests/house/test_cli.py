@@ -13,8 +13,9 @@ import typer
 from typer.testing import CliRunner
 
 import keepk
-from keepk.cli.commands import Experiment, PlainErrors, app
+from keepk.cli.commands import PlainErrors, app
 from keepk_paper import experiments, parity
+from keepk_paper.cli import Experiment
 from keepk_paper.tables import pages as tables
 
 FIGURE_1 = "plan --total 10000 --p0 0.8 --prune 0.9 --n1 10 --nu 0.02"
@@ -23,7 +24,7 @@ LENET_300_100 = "plan --total 266610 --p0 0.85 --prune 0.935 --n1 1 --nu 0.05"
 OPTIONS = {
     "plan": "--total --p0 --n1 --nu --prune --keep --mu --every --epochs --json",
     "demo": "--out --seed --dense-epochs --fine-tune-epochs",
-    "run": "--data --seeds --recipe --results --runs --jobs --threads --full --inits --figure lenet-5 parity",
+    "paper run": "--data --seeds --recipe --results --runs --jobs --threads --full --inits --figure lenet-5 parity",
 }
 
 
@@ -124,7 +125,7 @@ def test_a_refusal_is_one_line_in_the_librarys_words(arguments, words):
 
 
 def test_a_recipe_that_does_not_exist_is_refused_by_name(tmp_path):
-    result = call(f"run lenet-5 --recipe nope --data '{tmp_path}' --results '{tmp_path}/results'")
+    result = call(f"paper run lenet-5 --recipe nope --data '{tmp_path}' --results '{tmp_path}/results'")
     assert result.exit_code == 1
     assert "no recipe 'nope'" in result.stderr
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +143,7 @@ def test_a_recipe_that_does_not_exist_is_refused_by_name(tmp_path):
     ],
 )
 def test_an_option_of_another_experiment_is_refused(experiment, option, other, tmp_path):
-    result = call(f"run {experiment} {option} --recipe nope --results '{tmp_path}/results'")
+    result = call(f"paper run {experiment} {option} --recipe nope --results '{tmp_path}/results'")
     assert result.exit_code == 1
     word = option.split()[0]
     assert f"run: {word} is no option of {experiment}. Leave it out, or run {other}." in result.stderr
@@ -155,14 +156,14 @@ def test_options_that_nobody_gives_are_those_of_the_experiment(monkeypatch, tmp_
     monkeypatch.setattr(experiments, "_run_recipes", lambda name, **options: asked.append((name, options)) or file)
     monkeypatch.setattr(parity, "run_parity", lambda **options: asked.append(options) or file)
     monkeypatch.setattr(tables, "experiment_tables", lambda _: [])
-    assert [call(line).exit_code for line in ("run lenet-5 --full", "run parity --seeds 7")] == [0, 0]
+    assert [call(line).exit_code for line in ("paper run lenet-5 --full", "paper run parity --seeds 7")] == [0, 0]
     given = {"seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2}
     shared = {"recipes": None, "results": Path("results"), "threads": 1}
     assert asked == [("lenet-5", {**shared, **given, "full": True}), {**shared, "draws": 7, "inits": 10}]
 
 
 def test_help_names_the_defaults_that_the_experiments_have():
-    printed = " ".join(plain(call("run --help").stdout).replace("│", " ").split())
+    printed = " ".join(plain(call("paper run --help").stdout).replace("│", " ").split())
     for options, words in (
         (experiments.OPTIONS, "default: ({seeds}, parity"),
         (experiments.PARITY_OPTIONS, "parity {seeds})]"),
@@ -176,7 +177,7 @@ def test_help_names_the_defaults_that_the_experiments_have():
 
 
 def test_an_experiment_that_does_not_exist_is_a_usage_error():
-    result = call("run lenet-6")
+    result = call("paper run lenet-6")
     assert result.exit_code == 2
     assert "lenet-300-100" in result.stderr
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 
 
 def test_the_recipes_run_and_print_what_they_say():

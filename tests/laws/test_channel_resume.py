@@ -345,7 +345,9 @@ def test_a_model_whose_layers_were_replaced_is_not_cut(tmp_path):
     run = Training()
     run.model.conv1 = nn.Conv2d(1, 8, 3)
     before = everything(run)
-    with pytest.raises(StateError, match=r"cannot be removed from this model.*'conv1.weight': the model's is another"):
+    with pytest.raises(
+        StateError, match=r"cannot be removed from this model.*'conv1.weight': the model has a different"
+    ):
         keepk.load_checkpoint(tmp_path, **run.parts())
     assert everything(run) == before
 

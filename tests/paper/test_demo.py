@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import keepk
 from keepk.cli import commands
 from keepk.errors import DataError, FileError, PlanError
-from keepk_paper import demo, digits, parity
+from keepk_paper import cli, demo, digits, parity
 from keepk_paper.demo_parity import ANNEALED, FROM_THE_START, Setting, parity_points
 from keepk_paper.parity_training import draw
 from keepk_paper.results import REQUIRED
@@ -145,7 +145,7 @@ def test_parity_words_name_the_nodes_at_the_floor(report):
 
     told = replace(report, parity=(*reached("keepk", [False, True, True]), *reached("adam", [False, False, False])))
     assert told.parity_line == (
-        "Parity, a small version of `keepk run parity`: hidden nodes that reach the noise floor of 10.0 %: "
+        "Parity, a small version of `keepk paper run parity`: hidden nodes that reach the noise floor of 10.0 %: "
         "2, 3 if annealed; none if trained with that number from the start."
     )
 
@@ -217,7 +217,7 @@ def test_the_parts_are_disjoint_and_do_not_move():
 
 
 def test_the_commands_defaults_are_the_recipes():
-    defaults = {name: it.default for name, it in inspect.signature(commands.demo).parameters.items()}
+    defaults = {name: it.default for name, it in inspect.signature(cli.demo).parameters.items()}
     recipe = digits.Recipe()
     assert defaults["dense_epochs"] == recipe.dense_epochs
     assert defaults["fine_tune_epochs"] == recipe.fine_tune_epochs
@@ -244,7 +244,7 @@ def test_the_command_trains_prints_and_saves(tmp_path):
     assert ["head", "weights", "33,482", "500", "500", "67x"] in rows
     assert ["total", "320", "32", "10.00%"] in rows
     assert ["total", "33,482", "500", "1.49%"] in rows
-    assert "a small version of `keepk run parity`" in result.output
+    assert "a small version of `keepk paper run parity`" in result.output
 
 
 @pytest.mark.parametrize("package", ["sklearn", "matplotlib"])

@@ -279,5 +279,5 @@ def test_a_picture_comes_from_the_file_alone(tmp_path):
     (tmp_path / "parity.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     save_figure(tmp_path / "parity.jsonl", tmp_path / "parity.png")
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(DataError, match=r"nothing\.jsonl: no results to draw\. Run `keepk run parity` first\."):
+    with pytest.raises(DataError, match=r"nothing\.jsonl: no results to draw\. Run `keepk paper run parity` first\."):
         save_figure(tmp_path / "nothing.jsonl", tmp_path / "other.png")

@@ -443,7 +443,7 @@ def test_the_command_runs_no_finished_seed_and_shows_the_tables(published, tmp_p
     results.append(file, [dict(zip(results.REQUIRED, values, strict=True)) | {"layers": layers}])
     written = file.read_bytes()
     folders = ["--data", published, "--results", file.parent, "--runs", tmp_path / "runs"]
-    arguments = ["run", "lenet-5", "--recipe", "paper", "--seeds", "1", "--jobs", "1", *map(str, folders)]
+    arguments = ["paper", "run", "lenet-5", "--recipe", "paper", "--seeds", "1", "--jobs", "1", *map(str, folders)]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
     assert (result.exit_code, result.stderr) == (0, "")
     rows = [line.split() for line in result.stdout.splitlines()]

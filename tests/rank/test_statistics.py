@@ -64,7 +64,7 @@ def plain_sums(net, graph):
     """By unit, the sum of w g over its gates: BatchNorm's where it has any, else its own weights and biases."""
     norms = {f"{name}." for name, it in net.named_modules() if isinstance(it, nn.modules.batchnorm._BatchNorm)}
     sums = {}
-    for space in graph.spaces:
+    for space in graph.groups:
         roles = {(tensor, axis): role for tensor, axis, role in space.axes}
         gates = {key for key in roles if any(key[0].startswith(norm) for norm in norms)}
         own = gates or {key for key, role in roles.items() if role is not Role.READER}
@@ -90,7 +90,7 @@ def test_the_means_are_what_a_plain_loop_computes(name):
             total[unit] = total.get(unit, 0.0) + value**2 / len(batches)
         seen.update()
         optimizer.step()
-    layers = pruner._sides.channels.layers("c")
+    layers = pruner._session.channels.layers("c")
     got = {
         u: s for layer in layers for u, s in zip(layer.units.tolist(), seen.mean_squares(layer).tolist(), strict=True)
     }
@@ -98,7 +98,7 @@ def test_the_means_are_what_a_plain_loop_computes(name):
     assert len(set(got.values())) == len(got) > 5
     kept = sorted(got, key=got.get)[len(got) - pruner.plan["c"][-1] :]
     pruner.step()
-    assert sorted(kept) == [unit for layer in pruner._sides.channels.layers("c") for unit in layer.units.tolist()]
+    assert sorted(kept) == [unit for layer in pruner._session.channels.layers("c") for unit in layer.units.tolist()]
     assert seen.batches == 0
 
 
@@ -115,7 +115,7 @@ def test_the_gate_of_a_channel_is_its_batchnorms_scale_and_shift():
         backward(net, batch)
         seen.update()
         squares.append((net[1].weight * net[1].weight.grad + net[1].bias * net[1].bias.grad).detach() ** 2)
-    layer = pruner._sides.channels.layers("c")[0]
+    layer = pruner._session.channels.layers("c")[0]
     torch.testing.assert_close(seen.mean_squares(layer).float(), torch.stack(squares).mean(0))
 
 
@@ -124,7 +124,7 @@ def test_readings_are_ranked_by_what_reads_them():
     seen, _, pruner = run(net, ROWS, keep=8, at="input")
     backward(net, ROWS[0])
     seen.update()
-    layer = next(it for it in pruner._sides.channels.layers("c") if len(it) == 7)
+    layer = next(it for it in pruner._session.channels.layers("c") if len(it) == 7)
     wanted = ((net[2].weight * net[2].weight.grad).sum(0) + net[0].bias * net[0].bias.grad).detach() ** 2
     torch.testing.assert_close(seen.mean_squares(layer).float(), wanted)
 

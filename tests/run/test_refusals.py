@@ -251,7 +251,7 @@ def test_a_closed_pruner_and_a_changed_model():
         pruner.step()
     pruner = keepk.Pruner(net, [keepk.weights("*", keep=3)])
     net[0] = nn.Linear(4, 3)
-    with pytest.raises(SpaceError, match=r"'0.weight': the model's is another object"):
+    with pytest.raises(SpaceError, match=r"'0.weight': the model has a different object"):
         pruner.step()
 
 

@@ -539,7 +539,7 @@ def test_masked_channels_that_cannot_be_counted_are_refused_with_the_cure(tmp_pa
     model, *_, pruner = masked_run("linear")
     model[0] = nn.Linear(64, 90)
     pruner.close()
-    with pytest.raises(FileError, match=r"60 of its channels are masked .* cannot be counted.*Pruner is open.*=False"):
+    with pytest.raises(FileError, match=r"60 of its channels were masked .* cannot be counted.*Pruner is open.*=False"):
         keepk.save(model, tmp_path)
 
 
