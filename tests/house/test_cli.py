@@ -197,7 +197,14 @@ def test_a_plan_is_of_weights_or_channels():
 
 
 def test_help_names_every_command():
-    assert [command for command in OPTIONS if command not in plain(call("--help").stdout)] == []
+    assert [command for command in OPTIONS if command.split()[0] not in plain(call("--help").stdout)] == []
+
+
+def test_the_old_name_of_paper_run_works_and_says_that_it_is_deprecated(tmp_path):
+    result = call(f"run lenet-5 --recipe nope --data '{tmp_path}' --results '{tmp_path}/results'")
+    assert result.exit_code == 1
+    assert "no recipe 'nope'" in result.stderr
+    assert "deprecated" in result.stderr
 
 
 def test_version():
