@@ -100,21 +100,23 @@ def shrink_event(folder: Path, name: str = "shrink_event") -> Table:
     rows = []
     for row in _read(folder / f"{name}.json")["networks"]:
         ours, bare, limit, theirs = row["keepk"], row["keepk_weights"], row["limit"], row["torch_pruning"]
-        step, replay = theirs["step"]["cpu_seconds"], row["keepk_replay"]
-        replayed = ours["event"]["cpu_seconds"] + replay["replay"]["cpu_seconds"]
+        step, replay = theirs["step"]["cpu_seconds"], row.get("keepk_replay")  # older measurements have none
+        replayed = ours["event"]["cpu_seconds"] + (replay["replay"]["cpu_seconds"] if replay else 0.0)
         rows.append(
             (
                 row["network"],
                 _seconds(ours["event"]),
-                _seconds(replay["replay"]),
+                _seconds(replay["replay"]) if replay else "",
                 _seconds(bare["event"]),
                 _seconds(limit["copy"]),
                 _seconds(limit["least"]),
                 _seconds(theirs["step"]),
-                f"{step / replayed:.1f}",
+                f"{step / replayed:.1f}" if replay else "",
                 *(f"{step / part['cpu_seconds']:.1f}" for part in (ours["event"], bare["event"], limit["least"])),
                 f"{ours['removed_percent']:.1f} / {theirs['removed_percent']:.1f} %",
-                f"{_passes(ours, 'event')}, {_passes(replay, 'replay')} / {_passes(theirs, 'step')}",
+                " / ".join(
+                    [_passes(ours, "event"), *([_passes(replay, "replay")] if replay else []), _passes(theirs, "step")]
+                ),
             )
         )
     columns = (
