@@ -13,8 +13,8 @@ from keepk.errors import ShrinkError, SpaceError, TraceError
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.probe import probe, replay
 from keepk.graph.probe import repairs as program_numbers
-from keepk.graph.solve.bindings import UnionFind
 from keepk.graph.solve import bindings, solve
+from keepk.graph.solve.bindings import UnionFind
 from keepk.model import copies as shell
 from masked import masked, relative_error
 from networks import NETWORKS
