@@ -1,9 +1,13 @@
 """Files that an earlier version wrote are read by this one: a model, a checkpoint in the middle of a run, a state."""
 
+import pickle
+
 import pytest
 import torch
+from torch import nn
 
 import keepk
+from keepk.model.layers import selecting
 from old_files import FOLDER, build, epoch, pictures, run_of
 
 OUTPUTS = torch.load(FOLDER / "outputs.pt", weights_only=True)
@@ -42,3 +46,10 @@ def test_a_pruner_takes_an_old_state():
 @pytest.mark.parametrize("name", ["model", "checkpoint"])
 def test_the_old_files_are_small(name):
     assert sum(file.stat().st_size for file in (FOLDER / name).iterdir()) < 100_000
+
+
+def test_a_layer_that_was_pickled_before_its_module_moved_comes_back():
+    written = pickle.dumps(selecting(nn.BatchNorm2d)(8))
+    old = written.replace(b"keepk.model.layers", b"keepk.graph.layers")  # of the same length, as pickle's opcodes need
+    assert old != written
+    assert type(pickle.loads(old)) is selecting(nn.BatchNorm2d)
