@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from test_save_load import contents, refused
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -17,6 +16,7 @@ from keepk.cut.record import record_of
 from keepk.deploy.arch import describe
 from keepk.deploy.arch_json import digest, to_document
 from networks import NETWORKS
+from saved_models import contents, refused
 
 
 def built(seed=0):

@@ -30,6 +30,7 @@ from keepk.storage import files
 from killing import file_step
 from masked import call, leaves
 from networks import NETWORKS, WITH_EXACT_UNITS
+from saved_models import contents, looks, named, refused, unchanged
 from traced_once import traced_network
 
 FILES = ["arch.json", "model.safetensors"]
@@ -57,38 +58,6 @@ def outputs(model, example):
 
 def same(wanted, got):
     return all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def looks(model):
-    """All that a refused load must leave as it was."""
-    state = {name: (id(tensor), tensor.data_ptr(), tensor.clone()) for name, tensor in named(model).items()}
-    modules = {path: (type(module), dict(vars(module))) for path, module in model.named_modules()}
-    plain = {path: (kind, {k: v for k, v in own.items() if k[0] != "_"}) for path, (kind, own) in modules.items()}
-    return state, plain
-
-
-def named(model):
-    return dict([*model.named_parameters(), *model.named_buffers()])
-
-
-def unchanged(model, before):
-    state, modules = looks(model)
-    assert modules == before[1]
-    assert state.keys() == before[0].keys()
-    for name, (identity, address, value) in state.items():
-        assert (identity, address) == before[0][name][:2]
-        assert torch.equal(value, before[0][name][2])
-
-
-def refused(folder, model, match):
-    before = looks(model)
-    with pytest.raises(FileError, match=match):
-        keepk.load(model, folder)
-    unchanged(model, before)
 
 
 def round_trip(folder, model, example, fresh):

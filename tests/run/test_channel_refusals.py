@@ -8,7 +8,6 @@ import warnings
 
 import pytest
 import torch
-from test_save_load import looks, unchanged
 from torch import nn
 
 import keepk
@@ -16,6 +15,7 @@ from keepk.errors import KeepkError, OptimizerError, PlanError, RankError, Shrin
 from keepk.metrics.weights import describes
 from keepk.run.channel_members import find_channels
 from networks import NETWORKS
+from saved_models import looks, unchanged
 from traced_once import traced_network
 
 
