@@ -148,7 +148,7 @@ class Blend:
 
     @property
     def needs(self) -> tuple[Needs, ...] | None:
-        """What its terms need, together; None if that is unknown of one of them."""
+        """The inputs that its terms need; None if those of one term are unknown."""
         found = [traits_of(metric).needs for _, metric in self.terms]
         if any(needs is None for needs in found):
             return None

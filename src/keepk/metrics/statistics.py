@@ -186,7 +186,7 @@ class Statistics:
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was gathered since the last event, as plain values and tensors."""
+        """The statistics since the last event, as plain values and tensors."""
         return {
             "version": VERSION,
             "units": torch.from_numpy(self._units.copy()),
@@ -204,7 +204,7 @@ class Statistics:
         fits = isinstance(units, Tensor) and units.tolist() == self._units.tolist()
         if not fits or len(state["with_gradient"]) != len(self._gates):
             raise StateError(
-                f"Statistics: the state is of other channels than the {len(self._units)} that there are now. Build the "
+                f"Statistics: the state belongs to different channels; the model has {len(self._units)} now. Build the "
                 f"same model and Pruner, and load their states first."
             )
         if not isinstance(sums, Tensor) or len(sums) not in ((len(self._units),) if batches else (0, len(self._units))):

@@ -181,7 +181,7 @@ def entries_of(holder: Any) -> dict[str, Any]:
 
 
 def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
-    """What is left of a tensor; how it lies in memory is the caller's affair."""
+    """The kept part of a tensor; its memory format is up to the caller."""
     kept = {axis: torch.from_numpy(np.ascontiguousarray(ids)).to(tensor.device) for axis, ids in cut.kept.items()}
     large = tensor.numel() > PIECE and tensor.device.type == "cpu"  # elsewhere many small kernels are slower
     if large and set(kept) == {0, 1} and kept[1].ndim == 1 and tensor.is_contiguous():
