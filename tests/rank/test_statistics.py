@@ -273,7 +273,7 @@ def test_within_an_epoch_a_state_goes_on_bit_equal():
 def test_a_state_of_other_channels_is_refused():
     seen, *_ = run(convnet(), PICTURES, keep=10)
     other, *_ = run(mlp(), ROWS, keep=10)
-    with pytest.raises(StateError, match="to different channels than the 20 that there are now"):
+    with pytest.raises(StateError, match="belongs to different channels; the model has 20 now"):
         seen.load_state_dict(other.state_dict())
     for wrong in ({}, None, {**seen.state_dict(), "version": 2}):
         with pytest.raises(StateError, match="not a state of statistics"):
