@@ -39,14 +39,14 @@ class _Gates:
 
 
 class Statistics:
-    r"""Gathers what metrics such as `keepk.metrics.taylor` need, over the batches since the last event.
+    r"""Statistics of gradients since the last event, for metrics such as `keepk.metrics.taylor`.
 
-    For every channel of the spaces that are ranked by it, the mean over batches of
+    For every channel of the spaces that it ranks, it keeps the mean over batches of
 
     .. math:: \Big(\sum_j w_j\, \partial L / \partial w_j\Big)^2
 
-    where w are the scale and the shift of the channel's BatchNorm, the gate that it passes; of a channel without a
-    BatchNorm, all weights and biases that compute it (that read it, with ``at="input"``).
+    where w are the scale and the shift of the channel's BatchNorm. For a channel without a BatchNorm, w are all weights
+    and biases that compute the channel (with ``at="input"``, those that read it).
 
     Call `update` after ``backward()`` and before the gradients change or go: once per optimizer step, before
     ``optimizer.step()``; with a gradient scaler, after ``scaler.unscale_(optimizer)``. A batch with NaN or infinite
@@ -55,12 +55,15 @@ class Statistics:
 
     The object only reads: it registers no hooks and changes nothing in the model. It follows the Pruner: after each
     `Pruner.step`, and after a state was loaded into the Pruner, it starts again with the channels that are left.
-    A checkpoint written between epochs therefore needs nothing of it; within an epoch, save `state_dict` in ``extra``,
-    and load it after the Pruner's state.
+    A checkpoint written right after an event therefore does not need it. In a checkpoint written within an epoch, save
+    its `state_dict` in ``extra``, and load it after the Pruner's state.
 
     Args:
         model: The model that is pruned; wrappers are looked through.
-        of: What to gather; "gradients" is all there is.
+        of: The quantities to gather: ``("gradients",)``.
+
+    Raises:
+        KeepkError: `model` is not an nn.Module, or `of` names something else.
 
     >>> import keepk
     >>> model = nn.Sequential(nn.Linear(20, 10), nn.BatchNorm1d(10), nn.ReLU(), nn.Linear(10, 2))

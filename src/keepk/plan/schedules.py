@@ -135,7 +135,7 @@ class Annealing:
 
 @dataclass(frozen=True)
 class OneShot:
-    """Prune everything at the first event.
+    """Prune down to K at the first event.
 
     >>> OneShot()(1000, 100, None), OneShot()(1000, 100, 3)
     ((100,), (100, 100, 100))

@@ -105,13 +105,20 @@ def weights(
 
     Args:
         select: A glob, or several, over ``model.named_parameters()``: ``"*"``, ``"fc*.weight"``.
-        keep: K, how many weights are left at the end. Met exactly.
-        prune: The share that goes instead; K = floor(M (1 - prune)), exact in the decimals written.
-        exclude: Globs of names that stay out of the space.
-        name: What the space is called in plans, reports and phases; by default the globs.
-        metric: Ranks the weights, see `keepk.metrics`. None means magnitude.
-        schedule: How many are left after each epoch: a schedule, a callable or a list of ints.
-        layer_floor: At least so many weights stay in each tensor of two or more dims. K is still met.
+        keep: K, the number of weights to keep at the end of the plan. Met exactly.
+        prune: The share of weights to prune, in place of `keep`: K = floor(M (1 - prune)), computed in decimals, so
+            that ``prune=0.9`` of 1,000 weights keeps 100.
+        exclude: Globs over the same names; the parameters that they match are left out of the space.
+        name: The name of the space in plans, reports and phases. Default: the globs.
+        metric: The function that scores the weights, see `keepk.metrics`. None means magnitude.
+        schedule: The number of weights to keep after each epoch: a schedule, a callable or a list of ints.
+        layer_floor: The least number of weights to keep in each tensor of two or more dimensions. K is still met.
+
+    Returns:
+        A frozen description of the space, for `Pruner` and `Phase`. It is matched with a model when a `Pruner` is made.
+
+    Raises:
+        SpaceError: An argument has the wrong type or value, or `keep` and `prune` are both given or both missing.
 
     >>> weights("fc*", prune=0.98).name
     'fc*'
@@ -146,27 +153,33 @@ def channels(
 ) -> ChannelSpace:
     """A space of channels, found by the names of modules (DSC-2).
 
-    A channel is whatever goes as a whole: a conv filter, a hidden neuron, an attention head or a group of them, an RNN
-    cell, the width of a transformer's MLP; `keepk.inspect` lists them.
+    A channel is anything that is removed as a whole: a convolution filter, a hidden neuron, an attention head or a
+    group of heads, an RNN cell, a hidden unit of a transformer's MLP. `keepk.inspect` lists them.
 
     Args:
         select: A glob, or several, over ``model.named_modules()``: ``"features.*"``, ``"*.linear1"``.
-        keep: K, how many channels are left at the end. Met exactly, also where counts bind each other. Channels of the
-            same layers that cannot be removed (one that the model takes by its number, the only one of a layer) are not
-            counted: they are left besides, and a `keepk.KeepkWarning` names them.
-        prune: The share that goes instead; K = floor(M (1 - prune)), exact in the decimals written.
-        exclude: Globs of modules whose channels stay out of the space.
-        at: "output" takes the channels that the modules produce; "input" those that they read, and counts what each
-            BatchNorm of a DenseNet reads of the same channel apart.
-        metric: Ranks the channels, see `keepk.metrics`. None means the paper's blend where every layer has a
-            BatchNorm, and `product` where not.
-        schedule: How many are left after each epoch: a schedule, a callable or a list of ints.
-        name: What the space is called in plans, reports and phases; by default the globs.
-        layer_floor: At least this many channels stay in each layer: an int is a count, a float below 1 a share of the
-            layer's channels when the `Pruner` was made, rounded up, exact in the decimals written. K is still met.
-        round_to: Each layer keeps all of its channels, or such a number that its width is a multiple of this.
-        lossy: Take channels as well whose removal changes more than setting them to zero would, such as those that a
-            LayerNorm normalises.
+        keep: K, the number of channels to keep at the end of the plan. Met exactly, even where layers must have equal
+            counts. Channels that cannot be removed (one that the model selects by its index, the only one of a layer)
+            are not counted: they stay in addition to K, and a `keepk.KeepkWarning` names them.
+        prune: The share of channels to prune, in place of `keep`: K = floor(M (1 - prune)), computed in decimals.
+        exclude: Globs over the same names; the channels of the modules that they match are left out of the space.
+        at: "output" selects the channels that the modules produce, "input" those that they read. With "input", a
+            channel that several BatchNorms of a DenseNet read counts once for each of them.
+        metric: The function that scores the channels, see `keepk.metrics`. None means the paper's blend where every
+            layer has a BatchNorm, and `product` otherwise.
+        schedule: The number of channels to keep after each epoch: a schedule, a callable or a list of ints.
+        name: The name of the space in plans, reports and phases. Default: the globs.
+        layer_floor: The least number of channels to keep in each layer. An int is a count; a float below 1 is a share
+            of the layer's width when the `Pruner` was made, rounded up. K is still met.
+        round_to: Each layer keeps all of its channels, or as many as make its width a multiple of this number.
+        lossy: Also select channels whose removal changes the output more than zeroing them would, such as channels
+            that a LayerNorm normalises.
+
+    Returns:
+        A frozen description of the space, for `Pruner` and `Phase`. It is matched with a model when a `Pruner` is made.
+
+    Raises:
+        SpaceError: An argument has the wrong type or value, or `keep` and `prune` are both given or both missing.
 
     >>> channels("features.*", keep=1_267).name
     'features.*'

@@ -27,7 +27,11 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             or dicts of keyword arguments. Tensors are moved to the model's device.
 
     Returns:
-        The number of batches.
+        The number of batches that the statistics are means of.
+
+    Raises:
+        KeepkError: The model has no BatchNorm with running statistics, `batches` is empty or a single batch, or a batch
+            is not of a form that is listed above.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout())
     >>> recalibrate(model, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])])
