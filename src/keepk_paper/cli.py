@@ -23,7 +23,10 @@ class Experiment(str, Enum):
     VGG16_HALF_CIFAR10 = "vgg16-half-cifar10"
     VGG16_FULL_CIFAR10 = "vgg16-full-cifar10"
     VGG16_SVHN = "vgg16-svhn"
+    VGG16_HALF_CIFAR100 = "vgg16-half-cifar100"
     DENSENET40_CIFAR10 = "densenet40-cifar10"
+    DENSENET40_CIFAR100 = "densenet40-cifar100"
+    DENSENET40_SVHN = "densenet40-svhn"
     PARITY = "parity"
 
 

@@ -14,26 +14,20 @@ from keepk.errors import DataError
 from keepk.plan.names import nearest
 from keepk.plan.numbers import count
 from keepk.run.pruner import Pruner
-from keepk_paper import colour, lenet, one_run, parity
+from keepk_paper import densenet, lenet, parity, vgg
 from keepk_paper import results as result_files
 from keepk_paper.data import Mnist, mnist
 from keepk_paper.one_run import settled
-from keepk_paper.pictures import Pictures, cifar10, svhn
+from keepk_paper.pictures import Pictures, cifar10, cifar100, svhn
 from keepk_paper.recipes import Recipe
 from keepk_paper.train import Progress, Run
 
 FULL = "full-"
-EXPERIMENTS: dict[str, dict[str, Recipe]] = {
-    **lenet.EXPERIMENTS,
-    **{
-        name: {**colour.EXPERIMENTS.get(name, {}), **one_run.EXPERIMENTS.get(name, {})}
-        for name in (*colour.EXPERIMENTS, *one_run.EXPERIMENTS)
-    },
-}
+EXPERIMENTS: dict[str, dict[str, Recipe]] = {**lenet.EXPERIMENTS, **vgg.EXPERIMENTS, **densenet.EXPERIMENTS}
+LOADERS = {"cifar10": cifar10, "cifar100": cifar100, "svhn": svhn}
 DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
     **dict.fromkeys(lenet.EXPERIMENTS, mnist),
-    **dict.fromkeys((*colour.EXPERIMENTS, *one_run.EXPERIMENTS), cifar10),
-    "vgg16-svhn": svhn,
+    **{name: LOADERS[name.rpartition("-")[2]] for name in (*vgg.EXPERIMENTS, *densenet.EXPERIMENTS)},
 }
 PARITY = "parity"
 SHARED_OPTIONS: dict[str, Any] = {"recipe": None, "results": Path("results"), "threads": 1}
@@ -105,10 +99,9 @@ def _run_recipes(
 def _usual(experiment: str, full: bool) -> list[str]:
     """The recipes of a run without names: those that two cores can train, or with `full` those of the paper's size.
 
-    The rivals of the runs under one learning-rate curve, several dozen, are trained only by name.
+    Recipes that are compared with those, several dozen, are trained only by name.
     """
-    rivals = [name for name in one_run.EXPERIMENTS.get(experiment, {}) if name not in one_run.PRUNED]
-    names = [name for name in EXPERIMENTS[experiment] if name not in rivals]
+    names = [name for name, recipe in EXPERIMENTS[experiment].items() if not recipe.only_by_name]
     if not any(name.startswith(FULL) for name in names):
         return names
     return [name for name in names if name.startswith(FULL) is full]

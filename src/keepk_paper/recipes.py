@@ -5,7 +5,7 @@ plan go from the fresh network to the last point; each stage that ends at a numb
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from hashlib import sha256
 from math import cos, pi
@@ -13,9 +13,10 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from keepk.metrics.layers import At
 from keepk.metrics.weights import magnitude
 from keepk.plan.phases import Phase
-from keepk.plan.schedules import AnySchedule, plan
+from keepk.plan.schedules import Annealing, AnySchedule, plan
 from keepk.plan.spaces import ChannelSpace, WeightSpace, channels, weights
 
 Metric: TypeAlias = Callable[[Tensor], Tensor]
@@ -103,8 +104,9 @@ class Recipe:
         pictures: How many of the training pictures are used, the first ones; None is all.
         layer_floor: The least that stays of every layer's channels: a count, or a share.
         control: The recipe whose last network is the dense one that results are compared with, if it is not `start`.
-        like: The recipe whose finished run of the same seed this one is made alike,
-        match: in its "widths", its "macs" or its CPU "seconds"; see `keepk_paper.one_run`.
+        like: The recipe whose finished run of the same seed this one imitates.
+        match: The property in which it imitates that run: "widths", "macs" or CPU "seconds"; see `keepk_paper.one_run`.
+        only_by_name: Whether a run of the whole experiment leaves this recipe out: there are dozens of comparisons.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Recipe:
     control: str | None = None
     like: str | None = None
     match: Literal["widths", "macs", "seconds"] | None = None
+    only_by_name: bool = False
 
     @property
     def needs(self) -> list[str]:
@@ -194,3 +197,31 @@ def _not_default(stage: Stage) -> dict[str, Any]:
     """The fields of a stage that do not have their default value, except the metric, which is hashed by its name."""
     values = {item.name: (getattr(stage, item.name), item.default) for item in fields(stage) if item.name != "metric"}
     return {name: value for name, (value, default) in values.items() if value != default}
+
+
+FC = ("classifier.*",)  # the fully connected layers, which the paper freezes while it removes channels
+
+
+def paper_dense(network: type[nn.Module], spaces: Mapping[str, str], units: At) -> Recipe:
+    """The dense training of the paper's text: 250 epochs of SGD at .1, a fifth of it after each quarter."""
+    quarters = zip((62, 63, 62, 63), (0.1, 0.02, 0.004, 0.0008), strict=True)
+    stages = [Stage(epochs, lr=lr, flat=None, nesterov=False, decay=5e-4, report=False) for epochs, lr in quarters]
+    stages[-1] = replace(stages[-1], report=True)
+    return Recipe("full-dense", network, spaces, stages, batch=128, units=units)
+
+
+def paper_pruned(dense: Recipe, name: str, keep: int, annealing: int, metric: Callable[..., Any]) -> Recipe:
+    """The pruning of the paper's text, from the dense network: 250 epochs at .005, halved after each quarter.
+
+    Channels are removed in the first `annealing` epochs, with the fully connected layers frozen.
+    """
+    part = partial(Stage, flat=None, nesterov=False, report=False)
+    goal = {next(iter(dense.spaces)): (keep, Annealing(p0=0.5, n1=10, nu=0.02))}
+    stages = [
+        part(annealing, lr=0.005, keep=goal, freeze=FC),
+        part(62 - annealing, lr=0.005),
+        part(63, lr=0.0025),
+        part(62, lr=0.00125),
+        part(63, lr=0.000625, report=True),
+    ]
+    return replace(dense, name=name, metric=metric, start=dense.name, stages=stages)

@@ -9,7 +9,6 @@ from torch import nn
 
 from keepk.plan.schedules import Annealing
 from keepk_paper import experiments, results
-from keepk_paper.colour import EXPERIMENTS
 from keepk_paper.data import Split
 from keepk_paper.models import printed_parameters
 from keepk_paper.pictures import Pictures
@@ -120,7 +119,7 @@ def test_the_classifier_is_frozen_while_channels_go(seed_of, tmp_path):
 
 @pytest.mark.parametrize("experiment", ["vgg16-cifar10", "densenet40-cifar10"])
 def test_recipes_ask_for_the_papers_counts_and_lengths(experiment):
-    recipes = EXPERIMENTS[experiment]
+    recipes = experiments.EXPERIMENTS[experiment]
     full = {name: recipe for name, recipe in recipes.items() if name.startswith("full")}
     assert {recipe.epochs for recipe in full.values()} == {250}
     asked = {name: next(iter(stage.keep.values()))[0] for name, r in full.items() for stage in r.stages if stage.keep}

@@ -1,6 +1,7 @@
 """Recipes of one run, their controls and rivals: events at the right epochs, matched widths, costs and lengths."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,7 @@ from torch import nn
 import keepk
 from keepk.errors import DataError
 from keepk.plan.schedules import Annealing
-from keepk_paper import experiments, one_run
-from keepk_paper import one_run as alike
+from keepk_paper import experiments, one_run, vgg
 from keepk_paper.data import Split
 from keepk_paper.models import VGG16
 from keepk_paper.pictures import Pictures
@@ -61,14 +61,14 @@ def split(number, seed):
 
 DATA = Pictures(split(40, 1), split(20, 2), split(30, 3), 10, torch.full((3,), 127.0), torch.full((3,), 74.0))
 WIDTH = 1 / 16  # 4, 4, 8, 8, 16, 16, 16 and six times 32 filters: 264
-SETTING = one_run.Setting(WIDTH, 5, 2, 3, {70: (79, Annealing(p0=0.5, n1=1, nu=0.2))})
+PLANS = {70: (79, Annealing(p0=0.5, n1=1, nu=0.2))}
+SETTING = one_run.Setting(partial(vgg.vgg, options={"width": WIDTH}), 5, 2, 3, PLANS)
 
 
 @pytest.fixture(scope="module")
 def tiny():
     """The recipes of a setting that a test can afford, with few pictures in a batch."""
-    dense = one_run._dense(SETTING)
-    found = {dense.name: dense, **one_run.recipes(SETTING)}
+    found = vgg._whole(SETTING)
     return {name: Recipe(**{**vars(recipe), "batch": 20}) for name, recipe in found.items()}
 
 
@@ -188,16 +188,16 @@ def test_recipes_wait_for_those_they_need():
 
 
 def test_the_width_with_as_many_macs_is_the_nearest():
-    recipe = one_run.recipes(one_run.QUARTER)["narrow-blend-70"]
+    recipe = vgg._whole(vgg.QUARTER)["narrow-blend-70"]
     for width in (17, 40):
-        macs = alike._macs(recipe, width)
-        settled = alike.settled(recipe, {"macs": macs}, None)
-        assert alike._macs(recipe, round(settled.options["width"] * alike.FINENESS)) == macs
+        macs = one_run._macs(recipe, width)
+        settled = one_run.settled(recipe, {"macs": macs}, None)
+        assert one_run._macs(recipe, round(settled.options["width"] * one_run.FINENESS)) == macs
 
 
 def test_as_many_seconds_are_as_many_epochs():
-    recipe = one_run.recipes(one_run.QUARTER)["seconds-blend-70"]
-    settled = alike.settled(recipe, {"cpu_seconds": 610.0}, {"cpu_seconds": 1_000.0, "epochs": 40})
+    recipe = vgg._whole(vgg.QUARTER)["seconds-blend-70"]
+    settled = one_run.settled(recipe, {"cpu_seconds": 610.0}, {"cpu_seconds": 1_000.0, "epochs": 40})
     assert settled.epochs == 24
     assert settled.stages[0].learning_rate(24) == pytest.approx(0)
 
@@ -209,6 +209,10 @@ def test_as_many_seconds_are_as_many_epochs():
         ("vgg16-half-cifar10", 12, 22, {"60": 844, "70": 633}),
         ("vgg16-full-cifar10", 9, 19, {"60": 1_689, "70": 1_267}),
         ("vgg16-svhn", 6, 12, {"60": 1_689}),
+        ("vgg16-half-cifar100", 12, 17, {"50": 1_056}),
+        ("densenet40-cifar10", 9, 19, {"60": 1_872}),
+        ("densenet40-cifar100", 9, 19, {"60": 1_872}),
+        ("densenet40-svhn", 6, 12, {"60": 1_872}),
     ],
 )
 def test_the_plans_of_the_committed_settings(experiment, first, last, counts):
@@ -219,13 +223,15 @@ def test_the_plans_of_the_committed_settings(experiment, first, last, counts):
             assert recipe.epochs == dense.epochs
             rates = [[it.stages[0].learning_rate(epoch) for epoch in range(it.epochs)] for it in (recipe, dense)]
             assert rates[0] == rates[1]
-            total = sum(one_run.filters_of(VGG16(**recipe.options)).values())
+            network = recipe.network(**recipe.options)
+            total = sum(norm.num_features for norm in network.modules() if isinstance(norm, nn.BatchNorm2d))
             (stage,), (before, during) = recipe.stages, recipe.phases()
-            wanted, schedule = stage.keep["conv"]
+            (wanted, schedule) = stage.keep[next(iter(recipe.spaces))]
             plan = [total] * before.epochs + list(schedule(total, wanted, during.epochs))
             assert [plan[first - 2], plan[-1], wanted] == [total, keep, keep]
             falls = [n for n, (one, two) in enumerate(zip([total, *plan], plan, strict=False), start=1) if two < one]
             assert (falls[0], falls[-1]) == (first, last)
+            assert keep == int(total * (100 - int(percent)) / 100 + 1e-9)
 
 
 def test_a_network_of_given_filters_is_refused_unless_it_has_13():

@@ -23,8 +23,7 @@ import keepk
 from keepk.cli.commands import app
 from keepk.errors import DataError
 from keepk.metrics.weights import magnitude
-from keepk_paper import colour as cifar_recipes
-from keepk_paper import experiments, results
+from keepk_paper import experiments, results, vgg
 from keepk_paper.data import MNIST_FILES, Mnist, Split
 from keepk_paper.models import LeNet5, LeNet300
 from keepk_paper.recipes import Recipe, Stage, saliency
@@ -474,14 +473,14 @@ def test_counts_are_checked_before_anything_starts(tmp_path, wrong):
 def test_a_recipe_has_the_same_fingerprint_in_every_process():
     """Otherwise a killed run could not go on."""
     recipes = {
-        "blend": replace(cifar_recipes.VGG_CONTROL, metric=keepk.metrics.blend(0.5)),
-        "function": replace(cifar_recipes.VGG_CONTROL, metric=keepk.metrics.bn_scale),
+        "blend": replace(vgg.CONTROL, metric=keepk.metrics.blend(0.5)),
+        "function": replace(vgg.CONTROL, metric=keepk.metrics.bn_scale),
     }
     program = (
-        "import keepk; from dataclasses import replace; from keepk_paper.colour import VGG_CONTROL as control;"
+        "import keepk; from dataclasses import replace; from keepk_paper.vgg import CONTROL as control;"
         "print(replace(control, metric=keepk.metrics.blend(0.5)).fingerprint(),"
         "replace(control, metric=keepk.metrics.bn_scale).fingerprint())"
     )
     there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert there == [recipe.fingerprint() for recipe in recipes.values()]
-    assert len({*there, cifar_recipes.VGG_CONTROL.fingerprint()}) == 3
+    assert len({*there, vgg.CONTROL.fingerprint()}) == 3
