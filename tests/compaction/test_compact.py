@@ -17,7 +17,7 @@ from keepk.errors import OptimizerError, ShrinkError, TraceError
 from keepk_paper.models import LeNet5, LeNet300
 from masked import call, relative_error, zero_slices
 from networks import NETWORKS, WITH_EXACT_UNITS, WITHOUT_EXACT_UNITS
-from traced_once import traced_network
+from traced_once import traced_before, traced_network
 
 TOLERANCE = 1e-10
 
@@ -91,9 +91,9 @@ def test_no_wiring_computes_anything_else_afterwards(name):
     silence_rows(model.eval(), seed=1)
     dead = graph.edits(graph.choose(0.5, seed=1)).units
     zero_slices(dict(model.named_parameters(remove_duplicate=False)), model, graph, dead)
-    cut = copy.deepcopy(model)
-    assert len(keepk.shrink(cut, graph, dead, replay=False)) > 0
-    with torch.no_grad():
+    cut, own = copy.deepcopy((model, graph))
+    assert len(keepk.shrink(cut, own, dead, replay=False)) > 0
+    with torch.no_grad(), traced_before(model, example, graph, "keepk.compaction.compact"):
         before = call(model, example)
         report = compact(model, example)
         assert relative_error(before, call(model, example)) < TOLERANCE

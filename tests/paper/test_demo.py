@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import keepk
 from keepk.cli import commands
 from keepk.errors import DataError, FileError, PlanError
-from keepk_paper import cli, demo, digits, parity
+from keepk_paper import cli, demo, demo_parity, digits, parity
 from keepk_paper.demo_parity import ANNEALED, FROM_THE_START, Setting, parity_points
 from keepk_paper.parity_training import draw
 from keepk_paper.results import REQUIRED
@@ -224,7 +224,9 @@ def test_the_commands_defaults_are_the_recipes():
     assert defaults["parity_starts"] == Setting().inits
 
 
-def test_the_command_trains_prints_and_saves(tmp_path):
+def test_the_command_trains_prints_and_saves(tmp_path, monkeypatch):
+    # The default parity networks alone would take most of the suite's slowest minute; `make demo` trains them.
+    monkeypatch.setattr(demo_parity, "Setting", lambda inits: replace(TINY_PARITY, inits=inits))
     out = tmp_path / "new" / "folder"
     arguments = ["--dense-epochs", "0", "--fine-tune-epochs", "0", "--parity-starts", "1"]
     result = CliRunner().invoke(
