@@ -160,7 +160,7 @@ def test_a_penalty_on_scales_shrinks_them_and_nothing_else_does(tmp_path, tiny):
         before = [it.weight.detach().clone() for it in run.model.modules() if isinstance(it, nn.BatchNorm2d)]
         run.finish(lambda *_: None)
         norms = [it for it in run.model.modules() if isinstance(it, nn.BatchNorm2d)]
-        return before, norms, run.model.features[0].weight
+        return before, norms, run.model.get_parameter("features.0.weight")
 
     (before, plain, kernel), (_, penalised, other) = trained(0.0), trained(0.5)
     assert torch.equal(kernel, other)  # after one step
@@ -220,8 +220,11 @@ def test_the_plans_of_the_committed_settings(experiment, first, last, counts):
             rates = [[it.stages[0].learning_rate(epoch) for epoch in range(it.epochs)] for it in (recipe, dense)]
             assert rates[0] == rates[1]
             total = sum(one_run.filters_of(VGG16(**recipe.options)).values())
-            (stage,), (before, during) = recipe.stages, recipe.phases()
+            (stage,), phases = recipe.stages, recipe.phases()
+            assert phases is not None
+            before, during = phases
             wanted, schedule = stage.keep["conv"]
+            assert callable(schedule)
             plan = [total] * before.epochs + list(schedule(total, wanted, during.epochs))
             assert [plan[first - 2], plan[-1], wanted] == [total, keep, keep]
             falls = [n for n, (one, two) in enumerate(zip([total, *plan], plan, strict=False), start=1) if two < one]
