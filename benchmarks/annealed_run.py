@@ -37,11 +37,7 @@ from keepk_paper.results import versions
 EPOCHS, PRUNE = 20, 0.7
 
 
-def is_convolution(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Conv2d)
-
-
-def space_of(name: str, layer: nn.Module, round_to: int | None) -> ChannelSpace:
+def space_of(name: str, layer: nn.Conv2d, round_to: int | None) -> ChannelSpace:
     """30 % of a layer's channels, or the nearest multiple."""
     keep = int(layer.out_channels * (1 - PRUNE) + 1e-9)
     if round_to:
@@ -54,12 +50,15 @@ class Twin:
 
     def __init__(self, batch: int, shrink: Literal["each", "never"] | None, round_to: int | None = None) -> None:
         torch.manual_seed(0)
-        self.model = VGG16().to(memory_format=torch.channels_last)
+        self.model = VGG16()
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.images = torch.randn(batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
         self.labels = torch.randint(10, (batch,))
         spaces = [
-            space_of(name, layer, round_to) for name, layer in self.model.named_modules() if is_convolution(layer)
+            space_of(name, layer, round_to)
+            for name, layer in self.model.named_modules()
+            if isinstance(layer, nn.Conv2d)
         ]
         self.pruner = shrink and keepk.Pruner(
             self.model, spaces, self.optimizer, epochs=EPOCHS, example=self.images[:2], shrink=shrink

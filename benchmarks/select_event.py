@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,13 +31,13 @@ def model_of(weights: int) -> nn.ModuleList:
     width = weights // (LAYERS * 1000)
     layers = nn.ModuleList(nn.Linear(width, 1000, bias=False, device="meta") for _ in range(LAYERS))
     for layer in layers.to_empty(device="cpu"):
-        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.get_parameter("weight"))
     return layers
 
 
 def read(layers: nn.ModuleList) -> None:
     for layer in layers:
-        layer.weight.detach().sum().item()
+        layer.get_parameter("weight").detach().sum().item()
 
 
 def keepk_event(layers: nn.ModuleList) -> None:
@@ -71,22 +72,24 @@ def measure(name: str, weights: int, limit_gb: int) -> dict[str, float]:
         "extra_mb": peak_mb() - peak,
     }
     if name != "read":
-        result["kept"] = sum(int(layer.weight.count_nonzero()) for layer in layers)
+        # torch's pruning leaves a plain tensor there, not a parameter.
+        result["kept"] = sum(int(cast(torch.Tensor, layer.weight).count_nonzero()) for layer in layers)
     return result
 
 
-def measure_apart(name: str, weights: int, limit_gb: int = 0) -> dict[str, float | str]:
+def measure_apart(name: str, weights: int, limit_gb: int = 0) -> dict[str, Any]:
     """In a fresh process; how it ended, if it failed."""
     command = [sys.executable, __file__, "--contender", name, "--weights", str(weights), "--limit-gb", str(limit_gb)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
-        return json.loads(done.stdout)
+        measured: dict[str, Any] = json.loads(done.stdout)
+        return measured
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return {"failed": last, "returncode": done.returncode, "address_space_gb": limit_gb}
 
 
-def summary(runs: list[dict[str, float]]) -> dict[str, float | list[float]]:
-    result: dict[str, float | list[float]] = {"repeats": len(runs)}
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {"repeats": len(runs)}
     for key in ("cpu_seconds", "wall_seconds", "extra_mb"):
         values = [round(run[key], 4) for run in runs]
         result[key] = statistics.median(values)
@@ -96,8 +99,8 @@ def summary(runs: list[dict[str, float]]) -> dict[str, float | list[float]]:
     return result
 
 
-def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit_gb: int) -> dict[str, object]:
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit_gb: int) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
     for turn in range(repeats):  # in turns, so that a busy machine slows all of them
         for name in CONTENDERS:
             if name != "torch_global_unstructured" or turn < torch_repeats:
@@ -109,7 +112,7 @@ def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit
         ours[f"torch_over_ours_{key}"] = round(theirs[key] / ours[key], 1)
     for result in results.values():
         result["plain_reads"] = round(result["cpu_seconds"] / plain, 1)
-    report: dict[str, object] = {
+    report: dict[str, Any] = {
         "benchmark": "select_event",
         "weights": weights,
         "asked": weights - weights * PRUNED_TENTHS // 10,
@@ -128,7 +131,7 @@ def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit
     return report
 
 
-def table(report: dict[str, object]) -> str:
+def table(report: dict[str, Any]) -> str:
     lines = [f"{report['weights']:,} float32 weights, {report['threads']} threads, keep {report['asked']:,}", ""]
     lines.append(f"{'':28}{'CPU s':>10}{'wall s':>10}{'extra MB':>10}{'reads':>8}{'kept':>14}")
     rows = list(report["results"].items())

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 import keepk
 import torchvision_on_cpu
 from keepk.cut import shrink
+from keepk.graph.probe.verify import refuse_unfit
 from keepk_paper.results import versions
 
 BATCH, PICTURE, GOAL = 2, 224, 0.5
@@ -72,7 +73,8 @@ class Network:
         torchvision_on_cpu.make_importable()
         from torchvision import models  # noqa: PLC0415 - it imports what a first trace is measured with
 
-        return models.get_model(self.torchvision_name, weights=None)
+        model: nn.Module = models.get_model(self.torchvision_name, weights=None)
+        return model
 
 
 NETWORKS = (
@@ -141,10 +143,9 @@ def keepk_replay(trained: Trained, task: Task) -> Times:
     """The replay alone, called by an event with replay=True just before it changes anything."""
     pruner = keepk_builder(trained, task, replay=True)()
     replays = list[tuple[float, float]]()
-    replay = shrink.refuse_unfit
 
     def watched(*arguments: Any, **by_name: Any) -> None:
-        _, seconds = timed(lambda: replay(*arguments, **by_name))
+        _, seconds = timed(lambda: refuse_unfit(*arguments, **by_name))
         replays.append(seconds)
 
     with mock.patch.object(shrink, "refuse_unfit", watched):
@@ -180,7 +181,7 @@ def torch_pruning_event(trained: Trained, task: Task) -> Times:
         pruner, built = timed(build)
         _, stepped = timed(pruner.step)
     if hasattr(trained.model, "conv_proj"):  # its example sets the width of a ViT by hand
-        trained.model.hidden_dim = trained.model.conv_proj.out_channels
+        trained.model.hidden_dim = trained.model.get_submodule("conv_proj").out_channels
     return {"build": built, "step": stepped}
 
 
@@ -298,8 +299,8 @@ def measure(network: Network, share: float, repeats: int) -> dict[str, Any]:
             for part, seconds in contender(trained.copy(), task).items():
                 runs.setdefault((name, part), []).append(seconds)
     row["forward"] = summary(forwards)
-    for (name, part), seconds in runs.items():
-        row[name][part] = summary(seconds)
+    for (name, part), of_one in runs.items():
+        row[name][part] = summary(of_one)
     return row
 
 

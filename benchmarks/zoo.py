@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def with_two_rows(inputs: Inputs) -> Inputs:
     tensors = [tensor for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor) and tensor.dim()]
     if any(len(tensor) != 1 for tensor in tensors):
         return inputs
-    return tree_map(lambda it: torch.cat([it, it]) if isinstance(it, Tensor) and it.dim() else it, inputs)
+    twice: Inputs = tree_map(lambda it: torch.cat([it, it]) if isinstance(it, Tensor) and it.dim() else it, inputs)
+    return twice
 
 
 def halve_with_torch_pruning(model: nn.Module, inputs: Inputs, output_layers: list[nn.Module]) -> None:
@@ -216,7 +218,7 @@ def verdict(network: Network, prune: Prune, *, onnx: bool = False, reload: bool 
         prune(network, model, inputs)
     except Exception as error:
         return {"prune": "FAIL" if untouched(case) else "HALF DONE", "why": said(error)}
-    row: Row = {"prune": "ok", "seconds": round(time.time() - start, 2)} | size_and_ties(case)
+    row: Row = {"prune": "ok", "seconds": round(time.time() - start, 2), **size_and_ties(case)}
     row |= attempt("fwd", forward, case)
     if row["fwd"] == "FAIL":
         return row
@@ -277,9 +279,9 @@ def shown(row: Row) -> str:
 
 
 def summary(rows: Iterable[Row]) -> str:
-    counts: dict[object, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
     for row in rows:
-        for source in (row["source"], "all"):
+        for source in (str(row["source"]), "all"):
             counts.setdefault(source, Counter())[outcome(row)] += 1
     counts["all"] = counts.pop("all", Counter())
     lines = [f"{'':12}{''.join(f'{name:>9}' for name in (*OUTCOMES, 'of'))}"]
@@ -337,8 +339,8 @@ def main() -> None:
     with ExitStack() as stack:
         out = stack.enter_context(args.out.open("w")) if args.out else None
         for network in networks(parser, args):
-            row = in_child(lambda case=network: verdict(case, prune, onnx=args.onnx, reload=args.reload), args.limit)
-            row = {"name": network.name, "source": network.source} | row
+            judge = partial(verdict, network, prune, onnx=args.onnx, reload=args.reload)
+            row: Row = {"name": network.name, "source": network.source, **in_child(judge, args.limit)}
             row["outcome"] = outcome(row)
             row["pass"] = row["outcome"] == "passed"
             rows.append(row)

@@ -59,7 +59,8 @@ def _weight_like(name: str, weight: Tensor, normal: Tensor, *, of_norm: bool) ->
         return 1 + 0.2 * normal if name.endswith("weight") else 0.1 * normal
     if weight.ndim >= 2:
         fan_in = max(1, weight.numel() // weight.shape[0])
-        return normal * (1.4 / fan_in**0.5)  # large enough that attention is not uniform
+        scale: float = 1.4 / fan_in**0.5
+        return normal * scale  # large enough that attention is not uniform
     return weight + 0.05 * normal
 
 
@@ -107,7 +108,8 @@ def _located(name: str, whole: NDArray[np.float32], part: NDArray[np.float32]) -
 
 
 def _fibre(array: NDArray[np.float32], corner: tuple[int, ...], axis: int) -> NDArray[np.float32]:
-    return array[(*corner[:axis], slice(None), *corner[axis + 1 :])]
+    index: tuple[int | slice, ...] = (*corner[:axis], slice(None), *corner[axis + 1 :])
+    return array[index]
 
 
 def _matched(whole: NDArray[np.float32], part: NDArray[np.float32]) -> list[int] | None:
@@ -119,6 +121,8 @@ def _matched(whole: NDArray[np.float32], part: NDArray[np.float32]) -> list[int]
 
 class _OnKeptSlice(nn.Module):
     """The shrunk norm on the kept channels of a dense tensor; zeros elsewhere."""
+
+    kept: Tensor
 
     def __init__(self, norm: nn.Module, kept: list[int], axis: int) -> None:
         super().__init__()

@@ -340,6 +340,8 @@ def make(seed: int) -> nn.Module:
     network = RandomNetwork(seed).eval()
     for norm in network.modules():
         if isinstance(norm, nn.BatchNorm2d):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
             norm.running_mean.normal_()
             norm.running_var.uniform_(0.5, 2)
             nn.init.normal_(norm.weight)

@@ -18,6 +18,7 @@ from keepk_paper.models import LeNet5, LeNet300
 from masked import call, relative_error, zero_slices
 from networks import NETWORKS, WITH_EXACT_UNITS, WITHOUT_EXACT_UNITS
 from traced_once import traced_before, traced_network
+from untyped import untyped
 
 TOLERANCE = 1e-10
 
@@ -142,8 +143,8 @@ def reader_case(reader, *, between=(), constant=0.5, channels=(4, 5)):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Conv2d(3, channels[0], 3), *between, reader, nn.Flatten()).double().eval()
     with torch.no_grad():
-        net[0].weight[0] = 0
-        net[0].bias[0] = constant
+        net.get_parameter("0.weight")[0] = 0
+        net.get_parameter("0.bias")[0] = constant
     return net, torch.randn(2, 3, 8, 8, dtype=torch.float64)
 
 
@@ -277,6 +278,8 @@ class Looks(SumsToo):
 
 
 class Writes(SumsToo):
+    mean: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(6))
@@ -458,7 +461,7 @@ def test_lenets_by_magnitude(build, share):
 
 def test_bad_input_is_refused():
     with pytest.raises(ShrinkError, match=r"compact: got int as the model\. Give a torch\.nn\.Module"):
-        compact(3, torch.zeros(2, 4))
+        compact(untyped(3), torch.zeros(2, 4))
     with pytest.raises(TraceError, match="its forward failed on the example"):
         compact(nn.Linear(3, 3), torch.zeros(2, 4))
     with pytest.raises(TraceError, match="example: got str"):
@@ -475,7 +478,7 @@ def test_a_wrong_optimizer_is_refused_where_nothing_is_dead():
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     with pytest.raises(OptimizerError, match=r"got StepLR, a learning-rate scheduler\. Give the torch.optim.Optimizer"):
-        keepk.compact(net, torch.zeros(2, 4), scheduler)
+        keepk.compact(net, torch.zeros(2, 4), untyped(scheduler))
     with pytest.raises(OptimizerError, match="holds no parameter of the model"):
         keepk.compact(net, torch.zeros(2, 4), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     keepk.compact(net, torch.zeros(2, 4), [optimizer])

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 from contextlib import nullcontext
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -44,7 +45,7 @@ def entry(kind, total, asked, kept):
     return {"kind": kind, "select": select, "exclude": exclude, "total": total, "asked": asked, "kept": kept}
 
 
-RUNS = {
+RUNS: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "channels": ([channels()], {}),
     "channels, masked": ([channels()], {"shrink": "never"}),
     "weights": ([weights()], {}),
@@ -226,8 +227,8 @@ def test_after_compaction_masks_are_held_and_the_certificate_says_what_is_alive(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 12), nn.Sigmoid(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
     with torch.no_grad():
-        model[0].weight[:3] *= 1e-3  # no input will reach these three,
-        model[2].weight[:, :3] += 2  # which others read
+        model.get_parameter("0.weight")[:3] *= 1e-3  # no input will reach these three,
+        model.get_parameter("2.weight")[:, :3] += 2  # which others read
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
     pruner = keepk.Pruner(model, keepk.weights("*", keep=40, name="weights"), optimizer)
     pruner.step()
@@ -263,12 +264,12 @@ def test_a_kept_weight_that_is_zero_stays_kept_when_the_model_is_cut(sweep):
     images = torch.randn(2, 4, 5, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
-        model[2].weight[:, ::4] = 0  # two of its eight inputs are read by nobody
+        model.get_parameter("2.weight")[:, ::4] = 0  # two of its eight inputs are read by nobody
     keep_all_biases = lambda weight, name: weight.abs() + (1e3 if name.endswith("bias") else 0)  # noqa: E731
     pruner = keepk.Pruner(model, keepk.weights("*", keep=50, metric=keep_all_biases, name="weights"), optimizer)
     pruner.step()
     with torch.no_grad():
-        model[0].bias.zero_()
+        model.get_parameter("0.bias").zero_()
     before = {
         name: (mask, parameter.detach().clone())
         for (name, parameter), mask in zip(model.named_parameters(), pruner.masks.values(), strict=True)
@@ -348,9 +349,9 @@ def test_a_report_and_a_certificate_count_what_was_swept(masks, tmp_path):
     pruner = keepk.Pruner(model, spaces + [keepk.weights("*", keep=40, name="w")] * masks, optimizer, example=example())
     pruner.step()
     with torch.no_grad():
-        model[2].weight[:, :2] = 0  # two that nobody reads
+        model.get_parameter("2.weight")[:, :2] = 0  # two that nobody reads
     swept = keepk.compact(model, example(), optimizer)
-    left = model[0].out_features + model[2].out_features
+    left = sum(cast(nn.Linear, model[place]).out_features for place in (0, 2))
     assert left == 14 - swept.units < 14
     assert pruner.kept["channels"] == left
     found = pruner.certificate["channels"]

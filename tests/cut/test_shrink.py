@@ -283,7 +283,7 @@ def test_frozen_parameters_stay_frozen_and_can_be_thawed():
 
 def test_hooks_see_the_gradients_of_the_new_shape():
     model, example, graph, units = traced()
-    seen, accumulated, order = {}, {}, []
+    seen, accumulated, order = dict[str, torch.Size](), dict[str, torch.Size](), []
     for path, parameter in model.named_parameters():
         parameter.register_hook(lambda grad, path=path: seen.__setitem__(path, grad.shape))
         parameter.register_hook(lambda grad: 2 * grad)

@@ -97,7 +97,7 @@ def test_several_groups_and_several_optimizers(together):
     weights, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
     if together:
         groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.1}]
-        optimizers = [torch.optim.AdamW(groups, lr=0.01)]
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.01)]
     else:
         optimizers = [torch.optim.SGD(weights, lr=0.01, momentum=0.9), torch.optim.Adam(rest, lr=0.1)]
     for optimizer in optimizers:

@@ -48,7 +48,7 @@ tables = st.integers(1, 3).flatmap(
 @given(rounds=tables, warm_up=st.integers(0, 3))
 def test_every_run_has_its_turn_in_every_round_and_its_own_time(rounds, warm_up):
     """The oracle writes the order down: forth in even rounds, back in odd ones; warm-up rounds count backwards."""
-    clock, calls, width = FakeClock(), [], len(rounds[0])
+    clock, calls, width = FakeClock(), list[int](), len(rounds[0])
     durations = [[1000] * warm_up + [taken[place] for taken in rounds] for place in range(width)]
     runs = [runner(clock, place, durations[place], calls) for place in range(width)]
     times = take_turns(runs, len(rounds), warm_up=warm_up, clock=clock)
@@ -149,6 +149,10 @@ def test_everything_is_as_before_also_after_a_failure():
 
 class Counting(nn.Module):
     """Writes into buffers in every way there is, has a BatchNorm that always trains, and draws random numbers."""
+
+    calls: torch.Tensor
+    strange: torch.Tensor
+    total: torch.Tensor
 
     def __init__(self):
         super().__init__()
@@ -258,9 +262,9 @@ def words(text):
 def test_the_report_prints_itself_plainly_richly_and_as_json():
     assert str(REPORT) == repr(REPORT) == PRINTED
     assert REPORT._repr_html_() == REPORT.table()._repr_html_()
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=(written := io.StringIO()), width=120)
     console.print(REPORT)
-    assert words(console.file.getvalue()) == words(PRINTED)
+    assert words(written.getvalue()) == words(PRINTED)
     data = REPORT.data()
     assert json.loads(REPORT.json()) == data
     assert data["rows"][0]["ratio"] == {"lower": 1.9, "median": 2.0, "upper": 2.1}

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime
@@ -24,6 +25,7 @@ from keepk.model.layers import HeadwiseAttention
 from keepk.storage import files
 from masked import call, leaves, relative_error
 from networks import NETWORKS
+from untyped import untyped
 
 TOLERANCE = 1e-5
 PATTERNS = ("conv_bn_flatten", "dense_block", "multihead_attention", "dict_outputs", "embedding")
@@ -74,6 +76,7 @@ def test_dense_and_shrunk_the_file_computes_what_torch_computes(tmp_path, name):
         report = export_onnx(model, example, path)
         assert list(tmp_path.iterdir()) == [report.path] == [path]
         assert report.bytes == path.stat().st_size
+        assert report.difference is not None
         assert 0.0 <= report.difference < TOLERANCE
         assert all("[batch, " in spec for spec in (*report.inputs, *report.outputs))
         for rows in (1, 5):
@@ -125,7 +128,7 @@ def test_nothing_of_the_model_changes_also_inside_wrappers(tmp_path):
     model.train()
     model.head.eval()
     handle = model.register_forward_hook(lambda *_: None)
-    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    wrapped = nn.DataParallel(cast(nn.Module, torch.compile(model, backend="eager")))
     before, state, given = looks(model), torch.get_rng_state(), example.clone()
     report = export_onnx(wrapped, example, tmp_path / "net.onnx")
     after = looks(model)
@@ -188,7 +191,7 @@ def test_what_is_refused_leaves_the_old_file(tmp_path, model, example, error, ma
 
 def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(tmp_path):
     with pytest.raises(FileError, match=r"^export_onnx: got Tensor as the path. The order is model, example, path.$"):
-        export_onnx(nn.Linear(4, 3), tmp_path / "net.onnx", torch.ones(2, 4))
+        export_onnx(nn.Linear(4, 3), tmp_path / "net.onnx", untyped(torch.ones(2, 4)))
     assert not [*tmp_path.iterdir()]
 
 
@@ -208,9 +211,8 @@ def test_a_path_that_no_file_can_have_is_refused(path):
 
 
 def test_a_model_that_cannot_be_exported_is_refused_with_the_reason(tmp_path, capfd):
-    refused(
-        tmp_path, *in_float32("python_branch"), FileError, "PythonBranch: torch.onnx cannot export .*data-dependent"
-    )
+    model, example = in_float32("python_branch")
+    refused(tmp_path, model, example, FileError, "PythonBranch: torch.onnx cannot export .*data-dependent")
     assert capfd.readouterr() == ("", "")
 
 
@@ -239,6 +241,7 @@ def half_way(path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     before = set(path.parent.iterdir())
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
     assert process.stdout.readline() == b"here\n"
     (folder,) = set(path.parent.iterdir()) - before
     return process, folder
@@ -289,7 +292,7 @@ def test_a_folder_that_may_be_of_a_running_export_is_deleted_when_it_is_old(tmp_
 
 
 def test_a_folder_that_was_deleted_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
-    real, seen = files._is_at, []
+    real, seen = files._is_at, list[Any]()
 
     def deleted(handle, lock):
         if not seen:

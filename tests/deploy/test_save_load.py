@@ -13,6 +13,7 @@ from functools import partial, reduce
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from masked import call, leaves
 from networks import NETWORKS, WITH_EXACT_UNITS
 from saved_models import contents, looks, named, refused, unchanged
 from traced_once import traced_network
+from untyped import untyped
 
 FILES = ["arch.json", "model.safetensors"]
 
@@ -200,6 +202,8 @@ def test_channels_last_stays(tmp_path, units):
 class Odd(nn.Module):
     """Tensors that a safetensors file would not take as they are."""
 
+    seen: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 5)
@@ -247,6 +251,8 @@ def test_a_model_on_the_meta_device_has_no_place_for_values(tmp_path):
 class Caching(nn.Module):
     """Makes a buffer when it is first run."""
 
+    cache: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(7, 8), nn.Linear(8, 5)
@@ -272,7 +278,7 @@ def test_the_wrapper_of_torch_compile_is_looked_through(tmp_path):
     wrapper = nn.Module()
     wrapper._orig_mod = built(1)
     assert keepk.load(wrapper, tmp_path) is wrapper
-    assert same(model.state_dict().values(), wrapper._orig_mod.state_dict().values())
+    assert same(model.state_dict().values(), wrapper.get_submodule("_orig_mod").state_dict().values())
 
 
 def test_a_loaded_model_trains(tmp_path):
@@ -460,7 +466,7 @@ def test_numbers_that_do_not_follow_the_cut_stay(tmp_path, change, match):
     refused(tmp_path, Numbers(), match)
 
 
-ODD = [
+ODD: list[Any] = [
     None,
     True,
     0,
@@ -547,12 +553,13 @@ def mutate(arch, build, kind, first, second, value):
 def as_built(module):
     """The shapes of a layer that torch makes of another's attributes; None for what is no layer of torch."""
     bias = getattr(module, "bias", None) is not None
+    twin: nn.Module
     with torch.device("meta"):
         if isinstance(module, nn.Linear):
             twin = nn.Linear(module.in_features, module.out_features, bias)
         elif isinstance(module, nn.Conv2d):
-            sizes = (module.in_channels, module.out_channels, module.kernel_size)
-            twin = nn.Conv2d(*sizes, groups=module.groups, bias=bias)
+            kernel = cast("tuple[int, int]", module.kernel_size)
+            twin = nn.Conv2d(module.in_channels, module.out_channels, kernel, groups=module.groups, bias=bias)
         elif isinstance(module, nn.modules.batchnorm._BatchNorm):
             twin = nn.BatchNorm2d(module.num_features, affine=module.affine)
         elif isinstance(module, nn.LayerNorm):
@@ -726,6 +733,7 @@ def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(folder, tmp
 
 def test_load_takes_the_path_first_as_it_did_with_a_warning(folder):
     wanted = [*shrunk().state_dict().values()]
+    arguments: tuple[Any, ...]
     for arguments, options in (
         ((str(folder), built(1)), {}),
         ((folder, built(1)), {"example": None}),
@@ -742,7 +750,7 @@ def test_load_takes_the_path_first_as_it_did_with_a_warning(folder):
     ):
         assert same(keepk.load(*arguments, **options).state_dict().values(), wanted)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'path'"):
-        keepk.load(built(1))
+        untyped(keepk.load)(built(1))
 
 
 class BytesPath:
@@ -763,11 +771,11 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path):
 
 def test_what_is_no_plain_module_is_refused(folder, tmp_path):
     with pytest.raises(FileError, match=r"load: got dict as the model\. Give a torch\.nn\.Module"):
-        keepk.load({}, folder)
+        keepk.load(untyped({}), folder)
     with pytest.raises(FileError, match=r"save: got dict as the model"):
-        keepk.save({}, tmp_path / "new")
+        keepk.save(untyped({}), tmp_path / "new")
     with pytest.raises(FileError, match=r"^load: got the class Linear\. Give Linear\(\), a model\.$"):
-        keepk.load(nn.Linear, folder)
+        keepk.load(untyped(nn.Linear), folder)
     with pytest.raises(FileError, match=r"'0\.weight' is an uninitialized parameter; run one batch first"):
         keepk.load(lazy(), folder)
     sparse = built()
@@ -877,7 +885,7 @@ def test_a_hook_that_renames_what_is_saved_loses_nothing(tmp_path):
     model.register_state_dict_post_hook(renamed)
     keepk.save(model, tmp_path)
     loaded = keepk.load(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), tmp_path)
-    assert torch.equal(loaded[0].weight, model[0].weight)
+    assert torch.equal(loaded.get_parameter("0.weight"), model.get_parameter("0.weight"))
 
 
 class Stubborn(nn.Linear):
@@ -1012,7 +1020,7 @@ def test_processes_that_save_into_one_folder_leave_one_whole_model(tmp_path, loc
 
 def at_step(number, work):
     """Run some work at the n-th file-system step of what comes; what is returned says whether it was reached."""
-    left, ran = number, []
+    left, ran = number, list[Any]()
 
     def count(*call):
         nonlocal left
@@ -1121,7 +1129,7 @@ def test_a_part_of_a_model_that_was_shrunk_is_refused(tmp_path):
     assert not (tmp_path / "part").exists()
     keepk.save(model, tmp_path / "whole")
     dense = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3))
-    assert keepk.load(dense, tmp_path / "whole")[0][0].out_features == 4
+    assert keepk.load(dense, tmp_path / "whole").get_submodule("0.0").out_features == 4
 
 
 def test_a_parametrization_that_is_gone_is_refused(tmp_path):

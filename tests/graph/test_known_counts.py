@@ -32,6 +32,7 @@ def test_a_reading_leaves_its_channel_to_others_and_the_last_one_takes_it_along(
     example = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     graph = keepk.trace(net, example)
     first_conv = net.features.conv
+    assert isinstance(first_conv, nn.Conv2d)
     width = first_conv.out_channels
     first = next(space for space in graph.groups if space.kind == "source")
     source = int(first.units[0])

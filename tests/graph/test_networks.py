@@ -149,6 +149,7 @@ def test_the_oracle_zeroes_the_length_of_a_weight_norm_and_not_its_direction():
 
 def test_the_oracle_leaves_buffers_but_means():
     model = nn.BatchNorm1d(3).double().eval()
+    assert model.running_mean is not None
     model.running_mean.fill_(2.0)
     names = ("weight", "bias", "running_mean", "running_var")
     silent = masked(model, Slices([(name, 0, 1) for name in names]), [0])

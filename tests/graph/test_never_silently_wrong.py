@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import Literal
 
 import pytest
 import torch
@@ -158,7 +159,8 @@ def cut_or_why(model, example, others=()):
     """Prune half of `a` by masks and by cutting, and compare both on all inputs in both modes; or the refusal."""
     cut, masked = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     example, *others = (it.double() for it in (example, *others))
-    for net, shrink in ((masked, "never"), (cut, "each")):
+    ways: list[tuple[nn.Module, Literal["never", "each"]]] = [(masked, "never"), (cut, "each")]
+    for net, shrink in ways:
         try:
             keepk.Pruner(net, [keepk.channels("a", keep=8)], example=example, shrink=shrink).step()
         except keepk.errors.KeepkError as error:
@@ -399,6 +401,8 @@ def test_text_and_lists_of_values_are_read_too(read):
 
 class ReadsOwn(Hidden):
     """Reads a number from its own tensors, which training may change."""
+
+    steps: torch.Tensor
 
     def __init__(self, read):
         super().__init__()

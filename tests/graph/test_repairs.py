@@ -57,6 +57,7 @@ def test_a_number_follows_the_size_that_it_repeats():
     trial = first_trial(Halves())
     failure = failed(trial)
     assumptions = probe.follow_numbers(failure)
+    assert assumptions is not None
     assert grown(trial.assumptions, assumptions) == ["constants"]
     assert [it.attribute for it in assumptions.constants] == ["width"]
     then = trial.assuming(assumptions)
@@ -77,10 +78,13 @@ def test_numbers_do_not_help_where_no_size_is_in_the_way(repair):
 def test_parts_with_one_number_are_tied_once():
     trial = first_trial(Halves())
     # Where the number counts the left part, a failure of the right part ties them.
-    [constant] = [it for it in probe.follow_numbers(failed(trial)).constants if it.attribute == "width"]
+    numbers = probe.follow_numbers(failed(trial))
+    assert numbers is not None
+    [constant] = [it for it in numbers.constants if it.attribute == "width"]
     trial = trial.assuming(trial.assumptions.with_constants([constant]))
     split = made_up(trial, "split")
     assumptions = probe.tie_parts(split)
+    assert assumptions is not None
     assert grown(trial.assumptions, assumptions) == ["ties"]
     assert assumptions.ties[0].array.shape == (2, 6)
     assert "has its size in 'width'" in assumptions.ties[0].reason.why

@@ -3,6 +3,7 @@
 import copy
 import random
 import threading
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from masked import call, masked, relative_error
 from networks import NETWORKS
 from pictures import picture
 from traced_once import traced_network
+from untyped import untyped
 
 TOLERANCE = 1e-10
 KINDS = ("conv_bn_flatten", "dense_block", "multihead_attention", "lstm", "tied_embedding", "caches", "python_branch")
@@ -50,7 +52,7 @@ def check_exact(model, example, share=0.5):
 def surroundings():
     """What a forward pass may change outside of the model."""
     backends = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled, torch.is_grad_enabled()
-    kind, keys, *rest = np.random.get_state()
+    kind, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     generators = torch.get_rng_state().tolist(), (kind, keys.tolist(), *rest), random.getstate()
     return (
         backends,
@@ -83,6 +85,8 @@ def test_a_trace_leaves_the_model_as_it_was(name):
 
 class Restless(nn.Module):
     """Draws from every generator, counts its calls, and writes into its input and buffers."""
+
+    seen: torch.Tensor
 
     def __init__(self):
         super().__init__()
@@ -565,7 +569,7 @@ def test_what_is_no_seed_and_no_unit_is_refused():
     graph = keepk.trace(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), torch.zeros(2, 4))
     for seed in ("a", -1, 0.5):
         with pytest.raises(ShrinkError, match=r"seed=.* Give an int of 0 or more"):
-            graph.choose(0.5, seed=seed)
+            graph.choose(0.5, seed=untyped(seed))
     for unit in (6, -1):
         with pytest.raises(ShrinkError, match=f"slices: unit {unit} does not exist; the graph has units 0 to 5"):
             graph.slices(unit)

@@ -19,6 +19,7 @@ from keepk.model import copies as shell
 from masked import masked, relative_error
 from networks import NETWORKS
 from strategies import seeds
+from untyped import untyped
 
 
 def spaces(graph):
@@ -278,7 +279,8 @@ def test_a_sweep_leaves_a_multiple():
 def test_a_straight_grid_stays_straight_whatever_is_united(seed):
     """So that one round of uniting columns is enough."""
     random = np.random.default_rng(seed)
-    grid = Bound(random.integers(0, 12, size=tuple(random.integers(2, 4, size=random.integers(2, 4)))), Reason(""))
+    places = random.integers(0, 12, size=tuple(random.integers(2, 4, size=random.integers(2, 4))))
+    grid = Bound(places.astype(np.int32), Reason(""))
     united = UnionFind(12)
     for _ in range(10):
         before = set(bindings._irregular(grid, united.classes).tolist())
@@ -291,7 +293,8 @@ def test_a_straight_grid_stays_straight_whatever_is_united(seed):
 @given(seed=seeds)
 def test_what_is_not_straightened_is_told(seed):
     random = np.random.default_rng(seed)
-    grids = [Bound(random.integers(0, 30, size=random.integers(2, 5, size=2)), Reason("is transposed")) for _ in "1234"]
+    places = [random.integers(0, 30, size=random.integers(2, 5, size=2)) for _ in "1234"]
+    grids = [Bound(it.astype(np.int32), Reason("is transposed")) for it in places]
     united = UnionFind(30)
     left = bindings.enforce_grids(grids, united)
     told = {united.classes[atom] for bound in left for atom in bound.array}
@@ -494,7 +497,7 @@ def test_a_sum_over_a_batch_of_products_stays():
 def test_two_mask_rules_for_an_operation_are_refused():
     before = dict(dead_ops.BUILDERS)
     with pytest.raises(TraceError, match="mask rule for mul: there is one already, '_times'"):
-        dead_ops._builds("mul")(lambda _: None)
+        dead_ops._builds("mul")(untyped(lambda _: None))
     assert before == dead_ops.BUILDERS
 
 

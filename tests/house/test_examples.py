@@ -27,6 +27,8 @@ PUBLIC = [
 @pytest.fixture
 def prune_a_convnet():
     spec = importlib.util.spec_from_file_location("prune_a_convnet", REPOSITORY / "examples" / "prune_a_convnet.py")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -62,7 +64,9 @@ def test_the_examples_command_line(prune_a_convnet, monkeypatch):
 @pytest.mark.filterwarnings("error::keepk.KeepkWarning")
 def test_the_readmes_first_block_runs_by_copy_and_paste(tmp_path, monkeypatch):
     """It prints what its comments say."""
-    block = re.search(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)[1]
+    found = re.search(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    block = found[1]
     said = re.findall(r"^print\(.*\)  # (.*)$", block, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import keepk
 from keepk.errors import PlanError, RankError, ShrinkError, SpaceError, StateError
 from keepk.graph.units import Units as GraphUnits
 from keepk.rank.channels import find_links
+from keepk.run.channels import ChannelSide
 from masked import call, leaves, relative_error, without_dropout, zero_slices
 from networks import NETWORKS, WITH_EXACT_UNITS, WITHOUT_EXACT_UNITS
 from pictures import picture
@@ -25,6 +27,7 @@ from random_networks import random_networks
 from shrinking import left, output, step
 from strategies import seeds
 from traced_once import traced_before, traced_network
+from untyped import untyped
 
 MODES = ("each", "end", "never")
 TOLERANCE, ROUNDING = 1e-9, 1e-12
@@ -85,7 +88,9 @@ class Run:
         self.rows = {name: len(it) for name, it in self.model.named_parameters() if it.dim()}
         with traced_before(self.model, self.example, *graph) if graph else nullcontext():
             self.pruner = keepk.Pruner(self.model, spaces, self.optimizer, example=self.example, **options)
-        self.side = self.pruner._session.channels
+        side = self.pruner._session.channels
+        assert isinstance(side, ChannelSide)
+        self.side = side
 
     def epoch(self):
         step(self.model, self.example, self.optimizer)
@@ -479,7 +484,7 @@ class TwoWay:
 def test_layers_that_read_each_other_in_turn_are_refused():
     words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be met."
     with pytest.raises(SpaceError, match=words):
-        find_links(TwoWay(), keepk.channels("*", keep=2), TwoWay.groups)
+        find_links(untyped(TwoWay()), keepk.channels("*", keep=2), untyped(TwoWay.groups))
 
 
 # Spaces beside spaces
@@ -721,4 +726,4 @@ def test_columns_that_read_a_table_are_not_output_channels_of_their_layer(traine
     assert total == 6 + 17 + 2 * trained  # a trained table is an output of its own, a buffer nobody's
     pruner = keepk.Pruner(model, keepk.channels("mlp.0", at="input", keep=1, name="in"), example=example)
     pruner.step()
-    assert (model.mlp[0].in_features, tuple(model.coordinates.shape)) == (1, (5, 1))
+    assert (cast(nn.Linear, model.mlp[0]).in_features, tuple(model.coordinates.shape)) == (1, (5, 1))

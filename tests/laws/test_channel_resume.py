@@ -9,8 +9,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -257,7 +259,7 @@ def no_list(channels):
     channels["gone"] = channels["removed"] = "all"
 
 
-TAMPERED = {
+TAMPERED: dict[Callable[..., None], tuple[Any, str]] = {
     one_unit_back: (StateError, r"pruner state: 13 channels of space 'channels' are left, the plan says 12"),
     another_layer: ((StateError, CheckpointError), r"no bool mask of shape|is \(\d+, .* here and"),
     no_such_unit: (StateError, "pruner state: its channels are not those of this model"),

@@ -113,14 +113,14 @@ LOSSY_BESIDE_EXACT = (
 )
 
 
-def with_choice(model, example, graph, share=0.5, seed=0):
+def with_choice(model, example, graph, *, share=0.5, seed=0):
     """A traced network with about that share of its exact units."""
     return model, example, graph, graph.choose(share, seed=seed)
 
 
 def chosen(name, share=0.5, seed=0):
     """One of the networks with about that share of its exact units, which is not nothing."""
-    found = with_choice(*traced_network(name), share, seed)
+    found = with_choice(*traced_network(name), share=share, seed=seed)
     assert len(found[-1])
     return found
 
@@ -236,7 +236,7 @@ def check_spaces_shrink_alone(model, example, graph):
 
     Widths that are equal by chance may become unequal: nothing is known of that when all lose the same share.
     """
-    counts = Counter()
+    counts = Counter[str]()
     for number in range(len(graph.choices())):
         twin, own = copy.deepcopy((model, graph))
         blocks = own.choices()[number]
@@ -269,7 +269,7 @@ def test_every_space_shrinks_alone(name):
 
 
 def test_every_space_of_random_networks_shrinks_alone():
-    counts = Counter()
+    counts = Counter[str]()
 
     @given(network=random_networks())
     @settings(deadline=None, max_examples=15)

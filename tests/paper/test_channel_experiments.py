@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,13 @@ def split(number, seed):
 
 
 DATA = Pictures(split(64, 1), split(20, 2), split(30, 3), 4, torch.full((3,), 127.0), torch.full((3,), 74.0))
-SHARED = {"network": Tiny, "spaces": {"conv": "features.*"}, "units": "output", "batch": 16, "smoothing": 0.1}
+SHARED: dict[str, Any] = {
+    "network": Tiny,
+    "spaces": {"conv": "features.*"},
+    "units": "output",
+    "batch": 16,
+    "smoothing": 0.1,
+}
 DENSE = Recipe(name="dense", stages=[Stage(2, lr=0.05)], options={"width": 7}, **SHARED)
 PRUNED = Recipe(
     name="pruned",
@@ -112,8 +119,8 @@ def test_a_killed_run_of_channels_ends_bit_equal(seed_of, tmp_path):
 def test_the_classifier_is_frozen_while_channels_go(seed_of, tmp_path):
     seed_of(recipe="dense")
     run = Run(PRUNED, 1, DATA, tmp_path / "run", tmp_path / "runs" / "vgg16-cifar10" / "dense-1")
-    biases = [run.model.classifier.bias.detach().clone()]
-    run.finish(lambda *_: biases.append(run.model.classifier.bias.detach().clone()))
+    biases = [run.model.get_parameter("classifier.bias").detach().clone()]
+    run.finish(lambda *_: biases.append(run.model.get_parameter("classifier.bias").detach().clone()))
     assert [biases[0].equal(bias) for bias in biases] == [True] * 4 + [False] * 2
 
 

@@ -67,6 +67,7 @@ def test_exactly_k_channels_and_head_weights_are_kept(report):
 
 
 def test_the_history_follows_the_plan(report):
+    assert TINY.head_schedule.epochs is not None
     plan = [*TINY.schedule(320, 60, None), *[60] * TINY.head_schedule.epochs]
     assert [epoch.kept for epoch in report.history] == [320, *plan, 60]
     assert [epoch.phase for epoch in report.history] == ["dense"] + ["anneal"] * len(plan) + ["fine-tune"]
@@ -208,7 +209,7 @@ def test_the_parts_are_disjoint_and_do_not_move():
     data = digits.load_digits()
     assert [len(part) for part in (data.train, data.validation, data.test)] == [1097, 300, 400]
     assert data.train.images.shape == (1097, 1, 8, 8)
-    assert (data.train.images.min(), data.train.images.max()) == (0, 1)
+    assert (data.train.images.min().item(), data.train.images.max().item()) == (0, 1)
     again = digits.load_digits()
     assert torch.equal(data.test.images, again.test.images)
     assert sorted(

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -156,8 +157,8 @@ def gone() -> str:
 
 def get(folder: Path, *mirrors: Mirror | str, **options) -> Path:
     urls = [mirror if isinstance(mirror, str) else mirror.url for mirror in mirrors]
-    options = {"md5": hashlib.md5(CONTENT).hexdigest(), "size": len(CONTENT), "timeout": 10.0} | options
-    return fetch(NAME, urls, folder=folder, **options)
+    defaults: dict[str, Any] = {"md5": hashlib.md5(CONTENT).hexdigest(), "size": len(CONTENT), "timeout": 10.0}
+    return fetch(NAME, urls, folder=folder, **defaults | options)
 
 
 def on_disk(folder: Path) -> dict[str, bytes]:

@@ -160,7 +160,7 @@ def test_a_penalty_on_scales_shrinks_them_and_nothing_else_does(tmp_path, tiny):
         before = [it.weight.detach().clone() for it in run.model.modules() if isinstance(it, nn.BatchNorm2d)]
         run.finish(lambda *_: None)
         norms = [it for it in run.model.modules() if isinstance(it, nn.BatchNorm2d)]
-        return before, norms, run.model.features[0].weight
+        return before, norms, run.model.get_parameter("features.0.weight")
 
     (before, plain, kernel), (_, penalised, other) = trained(0.0), trained(0.5)
     assert torch.equal(kernel, other)  # after one step
@@ -225,8 +225,11 @@ def test_the_plans_of_the_committed_settings(experiment, first, last, counts):
             assert rates[0] == rates[1]
             network = recipe.network(**recipe.options)
             total = sum(norm.num_features for norm in network.modules() if isinstance(norm, nn.BatchNorm2d))
-            (stage,), (before, during) = recipe.stages, recipe.phases()
-            (wanted, schedule) = stage.keep[next(iter(recipe.spaces))]
+            (stage,), phases = recipe.stages, recipe.phases()
+            assert phases is not None
+            before, during = phases
+            wanted, schedule = stage.keep[next(iter(recipe.spaces))]
+            assert callable(schedule)
             plan = [total] * before.epochs + list(schedule(total, wanted, during.epochs))
             assert [plan[first - 2], plan[-1], wanted] == [total, keep, keep]
             falls = [n for n, (one, two) in enumerate(zip([total, *plan], plan, strict=False), start=1) if two < one]

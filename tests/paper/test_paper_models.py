@@ -1,5 +1,7 @@
 """The paper's networks: their layers, their parameters as printed, and networks of other widths."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,9 +109,10 @@ def test_densenet_computes_what_its_definition_says():
     for norm in (layer for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)):
         nn.init.normal_(norm.weight)
         nn.init.normal_(norm.bias)
+        assert norm.running_mean is not None
         norm.running_mean.normal_()
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    parts = dict(net.features.named_children())
+    parts: dict[str, Any] = dict(net.features.named_children())
     made = [parts["conv"](images)]
     for block in (1, 2, 3):
         for layer in parts[f"block{block}"]:

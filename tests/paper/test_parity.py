@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -159,7 +160,7 @@ def small(monkeypatch):
     plain = {name: Recipe(name, name, 0.01, DECAY, dense=7, anneal=0, tail=1) for name in ("adam", "sgd")}
     monkeypatch.setattr(experiment, "RECIPES", {"keepk": TINY, **plain})
     monkeypatch.setattr(experiment, "draw", lambda seed, sizes: draw(seed, sizes=SMALL))  # noqa: ARG005
-    monkeypatch.setattr(points, "__kwdefaults__", {**points.__kwdefaults__, "goals": (1, 2, 4)})
+    monkeypatch.setattr(points, "__kwdefaults__", {**(points.__kwdefaults__ or {}), "goals": (1, 2, 4)})
 
 
 @pytest.mark.usefixtures("small")
@@ -260,12 +261,12 @@ def test_the_figure_holds_the_data():
     best, every = parity_figure(RECORDS).axes
     by_name = {line.get_label(): line for line in best.lines}
     ours = by_name["256 nodes annealed"]
-    assert list(ours.get_xdata()) == [3, 4, 5]
-    assert list(ours.get_ydata()) == [15.5, 11.0, 10.6]
-    assert list(by_name["Adam from the start"].get_ydata()) == [48.5]
-    assert set(by_name["noise floor"].get_ydata()) == {10.5}
+    assert np.asarray(ours.get_xdata()).tolist() == [3, 4, 5]
+    assert np.asarray(ours.get_ydata()).tolist() == [15.5, 11.0, 10.6]
+    assert np.asarray(by_name["Adam from the start"].get_ydata()).tolist() == [48.5]
+    assert set(np.asarray(by_name["noise floor"].get_ydata()).tolist()) == {10.5}
     assert {text.get_text() for text in best.texts} == {"5 nodes: 10.6 %", "noise floor 10.5 %"}
-    assert list(every.lines[0].get_ydata()) == drawn.middle
+    assert np.asarray(every.lines[0].get_ydata()).tolist() == drawn.middle
 
 
 def test_a_figure_without_a_floor_reached_marks_nothing():

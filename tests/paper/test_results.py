@@ -70,7 +70,7 @@ def test_the_points_of_a_run_are_one_write(tmp_path):
             sizes.append(len(content))
             return super().write(content)
 
-    class CountedPath(type(Path())):
+    class CountedPath(type(Path())):  # type: ignore[misc]  # Path itself has no subclasses before Python 3.12
         def open(self, mode):
             return io.BufferedWriter(Counted(self, mode))
 

@@ -7,6 +7,7 @@ from torch import nn
 import keepk
 from keepk.errors import PlanError, SpaceError
 from strategies import OPTIMIZERS, mlp, train_step
+from untyped import untyped
 
 
 def lenet_like():
@@ -121,4 +122,4 @@ def test_wrong_lengths_are_refused(arguments, words):
 
 def test_globs_of_a_phase_are_strings():
     with pytest.raises(PlanError, match="not globs"):
-        keepk.Phase(1, prune=3)
+        keepk.Phase(1, prune=untyped(3))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -25,6 +26,7 @@ from random_networks import random_networks
 from shrinking import backward
 from strategies import seeds
 from traced_once import traced_network
+from untyped import untyped
 
 WIRINGS = [
     ("conv_bn_flatten", "output"),
@@ -61,7 +63,9 @@ class Loops:
     def values(self, unit, role, *, grad=False):
         """By axis with this role, the numbers of a unit that are still in the model."""
         home = self.graph.groups[int(self.graph.units.group[unit])]
-        found = {(tensor, axis): [] for tensor, axis, its in home.axes if (its or Role.CARRIER) is role}
+        found: dict[tuple[str, int], list[float]] = {
+            (tensor, axis): [] for tensor, axis, its in home.axes if (its or Role.CARRIER) is role
+        }
         found = {key: values for key, values in found.items() if key[0] in dict(self.model.named_parameters())}
         for tensor, axis, index in self.graph.slices(unit):
             if (tensor, axis) in found:
@@ -138,7 +142,7 @@ def slow(loops, unit, name, at):
     return size(side, name) if side else None
 
 
-NAMED = {
+NAMED: dict[str, Callable[..., torch.Tensor]] = {
     "bn_scale": metrics.bn_scale,
     "l1": metrics.l1,
     "l2": metrics.l2,
@@ -331,7 +335,7 @@ def test_a_metric_gets_no_gradient_where_there_is_none_and_nothing_changes():
 @pytest.mark.parametrize("wrapped", [lambda metric: metric, lambda metric: metrics.blend(0.5, weights=metric)])
 def test_what_a_metric_raises_is_told_with_its_name_and_the_layer(wrapped):
     def divided(layer):
-        return metrics.l2(layer) / [1, 2] if layer.name == "3" else metrics.l2(layer)
+        return metrics.l2(layer) / untyped([1, 2]) if layer.name == "3" else metrics.l2(layer)
 
     net = narrow()
     pruner = keepk.Pruner(net, keepk.channels("*", keep=4, metric=wrapped(divided)), example=example())
@@ -383,7 +387,7 @@ def test_parts_of_a_channel_may_be_on_several_devices(name, metric):
 def test_gathering_is_done_once_for_both_norms(monkeypatch):
     net, taken = narrow(), []
     found = layers(net, keepk.trace(net, example()), "output")
-    tensor = Slices.tensor.fget
+    tensor = vars(Slices)["tensor"].fget
     monkeypatch.setattr(Slices, "tensor", property(lambda it: taken.append(it.name) or tensor(it)))
     metrics.l1_l2(found[0])
     assert taken == ["0.weight"]
@@ -479,7 +483,7 @@ def test_a_term_of_the_blend_that_keeps_no_contract_is_named():
     found = layers(net, keepk.trace(net, example()), "output")
     for metric, words in (
         (metrics.blend(0.5, scale=square), r"metric square: gave torch.float32 of shape \(6, 1\) for the 6 channels"),
-        (metrics.blend(0.5, weights=lambda layer: [1.0] * len(layer)), "gave list for the 6 channels of '0'"),
+        (metrics.blend(0.5, weights=untyped(lambda layer: [1.0] * len(layer))), "gave list for the 6 channels of '0'"),
     ):
         with pytest.raises(RankError, match=words):
             channel_scores(metric, found)
@@ -588,22 +592,22 @@ def test_weights_that_diverged_are_named_and_nothing_is_pruned(metric):
 def test_numbers_of_metrics_that_make_no_sense():
     for alpha, words in ((1.5, "a share"), (-0.1, "negative"), (True, "got bool"), ("0.5", "got str")):
         with pytest.raises(RankError, match=rf"blend: alpha={alpha!r}: .*{words}"):
-            metrics.blend(alpha)
+            metrics.blend(untyped(alpha))
     with pytest.raises(RankError, match=r"norm\(per_weight=1\): got int. Give True or False"):
-        metrics.norm("l1", per_weight=1)
+        metrics.norm("l1", per_weight=untyped(1))
     with pytest.raises(RankError, match=r"blend\(over='net'\): unknown. Give \"space\" or \"layer\""):
-        metrics.blend(0.5, over="net")
+        metrics.blend(0.5, over=untyped("net"))
     with pytest.raises(RankError, match=r"norm\(kind='l3', of=None\): unknown"):
-        metrics.norm("l3")
+        metrics.norm(untyped("l3"))
     with pytest.raises(RankError, match=r"norm\(kind='l1', of='both'\): unknown"):
-        metrics.norm("l1", of="both")
+        metrics.norm("l1", of=untyped("both"))
     for seed in (True, 1.0, None):
         with pytest.raises(RankError, match=rf"random\(seed={seed}\): got {type(seed).__name__}. Give an int"):
-            metrics.random(seed)
+            metrics.random(untyped(seed))
 
 
 def test_random_scores_belong_to_the_unit_at_every_event_and_in_every_mode():
-    drawn, gone = {}, {}
+    drawn, gone = dict[int, float](), {}
     for mode in ("each", "end", "never"):
         score = metrics.random(seed=3)
 
@@ -637,9 +641,9 @@ def test_attributes_of_a_metric_are_checked_where_they_are_given():
     with pytest.raises(
         RankError, match=r"^describes\(needs='weights'\): unknown. Give a tuple of 'weights', 'gradients'"
     ):
-        describes(ranks=("weights",), needs="weights")
+        describes(ranks=("weights",), needs=untyped("weights"))
     with pytest.raises(RankError, match=r"^describes\(over='model'\): unknown. Give one of 'space', 'layer'.$"):
-        describes(ranks=("channels",), over="model")
+        describes(ranks=("channels",), over=untyped("model"))
 
 
 def test_unrelated_attributes_of_a_metric_are_not_taken_for_traits():

@@ -108,6 +108,7 @@ def test_a_whole_plan_is_met_and_never_strands(made, data):
     portions = [choice.portion for choice in made]
     plan = data.draw(plans(portions))
     known = () if has_even_steps(portions) else chain(portions, plan)
+    assert known is not None
     alive = np.zeros(size, bool)
     alive[members(made)] = True
     for event, total in enumerate(plan):
@@ -153,7 +154,9 @@ def test_the_best_split_is_left_where_it_would_strand():
     portions, plan = [threes.portion, fives.portion], (23, 11)
     alive, values = np.ones(38, bool), np.r_[np.full(18, 1.0), np.full(20, 9.0)]
     assert snapped(portions, plan) == plan
-    first = keep_best([threes, fives], alive, values, plan, chain(portions, plan))
+    known = chain(portions, plan)
+    assert known is not None
+    first = keep_best([threes, fives], alive, values, plan, known)
     alive[first.removed] = False
     assert (alive[:18].sum(), alive[18:].sum()) == (18, 5)
     second = keep_best([threes, fives], alive, values, plan[1:], first.chain)

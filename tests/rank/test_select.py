@@ -130,7 +130,7 @@ def test_inputs_are_only_read_and_the_mask_is_new(tensor, sizes, data):
     (cut,) = cut_points([tensor], some_k(data, 0, len(alive_entries([tensor]))), sizes=sizes)
     mask = dead_mask(tensor, cut, sizes=sizes)
     assert torch.equal(bits(tensor.scores), bits(before[0]))
-    assert tensor.dead is None or torch.equal(tensor.dead, before[1])
+    assert tensor.dead is None if before[1] is None else torch.equal(tensor.dead, before[1])
     assert mask.dtype == torch.bool
     assert mask.stride() == torch.empty_like(tensor.scores, dtype=torch.bool).stride()
     assert tensor.dead is None or mask.data_ptr() != tensor.dead.data_ptr() or mask.numel() == 0

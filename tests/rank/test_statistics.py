@@ -9,6 +9,7 @@ from torch import nn
 import keepk
 from keepk.errors import KeepkError, RankError, SpaceError, StateError
 from keepk.graph.ids.facts import Role
+from untyped import untyped
 
 
 def convnet():
@@ -83,7 +84,7 @@ def test_the_means_are_what_a_plain_loop_computes(name):
     net = make()
     graph = keepk.trace(net, batches[0])
     seen, optimizer, pruner = run(net, batches, keep={"convnet": 14, "mlp": 8, "residual": 3}[name])
-    total = {}
+    total = dict[int, float]()
     for batch in batches:
         backward(net, batch)
         for unit, value in plain_sums(net, graph).items():
@@ -96,7 +97,7 @@ def test_the_means_are_what_a_plain_loop_computes(name):
     }
     assert got == pytest.approx(total, rel=1e-4)
     assert len(set(got.values())) == len(got) > 5
-    kept = sorted(got, key=got.get)[len(got) - pruner.plan["c"][-1] :]
+    kept = sorted(got, key=got.__getitem__)[len(got) - pruner.plan["c"][-1] :]
     pruner.step()
     assert sorted(kept) == [unit for layer in pruner._session.channels.layers("c") for unit in layer.units.tolist()]
     assert seen.batches == 0
@@ -303,11 +304,11 @@ def test_wrong_uses_are_refused():
     with pytest.raises(KeepkError, match="unknown"):
         keepk.Statistics(net, of=("noise",))
     with pytest.raises(KeepkError, match="model: got list"):
-        keepk.Statistics([net])
+        keepk.Statistics(untyped([net]))
     with pytest.raises(RankError, match=r"update\(\) before a Pruner ranks by it"):
         keepk.Statistics(net).update()
     with pytest.raises(RankError, match=r"taylor\(statistics=3\): got int. Make it with keepk.Statistics\(model\)"):
-        keepk.metrics.taylor(3)
+        keepk.metrics.taylor(untyped(3))
     with pytest.raises(SpaceError, match=r"Call it: keepk.metrics.taylor\(statistics\)"):
         keepk.Pruner(net, keepk.channels("*", keep=9, metric=keepk.metrics.taylor), example=PICTURES[0])
     with pytest.raises(SpaceError, match="ranks channels, not weights"):

@@ -15,6 +15,7 @@ from keepk.errors import KeepkError
 from keepk.reports.tables import PlanReport
 from networks import NETWORKS
 from shrinking import step
+from untyped import untyped
 
 
 def rendered(thing, width=100):
@@ -254,11 +255,11 @@ def test_names_of_spaces_are_no_markup():
 def test_what_is_no_run_or_no_number_is_refused():
     net = nn.Linear(10, 10)
     with pytest.raises(KeepkError, match=r"report: got Linear. Give the keepk.Pruner of the run"):
-        keepk.report(net)
+        keepk.report(untyped(net))
     pruner = keepk.Pruner(net, keepk.weights("weight", keep=25))
     for error, words in (("1.5", "got str"), (True, "got bool"), (float("nan"), "not a finite"), (-1, "negative")):
         with pytest.raises(KeepkError, match=rf"report: error={error!r}: {words}"):
-            keepk.report(pruner, error=error)
+            keepk.report(pruner, error=untyped(error))
 
 
 # What a console and a notebook show -----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from keepk.reports.tables import (
 from keepk.reports.terminal import PlanPlot
 from keepk_paper.figures.demo import demo_figure
 from keepk_paper.figures.panels import BLUE, ORANGE
+from untyped import untyped
 
 falls = st.lists(st.one_of(st.just(0), st.integers(0, 10**7)), min_size=1, max_size=300)
 
@@ -61,7 +62,7 @@ def test_plan_report_refuses_what_the_pruner_refuses():
     with pytest.raises(ValueError, match=r"space 'plan': prune=0\.99 of 10 weights keeps none"):
         plan_report([1], 10, prune=0.99)
     with pytest.raises(ValueError, match=r"plan: total=10\.0: got float\. Give an int of at least 1\."):
-        plan_report([1], 10.0, keep=1)
+        plan_report([1], untyped(10.0), keep=1)
 
 
 @given(reports(), st.integers(40, 80), st.integers(1, 12), st.booleans())

@@ -268,7 +268,7 @@ def test_scales_that_hardly_differ_are_told_once():
         model = nn.Sequential(*layers, nn.Linear(40, 3))
         with torch.no_grad():
             for norm in (model[1], model[4]):
-                norm.weight.copy_(torch.linspace(1 - spread, 1 + spread, 40))
+                norm.get_parameter("weight").copy_(torch.linspace(1 - spread, 1 + spread, 40))
         space = keepk.channels("*", keep=40, schedule=[60, 40], name="c", metric=keepk.metrics.blend(0.5))
         pruner = keepk.Pruner(model, space, example=torch.zeros(2, 40))
         with warnings.catch_warnings(record=True) as told:

@@ -6,6 +6,8 @@ and what is left must move as it does in the model that shrinks.
 
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -103,11 +105,8 @@ def two_optimizers(model):
 
 def two_groups(model):
     matrices, rest = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
-    return (
-        torch.optim.SGD(
-            [{"params": matrices, "weight_decay": 0.1}, {"params": rest}], lr=0.05, nesterov=True, momentum=0.5
-        ),
-    )
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": rest}]
+    return (torch.optim.SGD(groups, lr=0.05, nesterov=True, momentum=0.5),)
 
 
 LOOPS = {
@@ -240,7 +239,7 @@ def test_a_gradient_scaler_goes_on_and_skips_what_is_infinite():
     assert relative_error(wanted, got) < 1e-4
 
 
-SCHEDULERS = {
+SCHEDULERS: dict[str, Callable[..., Any]] = {
     "one cycle": lambda optimizer: lrs.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
     "lambda": lambda optimizer: lrs.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
     "cosine": lambda optimizer: lrs.CosineAnnealingLR(optimizer, T_max=6),
@@ -250,7 +249,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_schedule_of_learning_rates_goes_on_through_events(name):
-    rates = {}
+    rates = dict[bool, list[tuple[float, float]]]()
     for pruned in (True, False):
         model = convnet()
         optimizer = sgd(model)
@@ -338,8 +337,8 @@ def counting_backend(calls):
 @pytest.mark.parametrize("given", ["compiled", "plain"])
 def test_a_compiled_model_is_compiled_again_after_every_event(given):
     """Torch gives up after a few changes of shape, unless it starts anew."""
-    calls, model = [], convnet()
-    compiled = torch.compile(model, backend=counting_backend(calls))
+    calls, model = list[Any](), convnet()
+    compiled = cast(nn.Module, torch.compile(model, backend=counting_backend(calls)))
     optimizer = sgd(model)
     schedule = [13, 12, 11, 10, 9]
     who = compiled if given == "compiled" else model

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import keepk
 from keepk.errors import RankError, ShrinkError, SpaceError, StateError
 from strategies import mlp, train_step
+from untyped import untyped
 
 HERE = Path(__file__).parents[1] / "support"
 
@@ -44,15 +46,15 @@ def test_excluding_one_name_of_a_tie_excludes_it():
 
 def test_names_are_found_through_wrappers():
     net = mlp()
-    inner = nn.Sequential(torch.compile(net[0], backend="eager"), *net[1:])
-    for wrapped in (net, inner, torch.compile(net, backend="eager"), nn.DataParallel(inner)):
+    inner = nn.Sequential(cast(nn.Module, torch.compile(net[0], backend="eager")), *net[1:])
+    for wrapped in (net, inner, cast(nn.Module, torch.compile(net, backend="eager")), nn.DataParallel(inner)):
         with keepk.Pruner(wrapped, [keepk.weights("*.weight", keep=7)]) as pruner:
             assert list(pruner.masks) == ["0.weight", "2.weight", "4.weight"]
 
 
 def test_a_compiled_model_trains_with_masks_held():
     net = mlp()
-    compiled = torch.compile(net, backend="eager")
+    compiled = cast(nn.Module, torch.compile(net, backend="eager"))
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.9)
     pruner = keepk.Pruner(compiled, [keepk.weights("*", keep=20)], optimizer)
     for _ in range(2):
@@ -115,7 +117,7 @@ def test_random_scores_differ_by_seed_and_parameter_and_repeat():
 
 def test_random_wants_an_int():
     with pytest.raises(keepk.errors.RankError, match="got float"):
-        keepk.metrics.random(0.5)
+        keepk.metrics.random(untyped(0.5))
 
 
 def test_infinite_scores_protect_weights():
@@ -278,7 +280,7 @@ def test_a_follower_that_cannot_follow_stops_the_event_before_it_begins(kind, ch
     net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
     by_name = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     space = keepk.weights("*", keep=9) if kind == "weights" else keepk.channels("0", keep=4)
-    shrink = "never" if kind == "masked channels" else "each"
+    shrink: Literal["never", "each"] = "never" if kind == "masked channels" else "each"
     pruner = keepk.Pruner(net, space, example=images, shrink=shrink, followers=[by_name])
     by_name["2.weight"] = change(by_name["2.weight"])
     before = [tensor.clone() for tensor in (*net.parameters(), *by_name.values())]

@@ -8,6 +8,7 @@ from torch import nn
 
 import keepk
 from keepk.errors import KeepkError
+from untyped import untyped
 
 
 def network(dropout=0.0):
@@ -111,4 +112,4 @@ def test_a_model_without_running_statistics_is_refused():
         with pytest.raises(KeepkError, match="has no BatchNorm with running statistics"):
             keepk.recalibrate(net, [torch.zeros(3, 2)])
     with pytest.raises(KeepkError, match="model: got list"):
-        keepk.recalibrate([nn.BatchNorm1d(2)], [torch.zeros(3, 2)])
+        keepk.recalibrate(untyped([nn.BatchNorm1d(2)]), [torch.zeros(3, 2)])

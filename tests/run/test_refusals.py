@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from keepk.errors import (
 )
 from keepk.plan import spaces
 from strategies import mlp
+from untyped import untyped
 
 
 def small():
@@ -148,15 +150,15 @@ def test_a_parameter_with_gaps_over_one_memory():
 def test_models_and_optimizers_of_the_wrong_kind():
     space = keepk.weights("*", keep=3)
     with pytest.raises(SpaceError, match="got dict as the model"):
-        keepk.Pruner({}, [space])
+        keepk.Pruner(untyped({}), [space])
     with pytest.raises(OptimizerError, match="got str"):
-        keepk.Pruner(small(), [space], "sgd")
+        keepk.Pruner(small(), [space], untyped("sgd"))
     with pytest.raises(OptimizerError, match="holds no parameter of the model"):
         keepk.Pruner(small(), [space], torch.optim.SGD(small().parameters(), lr=0.1))
     with pytest.raises(KeepkError, match="epochs=True: got bool"):
         keepk.Pruner(small(), [space], epochs=True)
     with pytest.raises(SpaceError, match=r"got the class Linear. Give Linear\(\), a model"):
-        keepk.Pruner(nn.Linear, keepk.weights("*", keep=1))
+        keepk.Pruner(untyped(nn.Linear), keepk.weights("*", keep=1))
 
 
 def test_state_that_is_not_per_weight_is_refused_by_name():
@@ -230,13 +232,14 @@ def test_a_state_of_another_model_plan_or_version():
         with pytest.raises(StateError, match=words):
             other.load_state_dict(state)
         assert other.epoch == 0
-    for damage, words in [
+    damages: list[tuple[dict[str, Any], str]] = [
         ({"version": 99}, "version 99, but this keepk reads version 1"),
         ({"epoch": 7}, "epoch 7, but the plan has 2"),
         ({"epoch": 2}, "the masks of space 'all' keep 10, the plan says 3"),
         ({"masks": {}}, "no bool mask"),
         ({"spaces": {}}, "of spaces"),
-    ]:
+    ]
+    for damage, words in damages:
         with pytest.raises(StateError, match=words):
             pruner().load_state_dict({**state, **damage})
     with pytest.raises(StateError, match="not the state of a Pruner"):
@@ -258,7 +261,7 @@ def test_a_closed_pruner_and_a_changed_model():
 @pytest.fixture
 def sharded():
     """A small network whose parameters are DTensors, over one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, and not exported
     try:
         net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
         yield distribute_module(net, init_device_mesh("cpu", (1,)))
@@ -276,7 +279,7 @@ def test_sharded_parameters_are_refused(sharded):
 @pytest.fixture(params=["DTensor", "FSDP"])
 def pruned_then_sharded(request):
     """A network that was traced and pruned, and then sharded; with the graph of before and the pruner."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, and not exported
     try:
         net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
         graph = keepk.trace(net, torch.zeros(2, 4))
@@ -350,6 +353,8 @@ def test_a_model_that_torchao_quantised_is_to_be_pruned_first(config):
 class Wrapped(torch.Tensor):
     """A subclass that keeps other numbers than it shows, as those of torchao do."""
 
+    inner: torch.Tensor  # type: ignore[assignment]  # hides the product of that name
+
     @staticmethod
     def __new__(cls, inner):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
@@ -361,7 +366,7 @@ class Wrapped(torch.Tensor):
         return ["inner"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is a stub
         if func is torch.ops.aten.detach.default:
             return cls(args[0].inner)
         raise NotImplementedError(func)
@@ -459,7 +464,7 @@ def test_a_scheduler_in_the_place_of_the_optimizer_is_answered_with_its_optimize
     for scheduler in schedulers:
         words = rf"got {type(scheduler).__name__}, a learning-rate scheduler\. .* which is its \.optimizer \(SGD\)"
         with pytest.raises(OptimizerError, match=words):
-            keepk.Pruner(net, keepk.weights("*", keep=5), [optimizer, scheduler] if several else scheduler)
+            keepk.Pruner(net, keepk.weights("*", keep=5), untyped([optimizer, scheduler] if several else scheduler))
 
 
 @pytest.mark.parametrize(
@@ -478,9 +483,10 @@ def test_other_things_in_the_place_of_the_optimizer(given, words):
 def test_a_checkpoint_given_to_load_and_a_model_given_to_load_checkpoint(tmp_path):
     net = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    parts = {"model": net, "optimizer": optimizer, "pruner": keepk.Pruner(net, keepk.weights("*", keep=5), optimizer)}
+    pruner = keepk.Pruner(net, keepk.weights("*", keep=5), optimizer)
+    parts: dict[str, Any] = {"model": net, "optimizer": optimizer, "pruner": pruner}
     keepk.save_checkpoint(tmp_path / "run", **parts)
-    parts["pruner"].step()
+    pruner.step()
     keepk.save(net, tmp_path / "model")
     for given in ("run", "run/checkpoint.json"):
         with pytest.raises(FileError, match=r"run has a checkpoint: read it with keepk\.load_checkpoint\.$"):
@@ -520,24 +526,24 @@ PLACES = {
     "epochs": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), epochs=it),
     "optimizer": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), it),
     "followers": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=5), followers=it),
-    "select": lambda it: keepk.weights([it, 3], keep=5),
-    "exclude": lambda it: keepk.weights("*", keep=5, exclude=[it, 3]),
+    "select": lambda it: keepk.weights(untyped([it, 3]), keep=5),
+    "exclude": lambda it: keepk.weights("*", keep=5, exclude=untyped([it, 3])),
     "keep": lambda it: keepk.weights("*", keep=it),
     "prune": lambda it: keepk.channels("*", prune=it),
     "both": lambda it: keepk.channels("*", prune=it, keep=it),
-    "name": lambda it: keepk.channels("*", keep=3, name=[it]),
-    "metric": lambda it: keepk.channels("*", keep=3, metric=[it]),
+    "name": lambda it: keepk.channels("*", keep=3, name=untyped([it])),
+    "metric": lambda it: keepk.channels("*", keep=3, metric=untyped([it])),
     "layer_floor": lambda it: keepk.channels("*", keep=3, layer_floor=it),
     "round_to": lambda it: keepk.channels("*", keep=3, round_to=it),
-    "at": lambda it: keepk.channels("*", keep=3, at=[it]),
+    "at": lambda it: keepk.channels("*", keep=3, at=untyped([it])),
     "lossy": lambda it: keepk.channels("*", keep=3, lossy=it),
-    "schedule": lambda it: keepk.channels("*", keep=3, schedule={"of": it}),
+    "schedule": lambda it: keepk.channels("*", keep=3, schedule=untyped({"of": it})),
     "entries": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=3, schedule=[it])),
-    "freeze": lambda it: keepk.Phase(3, freeze=[it, 3]),
+    "freeze": lambda it: keepk.Phase(3, freeze=untyped([it, 3])),
     "phase": keepk.Phase,
     "units": lambda it: keepk.shrink(net := nn.Linear(4, 4), keepk.trace(net, torch.zeros(2, 4)), [it]),
     "seed": lambda it: keepk.metrics.random(seed=it),
-    "model": lambda it: keepk.Pruner([it], keepk.weights("*", keep=3)),
+    "model": lambda it: keepk.Pruner(untyped([it]), keepk.weights("*", keep=3)),
     "state": lambda it: keepk.Pruner(nn.Linear(4, 4), keepk.weights("*", keep=3)).load_state_dict(
         {"version": it, "epoch": it, "spaces": it, "masks": it}
     ),

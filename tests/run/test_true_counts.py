@@ -4,6 +4,7 @@ import copy
 import json
 import warnings
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def built(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 80), nn.ReLU(), nn.Linear(80, 4))
     for layer in (model[0], model[2]):
-        nn.init.normal_(layer.weight)  # one scale, so that a ranking over both is fair
+        nn.init.normal_(layer.get_parameter("weight"))  # one scale, so that a ranking over both is fair
     return model
 
 
@@ -288,7 +289,7 @@ MASKED = {
 def test_masked_channels_that_came_back_are_counted(name, shrink, tmp_path):
     model, example, select, keep = MASKED[name]()
     best = copy.deepcopy(model.state_dict())
-    at = "input" if name == "dense_block" else "output"
+    at: Literal["input", "output"] = "input" if name == "dense_block" else "output"
     space = keepk.channels(select, keep=keep, name="c", at=at, metric=keepk.metrics.l1, schedule=[keep + 4, keep])
     pruner = keepk.Pruner(model, space, example=example, shrink=shrink)
     total = pruner.certificate["c"]["total"]
@@ -447,7 +448,7 @@ def masked_run(name, shrink="never", **options):
     torch.manual_seed(0)
     model, example, select, keep = build()
     best = copy.deepcopy(model.state_dict())
-    at = "input" if name == "dense_block" else "output"
+    at: Literal["input", "output"] = "input" if name == "dense_block" else "output"
     schedule = [keep] if shrink == "never" else [keep, keep - 2]
     space = keepk.channels(select, keep=schedule[-1], name="c", at=at, metric=keepk.metrics.l1, schedule=schedule)
     followers = [copy.deepcopy(model)] if options.pop("follower", False) else []

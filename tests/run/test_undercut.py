@@ -13,7 +13,9 @@ from torch import nn
 import keepk
 from keepk.errors import PlanError, RankError
 from keepk.plan.fewest_weights import Count, Factor, Product, least
+from keepk.plan.schedules import plan
 from keepk.run import checks as checks_module
+from keepk.run.channels import ChannelSide
 from keepk.run.undercut import find_rooms
 
 # The bound by itself -------------------------------------------------------------------------------------------------
@@ -36,7 +38,7 @@ def sums(draw):
 
 
 def totals_of(counts, point):
-    totals = {}
+    totals = dict[str, int]()
     for count, value in zip(counts, point, strict=True):
         if count.total is not None:
             totals[count.total] = totals.get(count.total, 0) + value
@@ -164,6 +166,7 @@ def test_the_bound_is_the_least_of_all_choices_of_channels(name, globs):
     waiting = keepk.weights(globs, keep=1, name="weights", schedule=[total, 1])
     pruner = keepk.Pruner(model, [*channels, waiting], example=example)
     side, weights = pruner._session.channels, pruner._session.weights
+    assert isinstance(side, ChannelSide)
     room = find_rooms(model, weights.members, side.graph, side.members)["weights"]
     tried = 0
     for kept in product(*(range(it.keep, it.total + 1) for it in side.members.values())):
@@ -225,7 +228,7 @@ def test_a_schedule_after_the_channels_starts_from_what_is_sure_to_be_left(sched
     phases = [keepk.Phase(3, prune="c"), keepk.Phase(3, prune="w")]
     pruner = keepk.Pruner(pair(), spaces, example=torch.zeros(2, 2), phases=phases)
     assert pruner.plan["w"][:3] == (120, 120, 120)
-    assert pruner.plan["w"][3:] == tuple(keepk.plan.schedules.plan(schedule, 12, 7, epochs=3))
+    assert pruner.plan["w"][3:] == tuple(plan(schedule, 12, 7, epochs=3))
     for _ in range(6):
         pruner.step()
         if pruner.epoch > 3:

@@ -9,9 +9,11 @@ import random
 import re
 import resource
 from collections import Counter
+from collections.abc import Callable
 from functools import reduce
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -364,14 +366,14 @@ def places(tree, path=()):
         yield from places(tree[key], (*path, key))
 
 
-ODD = [None, True, -1, 2**63, 1.5, "", "x", [], {}, [0], {"$tuple": [1]}, {"$float": "00"}, {"$tensor": "x"}]
+ODD: list[Any] = [None, True, -1, 2**63, 1.5, "", "x", [], {}, [0], {"$tuple": [1]}, {"$float": "00"}, {"$tensor": "x"}]
 ODD += [{"$device": "zzz"}, {"$dtype": "qint8"}, {"$numpy": ["<f8", "00"]}, {"$defaultdict": ["eval", []]}]
 
 
 def test_a_mutated_checkpoint_is_refused_or_loaded_whole(tmp_path):
     """With a hash that was computed again: no error of json, torch or numpy, and nothing changes if it is refused."""
     save_checkpoint(tmp_path, **Run(1).epoch().parts(), extra={"a": [1, (2,), {3: math.nan}]})
-    document, chance, seen = json.loads((tmp_path / "checkpoint.json").read_bytes()), random.Random(0), Counter()
+    document, chance, seen = json.loads((tmp_path / "checkpoint.json").read_bytes()), random.Random(0), Counter[str]()
     every = [path for path in places(document) if path[0] not in ("format", "version", "sha256")]
     short = [path for path in every if "rng" not in path or chance.random() < 0.02]  # which has thousands of places
     for _ in range(150):
@@ -668,7 +670,7 @@ class WideMoments(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.01})
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):  # noqa: ARG002
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
@@ -848,7 +850,7 @@ def rates(optimizer, scheduler, metrics):
 def test_every_scheduler_gives_the_same_next_rates(tmp_path, name, steps):
     def built():
         first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-        groups = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.02}]
+        groups: list[dict[str, Any]] = [{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.02}]
         optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
         return optimizer, SCHEDULERS[name](optimizer)
 
@@ -880,7 +882,7 @@ def test_tied_channels_last_and_versioned_modules_come_back(tmp_path):
             self.embed, self.conv = nn.Embedding(5, 4), nn.Conv2d(3, 4, 3)
             self.head, self.norm = nn.Linear(4, 5, bias=False), nn.BatchNorm2d(4)
             self.head.weight = self.embed.weight
-            self.to(memory_format=torch.channels_last)
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
 
     model, fresh = Tied(), Tied()
     save_checkpoint(tmp_path, model=model)
@@ -901,9 +903,9 @@ def compiled(model):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it imports its compiler
 def test_a_checkpoint_moves_between_wrapped_and_plain_models(tmp_path):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, and not exported
     try:
-        wrappers = [
+        wrappers: list[Callable[..., Any]] = [
             lambda m: m,
             DataParallel,
             DistributedDataParallel,

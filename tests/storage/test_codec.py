@@ -4,7 +4,7 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -283,13 +283,13 @@ def a_function():
 
 
 def cycle():
-    ring: list = []
+    ring: list[Any] = []
     ring.append(ring)
     return ring
 
 
 def deep():
-    tree: list = []
+    tree: list[Any] = []
     for _ in range(5000):
         tree = [tree]
     return tree

@@ -1,6 +1,7 @@
 """Files that an earlier version wrote are read by this one: a model, a checkpoint in the middle of a run, a state."""
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from keepk.model.layers import selecting
 from old_files import FOLDER, build, epoch, pictures, run_of
 
 OUTPUTS = torch.load(FOLDER / "outputs.pt", weights_only=True)
-CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # another torch may add up in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}  # another torch may add up in another order
 
 
 def test_a_saved_model_loads():

@@ -186,7 +186,7 @@ def scenario(name: str, folder: Path) -> dict[str, Any]:
     draw, where, kills, inside_a_save, resumed_at = random.Random(name), folder / name, 0, 0, []
     for turn in range(KILLS):
         limit, counts = (draw.randint(1, calls * 2 // 5), every_call) if turn % 3 else (draw.randint(1, 160), file_step)
-        ended_by, _ = in_child(lambda limit=limit, counts=counts: killed(lambda: built.run(where), limit, counts))
+        ended_by, _ = in_child(partial(killed, lambda: built.run(where), limit, counts))
         kills += ended_by == signal.SIGKILL
         inside_a_save += unreferenced(where)
         if (where / "checkpoint.json").exists():

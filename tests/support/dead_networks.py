@@ -91,7 +91,8 @@ def pruned_networks(draw):
         return finished(mlp(sizes, activation, bias=draw(st.booleans())), torch.randn(3, sizes[0]), share, seed)
     if kind == "pictures":
         options = st.tuples(st.sampled_from((0, 1)), st.booleans(), st.sampled_from(("none", "residual", "depthwise")))
-        return finished(Pictures(*draw(options), activation), torch.randn(3, 3, 9, 9), share, seed)
+        padding, norm, branch = draw(options)
+        return finished(Pictures(padding, norm, branch, activation), torch.randn(3, 3, 9, 9), share, seed)
     return finished(Block(), torch.randn(3, 4, 8), share, seed)
 
 

@@ -34,9 +34,9 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
         code = 1
         try:
             os.close(reader)
-            answer = json.dumps(work())
+            answer = json.dumps(work()).encode()
             sys.setprofile(None)
-            os.write(writer, answer.encode())
+            os.write(writer, answer)
             code = 0
         finally:
             os._exit(code)
@@ -104,7 +104,7 @@ def sweep(
     after one more save, is what `what_is_left` says.
     """
     in_child(lambda: save(folder, max(old, 1)))
-    found, files = [], []
+    found, files = list[Any](), list[Any]()
     while True:
         if not old:
             shutil.rmtree(folder)

@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import sys
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def chain(folder: Path, seed: int, calls: int) -> dict[str, Any]:
     for turn in range(KILLS_PER_CHAIN):
         # Calls are everywhere; file steps are in the saves and loads.
         limit, counts = (draw.randint(1, calls // 4), every_call) if turn % 2 else (draw.randint(1, 150), file_step)
-        ended_by, _ = in_child(lambda limit=limit, counts=counts: killed(lambda: Training().run(folder), limit, counts))
+        ended_by, _ = in_child(partial(killed, lambda: Training().run(folder), limit, counts))
         kills += ended_by == signal.SIGKILL
         inside_a_save += unreferenced(folder)
     _, final = in_child(lambda: Training().run(folder))

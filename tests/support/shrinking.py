@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ def check_gradients(model, example):
         assert ours.grad is theirs.grad is None or torch.equal(ours.grad, theirs.grad)
 
 
-class Stubborn(OrderedDict):
+class Stubborn(OrderedDict[Any, Any]):
     """A dict that takes so many entries and refuses the next one, once."""
 
     patience = 10**9

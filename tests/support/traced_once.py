@@ -10,7 +10,7 @@ from functools import cache
 from unittest import mock
 
 import keepk
-from keepk.graph.trace import trace_inputs
+from keepk.graph.trace import TraceInputs, trace_inputs
 from networks import NETWORKS
 
 
@@ -31,7 +31,7 @@ def _pristine(name):
 @contextmanager
 def traced_before(model, example, graph, caller="keepk.run.checks"):
     """Give this graph to the first trace of `model` in the module `caller`; later traces are real."""
-    asked = []
+    asked: list[TraceInputs] = []
 
     def known(inner, inputs):
         if asked:

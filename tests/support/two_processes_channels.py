@@ -4,6 +4,7 @@ import copy
 import os
 import tempfile
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def picture_without_ids(tree):
 
 def gradients_are_averaged_after_every_event(rank):
     """As one process that sees the joined batch, with gradients that accumulate over an event."""
-    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
+    options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
     together, alone = net(rank, without_norm), net(0, without_norm)
     ddp = DistributedDataParallel(together, **options)
     optimizer, its_optimizer = sgd(together), sgd(alone)

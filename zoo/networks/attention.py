@@ -1,5 +1,6 @@
 """Attention: by hand, fused, grouped queries, and torch's own modules."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -93,6 +94,8 @@ class GroupedQueryAttention(nn.Module):
 
 class SharedKeys(nn.Module):
     """All heads of queries share one head of keys and values. Of heads and places in them, the more numerous go."""
+
+    attend: Callable[..., torch.Tensor]  # of the subclass
 
     def __init__(self):
         super().__init__()
@@ -288,6 +291,9 @@ class Sizes(nn.Module):
 
 
 class WithSizes(Attending):
+    heads: int  # set where `sizes` is deleted
+    width: int
+
     def __init__(self, sizes):
         super().__init__()
         self.sizes = sizes

@@ -107,6 +107,8 @@ class AnotherWidth(Pictured):
 class HalvesOfTwoMoments(Pictured):
     """As the read-out of a bidirectional LSTM: one half of the last row, and the other half of the first."""
 
+    half: int  # type: ignore[assignment]  # hides the method that casts to float16
+
     def __init__(self):
         super().__init__(12, 12)
         self.half = 6

@@ -322,6 +322,9 @@ class Positions(nn.Module):
 
 @network("a_momentum_by_the_size", "inexact", "first.weight", 0, example=vectors, only=True)
 class Momentum(nn.Module):
+    mean: torch.Tensor
+    spread: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.first, self.head = nn.Linear(7, 16), nn.Linear(16, 3)

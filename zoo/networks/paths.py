@@ -1,6 +1,8 @@
 """Forward passes with more than one path: code that runs in training only, branches on values, branches on widths."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,8 @@ from networks.registry import network, vectors
 
 class Hidden(nn.Module):
     """Twelve hidden channels, `a`, read by `o`. Whatever is random has the rate of `drop`."""
+
+    in_training: Callable[..., torch.Tensor]  # of the subclass
 
     def __init__(self):
         super().__init__()
@@ -252,6 +256,8 @@ class ByEqual(Branching):
 class NumberInBuffer(Hidden):
     """A number that no input changes is as good as one in Python."""
 
+    power: torch.Tensor
+
     def __init__(self):
         super().__init__()
         self.register_buffer("power", torch.tensor(2))
@@ -263,7 +269,7 @@ class NumberInBuffer(Hidden):
 # Caches
 
 
-CACHE = {}
+CACHE: dict[Any, torch.Tensor] = {}
 
 
 @network("global_cache", "exact", "a.weight", 0, example=vectors)

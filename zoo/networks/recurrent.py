@@ -52,6 +52,7 @@ class LstmCell(nn.Module):
         state = None
         for step in x.unbind(1):
             state = self.cell(step, state)
+        assert state is not None
         return self.head(state[0])
 
 

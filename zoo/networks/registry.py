@@ -1,13 +1,14 @@
 """The table of small networks: each is registered beside what channel removal must say about it."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-NETWORKS = {}
-EXPECTED = {}
+NETWORKS: dict[str, Callable[..., tuple[Any, Any]]] = {}
+EXPECTED: "dict[str, Expected]" = {}
 
 
 class Expected(NamedTuple):
@@ -41,13 +42,13 @@ def words():
     return torch.randint(0, 11, (3, 5))
 
 
-def network(name, *expected, example=pictures, only=False):
+def network(name, verdict, tensor, axis, *, example=pictures, only=False):
     """Register a class under a name: `NETWORKS[name]()` is a float64 model with its example."""
 
     def register(cls):
         assert name not in NETWORKS, f"two networks are called {name!r}"
         NETWORKS[name] = lambda seed=0: made(cls, example, seed)
-        EXPECTED[name] = Expected(*expected, only)
+        EXPECTED[name] = Expected(verdict, tensor, axis, only)
         return cls
 
     return register
@@ -84,6 +85,8 @@ def spread(model):
 
 class Pictured(nn.Module):
     """first (convolution), ReLU, the pattern, the mean over all pixels, head."""
+
+    pattern: Callable[..., torch.Tensor]  # of the subclass
 
     def __init__(self, width, out):
         super().__init__()

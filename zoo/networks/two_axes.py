@@ -3,6 +3,8 @@
 Each network comes with a twin in which both factors are zero for a removed channel, and which must stay exact.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,6 +14,8 @@ from networks.registry import network, vectors
 
 class TwoAxes(nn.Module):
     """`a` and `b` make a matrix of all pairs of their channels, which the pattern reduces to `b`'s or `a`'s width."""
+
+    pattern: Callable[..., torch.Tensor]  # of the subclass
 
     def __init__(self, out=8):
         super().__init__()
@@ -114,6 +118,8 @@ class SummedCopies(TwoAxes):
 
 class MixedGates(nn.Module):
     """Experts that share one input, mixed by gates: [expert, channel] sums over experts."""
+
+    mixed: Callable[..., torch.Tensor]  # of the subclass
 
     def __init__(self):
         super().__init__()

@@ -133,7 +133,7 @@ class SpectralNorm(Pictured):
 
     def __init__(self):
         super().__init__(8, 12)
-        self.first = parametrizations.spectral_norm(self.first)
+        parametrizations.spectral_norm(self.first)
         self.second = parametrizations.spectral_norm(nn.Conv2d(8, 12, 3, padding=1))
 
     def pattern(self, x):

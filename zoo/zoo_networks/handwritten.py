@@ -254,7 +254,7 @@ class UNet(nn.Module):
 class Recurrent(nn.Module):
     """The cells of an LSTM, GRU or plain RNN, one way or both."""
 
-    def __init__(self, kind: type[nn.RNNBase] = nn.LSTM, *, both_ways: bool = False, layers: int = 2) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase] = nn.LSTM, *, both_ways: bool = False, layers: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 32)
         self.cells = kind(32, 48, num_layers=layers, batch_first=True, bidirectional=both_ways)
@@ -397,10 +397,10 @@ class TinyGPT(nn.Module):
     def attend(self, states: Tensor, layer: int) -> Tensor:
         query, key, value = self.qkv[layer](self.attention_norms[layer](states)).chunk(3, -1)
         batch, length, width = query.shape
-        by_head = [
+        query, key, value = (
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in (query, key, value)
-        ]
-        mixed = F.scaled_dot_product_attention(*by_head, is_causal=True)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.projections[layer](mixed.transpose(1, 2).reshape(batch, length, width))
 
     def forward(self, sentences: Tensor) -> Tensor:

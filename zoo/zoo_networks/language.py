@@ -12,7 +12,7 @@ from zoo_networks.network import CLASSES, VOCABULARY, Network, images, noise, to
 
 DECODER_LENGTH = 5
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -20,7 +20,7 @@ SIZES = {
     "intermediate_size": 96,
     "max_position_embeddings": 64,
 }
-ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+ENDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Logits(nn.Module):

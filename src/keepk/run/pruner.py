@@ -25,7 +25,7 @@ Before all that, `Pruner.__init__` has the arguments checked by `run_spec` (`run
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -221,6 +221,12 @@ class Pruner:
     def example(self) -> Any:
         """The example that was passed; the first of several."""
         return self._spec.example
+
+    @overload
+    def step(self, wrapper: None = None) -> None: ...
+
+    @overload
+    def step(self, wrapper: Wrapper) -> Wrapper: ...
 
     @torch.no_grad()
     def step(self, wrapper: Wrapper | None = None) -> Wrapper | None:
