@@ -10,7 +10,8 @@ from functools import cache
 from unittest import mock
 
 import keepk
-from keepk.graph.trace import TraceInputs, trace_inputs
+from keepk.graph.trace import trace_inputs
+from keepk.model.example import TraceInputs
 from networks import NETWORKS
 
 
