@@ -19,7 +19,7 @@ from keepk_paper import results as result_files
 from keepk_paper.data import Mnist, mnist
 from keepk_paper.one_run import settled
 from keepk_paper.pictures import Pictures, cifar10, cifar100, svhn
-from keepk_paper.recipes import Recipe
+from keepk_paper.recipes import Recipe, by_quality
 from keepk_paper.train import Progress, Run
 
 FULL = "full-"
@@ -144,6 +144,11 @@ def _one_seed(
     if chosen.like is not None:
         control = _finished_point(runs / experiment, chosen.control, seed) if chosen.match == "seconds" else None
         trained = settled(chosen, _finished_point(runs / experiment, chosen.like, seed), control)
+    if chosen.quality is not None:
+        assert start is not None
+        model = chosen.network(**chosen.options)
+        load_checkpoint(start, model=model)
+        trained = by_quality(chosen, model)
     run_of_seed = Run(trained, seed, DATA[experiment](data), folder, start)
     versions = result_files.versions()  # of the code that runs, not of a checkout that has moved on when it ends
     commits = run_of_seed.progress.commits

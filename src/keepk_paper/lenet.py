@@ -1,12 +1,23 @@
 """The MNIST experiments: LeNet-300-100 and LeNet-5, the paper's way and ours (Tables 1 and 2).
 
-``paper`` is the paper's text taken literally; what it leaves open is set here: the dense net is trained by plain SGD
-with batches of 64 and a rate of 0.1 until its error is the paper's.
+``paper`` is the paper's text taken literally. It leaves the dense training open: here, plain SGD with batches of 64 and
+a learning rate of 0.1, until the error is the paper's. ``keepk`` is our recipe. It is compared with two rivals that
+start from the same kind of dense network and train for as many epochs as ``keepk`` does:
+
+==============  ====================================================================================================
+one-shot-K      all weights but K are pruned at one event
+han-1, -2, -3   Han et al. 2015, in three rounds: the weights of each layer below its standard deviation are pruned, so
+                that K is an outcome, and the network is retrained. The retraining is ours, so that only the choice of
+                weights differs; K is counted before it, and the weights are pruned after its first epoch
+==============  ====================================================================================================
 """
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
-from keepk.plan.schedules import Annealing, Cubic
+from keepk.metrics.weights import magnitude
+from keepk.plan.schedules import Annealing, Cubic, OneShot
 from keepk_paper.models import LeNet5, LeNet300
 from keepk_paper.recipes import Recipe, Stage, saliency
 
@@ -78,7 +89,41 @@ LENET_5_OURS = Recipe(
     ],
 )
 
+
+def _rivals(ours: Recipe, one_shot: Mapping[int, Stage], retraining: Stage, layers: Sequence[str]) -> Iterator[Recipe]:
+    """The dense network, one-shot pruning to each K, and three rounds of pruning by thresholds.
+
+    Args:
+        ours: The recipe whose first stage trains the dense network.
+        one_shot: By K, how the pruned network is trained.
+        retraining: The training of each round.
+        layers: The names of the layers, each of which has its own threshold.
+    """
+    recipe = partial(Recipe, network=ours.network, batch=ours.batch, only_by_name=True)
+    yield recipe(name="dense", spaces={"all": "*"}, stages=ours.stages[:1])
+    for keep, stage in one_shot.items():
+        pruned = replace(stage, keep={"all": (keep, OneShot())})
+        yield recipe(name=f"one-shot-{keep}", spaces={"all": "*"}, stages=[pruned], start="dense", control="dense")
+    spaces = {layer: f"{layer}.*" for layer in layers}
+    thresholded = replace(retraining, keep={layer: (0, OneShot()) for layer in layers})
+    for number, start in enumerate(("dense", "han-1", "han-2"), start=1):
+        name = f"han-{number}"
+        yield recipe(name=name, spaces=spaces, stages=[thresholded], start=start, control="dense", quality=1.0)
+
+
+LENET_300_RIVALS = _rivals(
+    LENET_300_OURS,
+    {17_329: light_dropout(60), 3_999: light_dropout(180)},
+    replace(light_dropout(60), metric=magnitude),
+    ("fc1", "fc2", "fc3"),
+)
+LENET_5_RIVALS = _rivals(
+    LENET_5_OURS,
+    {8_621: sparse(28), 3_879: sparse(56), 1_724: sparse(104, metric=saliency)},
+    sparse(35),
+    ("conv1", "conv2", "fc1", "fc2"),
+)
 EXPERIMENTS = {
-    "lenet-300-100": {recipe.name: recipe for recipe in (LENET_300_PAPER, LENET_300_OURS)},
-    "lenet-5": {recipe.name: recipe for recipe in (LENET_5_PAPER, LENET_5_OURS)},
+    "lenet-300-100": {recipe.name: recipe for recipe in (LENET_300_PAPER, LENET_300_OURS, *LENET_300_RIVALS)},
+    "lenet-5": {recipe.name: recipe for recipe in (LENET_5_PAPER, LENET_5_OURS, *LENET_5_RIVALS)},
 }

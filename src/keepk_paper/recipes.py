@@ -11,10 +11,12 @@ from hashlib import sha256
 from math import cos, pi
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from keepk.metrics.layers import At
 from keepk.metrics.weights import magnitude
+from keepk.plan.names import matches
 from keepk.plan.phases import Phase
 from keepk.plan.schedules import Annealing, AnySchedule, plan
 from keepk.plan.spaces import ChannelSpace, WeightSpace, channels, weights
@@ -106,6 +108,9 @@ class Recipe:
         control: The recipe whose last network is the dense one that results are compared with, if it is not `start`.
         like: The recipe whose finished run of the same seed this one imitates.
         match: The property in which it imitates that run: "widths", "macs" or CPU "seconds"; see `keepk_paper.one_run`.
+        quality: Of each space, keep the weights of the network of `start` whose magnitude is at least this many
+            standard deviations of the space's nonzero weights (Han et al. 2015). The counts go into the stages that
+            prune, whose `keep` names the spaces and the schedule, with any number; see `by_quality`.
         only_by_name: Whether a run of the whole experiment leaves this recipe out: there are dozens of comparisons.
     """
 
@@ -125,6 +130,7 @@ class Recipe:
     like: str | None = None
     match: Literal["widths", "macs", "seconds"] | None = None
     only_by_name: bool = False
+    quality: float | None = None
 
     @property
     def needs(self) -> list[str]:
@@ -146,6 +152,7 @@ class Recipe:
         usual: tuple[Any, ...] = ({}, "weights", None, None, 0.0, None)
         said = said if more == usual else said + more
         added = {"layer_floor": (self.layer_floor, 1), "like": (self.like, None), "match": (self.match, None)}
+        added["quality"] = (self.quality, None)
         changed = {name: value for name, (value, default) in added.items() if value != default}
         return sha256(repr((*said, changed) if changed else said).encode()).hexdigest()
 
@@ -184,6 +191,32 @@ class Recipe:
                 counts += plan(schedule, left, keep, epochs=stage.epochs - stage.first_event + 1)
                 left = keep
         return weights(glob, keep=left, name=name, schedule=counts, metric=metric)
+
+
+def by_quality(recipe: Recipe, model: nn.Module) -> Recipe:
+    """The recipe with the numbers of weights that its `quality` keeps in this model.
+
+    Keeping that many weights by magnitude is the same as pruning by the threshold, so K is an outcome here.
+
+    >>> from keepk import OneShot
+    >>> layer = nn.Linear(4, 1, bias=False)
+    >>> layer.weight.data = torch.tensor([[-2.0, -1.0, 1.0, 0.0]])  # the nonzero ones deviate by 1.25 from their mean
+    >>> stage = Stage(1, lr=0.1, keep={"all": (0, OneShot())})
+    >>> by_quality(Recipe("han", nn.Linear, {"all": "*"}, [stage], batch=1, quality=1.0), layer).stages[0].keep
+    {'all': (1, OneShot())}
+    """
+    assert recipe.quality is not None
+    counts = dict[str, int]()
+    for name, glob in recipe.spaces.items():
+        chosen = [tensor.detach().flatten() for key, tensor in model.named_parameters() if matches(key, [glob])]
+        values = torch.cat(chosen)
+        deviation = values[values != 0].std(correction=0)
+        counts[name] = int((values.abs() >= recipe.quality * deviation).sum())
+    stages = [
+        replace(stage, keep={name: (counts[name], schedule) for name, (_, schedule) in stage.keep.items()})
+        for stage in recipe.stages
+    ]
+    return replace(recipe, stages=stages)
 
 
 def _phases(stage: Stage) -> list[Phase]:

@@ -3,6 +3,7 @@
 from itertools import accumulate, pairwise
 from math import cos, pi
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 import keepk
 from keepk_paper.lenet import EXPERIMENTS
 from keepk_paper.models import LeNet5, LeNet300
-from keepk_paper.recipes import Recipe, Stage
+from keepk_paper.recipes import Recipe, Stage, by_quality
 
 TOTALS = {
     LeNet300: {"all": 785 * 300 + 301 * 100 + 101 * 10},
@@ -24,7 +25,13 @@ LEFT = {
     ("lenet-5", "paper"): {"fc": [405_510, 8_110, 8_110, 8_110], "conv": [25_570, 25_570, 7_671, 7_671]},
     ("lenet-5", "keepk"): {"all": [431_080, 15_781, 8_621, 3_879, 2_500, 1_724]},
 }
-RECIPES = {(experiment, name): recipe for experiment, named in EXPERIMENTS.items() for name, recipe in named.items()}
+LEFT_AT_ONCE = {"lenet-300-100": (17_329, 3_999), "lenet-5": (8_621, 3_879, 1_724)}
+RECIPES = {
+    (experiment, name): recipe
+    for experiment, named in EXPERIMENTS.items()
+    for name, recipe in named.items()
+    if not recipe.only_by_name
+}
 STAGES = [
     pytest.param(stage, id=f"{experiment}-{name}-{number}")
     for (experiment, name), recipe in RECIPES.items()
@@ -48,6 +55,50 @@ def stage_ends(recipe):
 def test_these_are_all_the_recipes():
     assert RECIPES.keys() == LEFT.keys()
     assert all(recipe.name == name for (_, name), recipe in RECIPES.items())
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_rivals_end_with_the_same_number_of_epochs_and_start_from_the_same_dense_stage(experiment):
+    ours, named = EXPERIMENTS[experiment]["keepk"], EXPERIMENTS[experiment]
+    assert [*named] == ["paper", "keepk", "dense", *(f"one-shot-{keep}" for keep in LEFT_AT_ONCE[experiment])] + [
+        f"han-{number}" for number in (1, 2, 3)
+    ]
+    assert named["dense"].stages == ours.stages[:1]
+    reached = dict(zip((stage.keep.get("all", (0,))[0] for stage in ours.stages), stage_ends(ours), strict=True))
+    for keep in LEFT_AT_ONCE[experiment]:
+        recipe = named[f"one-shot-{keep}"]
+        (space,) = recipe.weight_spaces({"all": TOTALS[ours.network]["all"]})
+        assert recipe.needs == ["dense"]
+        assert (space.keep, recipe.stages[0].epochs) == (keep, reached[keep] - ours.stages[0].epochs)
+    rounds = [named[f"han-{number}"] for number in (1, 2, 3)]
+    assert [recipe.needs for recipe in rounds] == [["dense"], ["han-1"], ["han-2"]]
+    assert abs(sum(recipe.epochs for recipe in rounds) + named["dense"].epochs - ours.epochs) <= 1
+
+
+@pytest.mark.parametrize("network", [LeNet300, LeNet5])
+def test_a_quality_keeps_what_is_above_the_deviation_of_its_layer(network):
+    """Also in a second round, where most weights are zero: these do not count and do not come back."""
+    recipe = EXPERIMENTS["lenet-300-100" if network is LeNet300 else "lenet-5"]["han-1"]
+    torch.manual_seed(0)
+    model = network()
+    for _ in range(2):
+        kept = 0
+        settled = by_quality(recipe, model)
+        for name, (count, _) in settled.stages[0].keep.items():
+            layer = model.get_submodule(name)
+            values = torch.cat([parameter.detach().flatten() for parameter in layer.parameters()]).numpy()
+            above = np.abs(values) >= values[values != 0].std()
+            assert 0 < count == above.sum() < len(values)
+            kept += count
+        spaces = settled.weight_spaces({name: size_of(model.get_submodule(name)) for name in recipe.spaces})
+        pruner = keepk.Pruner(model, spaces, epochs=settled.epochs)
+        pruner.step()
+        pruner.close()
+        assert sum(int(parameter.count_nonzero()) for parameter in model.parameters()) == kept
+
+
+def size_of(layer):
+    return sum(parameter.numel() for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("network", TOTALS)
