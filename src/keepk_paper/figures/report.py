@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from math import ceil
 from typing import Any
 
 import matplotlib as mpl
@@ -20,9 +21,10 @@ from keepk_paper.figures.panels import BLUE, INK, ORANGE, SOFT, TRACK
 from keepk_paper.figures.parity import GREEN, LOOKS, PURPLE
 from keepk_paper.one_run import FAST, SLOW
 from keepk_paper.report import runs
-from keepk_paper.report.claims import most_removed, percentages, rate_families, subject
+from keepk_paper.report.claims import most_removed, percentages, rate_families, setting_title, subject
 from keepk_paper.report.lines import Line, Results
 from keepk_paper.report.numbers import Cell, Grid, Number, Planned, number
+from keepk_paper.report.runs import Setting
 
 SKY, AMBER, GRID = "#56B4E9", "#E69F00", "#D5D5D5"
 # The style sheet of the page gives these names a value for light and one for dark.
@@ -38,6 +40,7 @@ PALETTE = {
     SKY: "sky",
     AMBER: "amber",
 }
+ROW = 0.205  # inches of a row of the legend
 WIDTH, FONT = 5.0, 11  # inches, points; 5 inches are 360 units of the drawing, about as many as a phone has pixels
 # By the label of a kind of runs: colour and marker, so that a print in grey can be read as well.
 STYLES: dict[str, tuple[str, str]] = {
@@ -127,7 +130,7 @@ def annealing_plan() -> Drawing:
         ("one run, 60 %: p0 .5, N1 6, nu .02", SLOW, 0.4, BLUE),
         ("one run, 70 %: p0 .5, N1 6, nu .04", FAST, 0.3, ORANGE),
     ]
-    figure, axes = _axes(3.5)
+    figure, axes = _axes()
     million, epochs = 1_000_000, 20
     rows: list[list[Cell]] = [[f"{epoch}"] for epoch in range(1, epochs + 1)]
     for name, schedule, left, colour in plans:
@@ -140,7 +143,7 @@ def annealing_plan() -> Drawing:
     axes.set(xlim=(0, epochs), ylim=(0, 102), xlabel="events, one at the end of an epoch", ylabel="units left, %")
     axes.set_xticks(range(0, epochs + 1, 5))
     _tidy(axes)
-    _legend(figure, axes, columns=1)
+    _lay_out(figure, axes, 3.0)
     grid = Grid("Units left after each event, %", ("event", *(it[0] for it in plans)), rows, name="plan-numbers")
     caption = (
         "The share of the units that is left after each event, by the paper's formula. Our runs have their first event "
@@ -155,7 +158,7 @@ def parity(results: Results) -> Drawing:
     small = [it for it in results.of("parity") if it["recipe"] != "keepk" or it["asked"] < it["total"]]
     if not small:
         return Drawing("parity-figure", title, "", None, commands=("keepk paper run parity",))
-    figure, axes = _axes(3.6)
+    figure, axes = _axes()
     nodes = sorted({line["asked"] for line in small})
     names = [*(name for name in LOOKS if results.of("parity", name)), *_unknown(results.recipes("parity"), LOOKS)]
     columns = {
@@ -171,7 +174,7 @@ def parity(results: Results) -> Drawing:
     axes.set(xlim=(nodes[0] - 0.5, nodes[-1] + 0.5), ylim=(0, 54), xlabel="hidden nodes", ylabel="test error, %")
     axes.set_xticks(nodes[:: 1 + len(nodes) // 12])  # every number would not fit on a phone
     _tidy(axes)
-    _legend(figure, axes)
+    _lay_out(figure, axes, 3.0)
     rows = [[f"{asked}", *(cells[place] for cells in columns.values())] for place, asked in enumerate(nodes)]
     rows.append(["noise floor", floor, *[""] * (len(columns) - 1)])
     grid = Grid("Mean test error of the best starts, %", ("hidden nodes", *columns), rows, name="parity-numbers")
@@ -183,19 +186,19 @@ def macs_ratio(results: Results) -> Drawing:
     """Figure 3: multiply-accumulates of the pruned networks as a share of the dense ones."""
     title = "Multiply-accumulates left, by network and data (Figure 3)"
     rows = list[list[Cell]]()
-    for experiment in results.channel_experiments:
-        for percent in percentages(results, experiment):
-            name = subject(results, experiment, percent)
+    for setting in runs.settings(results):
+        for percent in percentages(setting):
+            name = subject(results, setting, percent)
             if name is None:
                 continue
-            lines = results.of(experiment, name)
+            lines = results.of(setting.experiment, name)
             ratio = number("percent:macs", lines, runs.dense_lines(results, lines[0]), "{:.1f}")
             if isinstance(ratio, Number):
-                rows.append([f"{runs.short_title(results, experiment)}: {percent} % removed", name, ratio])
+                rows.append([f"{setting.short_title}: {percent} % removed", name, ratio])
     if not rows:
         commands = runs.commands(runs.QUARTER, ("one-run-dense", "one-run-taylor-70"), 1)
         return Drawing("macs-ratio", title, "", None, commands=commands)
-    figure, axes = _axes(0.3 + 0.62 * len(rows))
+    figure, axes = _axes()
     places = range(len(rows), 0, -1)
     shares = [cell.value for *_, cell in rows if isinstance(cell, Number)]
     axes.barh(places, [100.0] * len(rows), height=0.26, color=TRACK)
@@ -206,6 +209,8 @@ def macs_ratio(results: Results) -> Drawing:
         axes.text(100, place - 0.17, f"{ratio.text} % left", color=SOFT, fontsize=FONT, va="top", ha="right")
     axes.set(xlim=(0, 100), ylim=(0.45, len(rows) + 0.6))
     axes.set_axis_off()
+    figure.set_size_inches(WIDTH, 0.2 + 0.62 * len(rows))
+    axes.set_position((0.01, 0.01, 0.98, 0.98))
     grid = Grid("MACs left, % of the dense network", ("network", "recipe", "MACs left, %"), rows, name="ratio-numbers")
     caption = "Of the recipe with the lowest validation error. Rankings that keep more in early layers keep more MACs."
     return Drawing("macs-ratio", title, _with_caveats(caption, results), figure, grid)
@@ -223,7 +228,7 @@ def layers_left(results: Results, network: str) -> Drawing:
     layers = list(lines[0]["layers"])
     cells = [number(f"share:{layer}", lines, form="{:.1f}") for layer in layers]
     shares = [cell.value for cell in cells if isinstance(cell, Number)]
-    figure, axes = _axes(3.0)
+    figure, axes = _axes()
     places = range(1, len(layers) + 1)
     axes.bar(places, shares, color=[AMBER if "transition" in layer else BLUE for layer in layers], width=0.75)
     whole = number("share:total", lines, form="{:.1f}")
@@ -233,11 +238,13 @@ def layers_left(results: Results, network: str) -> Drawing:
     axes.set_xlabel("layer" if network == "vgg16" else "BatchNorm that reads the channels (amber: transitions)")
     axes.xaxis.set_major_locator(MaxNLocator(13, integer=True, steps=(1, 2, 5, 10), min_n_ticks=2))
     _tidy(axes)
+    _lay_out(figure, axes, 2.9)
     percent = round(100 - whole.value)
     rows = [[f"{place}: {layer}", cell] for place, (layer, cell) in enumerate(zip(layers, cells, strict=True), start=1)]
     rows.append(["whole network", whole])
     grid = Grid("Channels left, %", ("layer", "left, %"), rows, name=f"{name}-numbers")
-    described = f"{runs.title(results, lines[0].experiment)}, recipe {lines[0]['recipe']}, {percent} % removed"
+    recipe = lines[0]["recipe"]
+    described = f"{setting_title(results, lines[0].experiment, recipe)}, recipe {recipe}, {percent} % removed"
     caption = f"{described}. The dashed line is the whole network."
     return Drawing(name, title, caption, figure, grid, commands=() if percent == 70 else seventy)
 
@@ -246,7 +253,11 @@ def by_rate(results: Results) -> Iterator[Drawing]:
     """Figure 5: the test error against the share removed by one global rate, for each network."""
     families = rate_families(results)
     for network in ("vgg16", "densenet40"):
-        found = [it for it in families if runs.network_and_data(it[0])[0] == network]
+        found = [it for it in families if runs.network_and_data(it[0].experiment)[0] == network]
+        longest = max((len(names) for _, names in found), default=0)
+        found = [
+            it for it in found if len(it[1]) >= min(longest, 3)
+        ]  # two points are a curve only if there is no other
         title = f"{runs.NETWORKS[network]}: test error against the global rate (Figure 5)"
         name = f"rate-{network}"
         if found:
@@ -257,13 +268,13 @@ def by_rate(results: Results) -> Iterator[Drawing]:
             yield Drawing(name, title, "", None, commands=commands)
 
 
-def _rates(results: Results, families: Sequence[tuple[str, list[str]]], name: str, title: str) -> Drawing:
-    figure, axes = _axes(3.5)
+def _rates(results: Results, families: Sequence[tuple[Setting, list[str]]], name: str, title: str) -> Drawing:
+    figure, axes = _axes()
     rows = list[list[Cell]]()
-    for place, (experiment, names) in enumerate(families):
-        dense = runs.dense_lines(results, results.of(experiment, names[0])[0])
-        label = f"{runs.family(names[0])}, {runs.title(results, experiment)}"
-        points = [(0, dense), *((runs.percent_removed(it) or 0, results.of(experiment, it)) for it in names)]
+    for place, (setting, names) in enumerate(families):
+        dense = runs.dense_lines(results, results.of(setting.experiment, names[0])[0])
+        label = f"{runs.family(names[0])}, {setting.short_title}"
+        points = [(0, dense), *((runs.percent_removed(it) or 0, results.of(setting.experiment, it)) for it in names)]
         cells = [(percent, number("mean:test_error", of), number("spread:test_error", of)) for percent, of in points]
         rows += [[label, f"{percent}", error, spread] for percent, error, spread in cells]
         drawn = [it for it in cells if isinstance(it[1], Number)]
@@ -272,14 +283,14 @@ def _rates(results: Results, families: Sequence[tuple[str, list[str]]], name: st
         style = _style(place)
         axes.errorbar([it[0] for it in drawn], errors, yerr=spreads if any(spreads) else None, label=label, **style)
     highest = max(cell.value for row in rows for cell in row[2:3] if isinstance(cell, Number))
-    axes.set(xlim=(-3, 100), ylim=(0, 1.15 * highest), xlabel="channels removed, %", ylabel="test error, %")
+    axes.set(xlim=(-3, 103), ylim=(0, 1.15 * highest), xlabel="channels removed, %", ylabel="test error, %")
     _tidy(axes)
-    _legend(figure, axes, columns=1)
+    _lay_out(figure, axes, 3.0)
     grid = Grid(
         "Test error by share removed", ("recipe", "removed, %", "test %", "spread"), rows, name=f"{name}-numbers"
     )
     caption = "At 0 % the dense network that the recipe is compared with. Bars are standard deviations over seeds."
-    return Drawing(name, title, _with_caveats(caption, results, [it[0] for it in families]), figure, grid)
+    return Drawing(name, title, _with_caveats(caption, results, [it[0].experiment for it in families]), figure, grid)
 
 
 def against_costs(results: Results) -> Iterator[Drawing]:
@@ -295,24 +306,24 @@ def against_costs(results: Results) -> Iterator[Drawing]:
             ),
         ),
     )
-    known = [experiment for experiment in results.channel_experiments if len(results.recipes(experiment)) > 1]
-    for experiment in known:
+    known = [setting for setting in runs.settings(results) if len(setting.recipes) > 1]
+    for setting in known:
         for key, words, label, cost in axes:
-            yield _against(results, experiment, key, words, label, cost)
+            yield _against(results, setting, key, words, label, cost)
     for key, words, *_ in axes if not known else ():
         commands = runs.commands(runs.QUARTER, ("one-run-dense", "one-run-taylor-70"), 1)
         yield Drawing(key, f"Test error against {words}", "", None, commands=commands)
 
 
 def _against(
-    results: Results, experiment: str, key: str, words: str, label: str, cost: Callable[[str, Sequence[Line]], Cell]
+    results: Results, setting: Setting, key: str, words: str, label: str, cost: Callable[[str, Sequence[Line]], Cell]
 ) -> Drawing:
     rows = list[list[Cell]]()
-    for recipe in results.recipes(experiment):
-        of = results.of(experiment, recipe)
+    for recipe in setting.recipes:
+        of = results.of(setting.experiment, recipe)
         error, spread = number("mean:test_error", of), number("spread:test_error", of)
         rows.append([recipe, runs.kind(recipe).label, cost(recipe, of), error, spread])
-    figure, axes = _axes(4.1)
+    figure, axes = _axes()
     limit = _limit([error.value for *_, error, _ in rows if isinstance(error, Number)])
     for kind in dict.fromkeys(str(row[1]) for row in rows):
         colour, marker = STYLES.get(kind, (SOFT, "."))
@@ -331,14 +342,14 @@ def _against(
     low, _ = axes.get_ylim()
     axes.set_ylim(low, limit)
     _tidy(axes)
-    _legend(figure, axes, columns=1)
-    title = f"{runs.title(results, experiment)}: test error against {words}"
-    name = f"{key}-{experiment}"
+    _lay_out(figure, axes, 3.3)
+    title = f"{setting.short_title}: test error against {words}"
+    name = f"{key}-{setting.key}"
     grid = Grid(title, ("recipe", "what it is", label, "test %", "spread"), rows, name=f"{name}-numbers")
     caption = "Means over the seeds; bars are standard deviations. A triangle at the top is a run above the scale."
     if key == "seconds":
         caption += " The seconds include those of the network that a run started from."
-    return Drawing(name, title, _with_caveats(caption, results, [experiment]), figure, grid)
+    return Drawing(name, title, _with_caveats(caption, results, [setting.experiment]), figure, grid)
 
 
 def _values(row: Sequence[Cell]) -> tuple[float, float, float]:
@@ -369,15 +380,25 @@ def _style(place: int) -> dict[str, Any]:
     return {"color": colours[place % 6], "linestyle": "-" if place < 6 else "--", **shape}
 
 
-def _axes(height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+def _axes() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, 3))
     return figure, figure.add_subplot()
 
 
-def _legend(figure: Figure, axes: Axes, columns: int = 2) -> None:
+def _lay_out(figure: Figure, axes: Axes, height: float, columns: int = 1) -> None:
+    """Set the size: `height` inches for the axes and their labels, and below them as much as the legend needs.
+
+    Automatic layouts shrink the axes to make room for a legend, down to nothing if it is long.
+    """
     lines, names = axes.get_legend_handles_labels()
-    style: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": FONT, "ncols": columns}
-    figure.legend(lines, names, loc="outside lower left", **style)
+    legend = ROW * ceil(len(names) / columns) + 0.1 if names else 0.0
+    whole = height + legend
+    figure.set_size_inches(WIDTH, whole)
+    axes.set_position((0.68 / WIDTH, (legend + 0.55) / whole, 1 - 0.85 / WIDTH, (height - 0.7) / whole))
+    if names:
+        style: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": FONT, "ncols": columns}
+        space: dict[str, Any] = {"labelspacing": 0.3, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.6}
+        figure.legend(lines, names, loc="lower left", bbox_to_anchor=(0.02, 0.05 / whole), **style, **space)
 
 
 def _tidy(axes: Axes) -> None:

@@ -12,10 +12,12 @@ from fnmatch import fnmatchcase
 from fractions import Fraction
 from statistics import fmean
 
+from keepk_paper.experiments import EXPERIMENTS
 from keepk_paper.report import runs
 from keepk_paper.report.intervals import Interval, paired
 from keepk_paper.report.lines import Line, Lines, Results, in_common
 from keepk_paper.report.numbers import Cell, Number, fewest_at_floor, number
+from keepk_paper.report.runs import Setting
 
 TOLERANCE = 0.3
 # MNIST's errors are a tenth of CIFAR's, and so are the differences that matter.
@@ -45,7 +47,7 @@ class Comparison:
         of: The lines of the one.
         against: The lines of the other, seed by seed.
         target: The difference that is asked for.
-        tolerance: What is allowed beyond the target.
+        tolerance: What is allowed beyond the target; 0 asks for a difference below it.
         chosen: Whether the run stands for the paper's method in this setting.
         decides: Whether the claim's verdict depends on it.
         caveat: What a reader has to know about the data.
@@ -70,7 +72,8 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         """By the rule of this module."""
-        bound = self.target + self.tolerance + 1e-9  # 0.3 + 1.4 is not quite 1.7 in floats
+        # 0.3 + 1.4 is not quite 1.7 in floats. Without a tolerance the claim is "better", and a draw is not enough.
+        bound = self.target + self.tolerance + (1e-9 if self.tolerance else -1e-9)
         if self.interval is not None:
             return Verdict.CONFIRMED if self.interval.high <= bound else Verdict.NOT_CONFIRMED
         difference = fmean(
@@ -134,10 +137,16 @@ def compared(
     of, against = in_common(of, against)
     if not of:
         return None
-    experiment = of[0].experiment
+    experiment, recipe = of[0].experiment, of[0]["recipe"]
     names = [f"{lines[0]['recipe']}{' (dense)' * _is_own_dense(lines[0], of[0])}" for lines in (of, against)]
-    setting, caveat = runs.title(results, experiment), runs.caveat(experiment)
+    setting, caveat = setting_title(results, experiment, recipe), runs.caveat(experiment)
     return Comparison(setting, names[0], names[1], of, against, target, tolerance, caveat=caveat)
+
+
+def setting_title(results: Results, experiment: str, recipe: str) -> str:
+    """The network and data of a run in words."""
+    settings = (it for it in runs.settings(results) if it.experiment == experiment and recipe in it.recipes)
+    return next((it.title for it in settings), runs.dense_title(experiment, None))
 
 
 def _is_own_dense(line: Line, of: Line) -> bool:
@@ -342,17 +351,16 @@ def _no_loss(
 ) -> Claim:
     own = max(0.0, round(float(pruned) - float(dense), 2))
     comparisons = list[Comparison]()
-    for experiment in results.channel_experiments:
-        if runs.network_and_data(experiment) != (network, data):
+    for setting in runs.settings(results):
+        if runs.network_and_data(setting.experiment) != (network, data):
             continue
-        size = runs.size(results, experiment)
-        assert size is not None
-        chosen = subject(results, experiment, percent)
-        for recipe in _pruned(results, experiment, percent):
-            lines = results.of(experiment, recipe)
-            target = targets.get(size, own)
+        assert setting.size is not None
+        chosen = subject(results, setting, percent)
+        for recipe in _pruned(setting, percent):
+            lines = results.of(setting.experiment, recipe)
+            target = targets.get(setting.size, own)
             if found := compared(results, lines, runs.dense_lines(results, lines[0]), target=target):
-                decides = size >= DECIDING_SIZE and recipe == chosen
+                decides = setting.size >= DECIDING_SIZE and recipe == chosen
                 comparisons.append(replace(found, chosen=recipe == chosen, decides=decides))
     units = "channels" if network == "vgg16" else "channel reads"
     claim = Claim(
@@ -366,20 +374,15 @@ def _no_loss(
         ),
         caveat=runs.CAVEATS.get(data, ""),
     )
-    wanted = [
-        it for it in runs.PROGRAMME if fnmatchcase(f"{network}-half-{data}", it.experiment) and it.row != runs.SIXTH
-    ]
-    wanted += [it for it in runs.PROGRAMME if it.experiment in (f"{network}-{data}", f"{network}-full-{data}")]
-    large = [it for it in wanted if it.experiment != runs.QUARTER and it.row != runs.SIXTH]
-    needed = [it for it in large if any(name.endswith(f"-{percent}") for name in it.recipes if "scratch" not in name)]
-    missing = tuple(line for it in needed for line in runs.commands(it.experiment, it.recipes, it.seeds))
+    known = [it for it in EXPERIMENTS if it != runs.QUARTER and runs.network_and_data(it) == (network, data)]
+    missing = tuple(it for name in known for it in runs.commands(name, runs.one_run(percent), 1))
     return _decided(claim, comparisons, missing)
 
 
-def subject(results: Results, experiment: str, percent: int) -> str | None:
+def subject(results: Results, setting: Setting, percent: int) -> str | None:
     """The recipe that stands for the paper's method: of all candidates, the one with the lowest validation error."""
-    candidates = [name for name in _pruned(results, experiment, percent) if runs.kind(name).candidate]
-    return min(candidates, key=lambda name: _validation(results.of(experiment, name)), default=None)
+    candidates = [name for name in _pruned(setting, percent) if runs.kind(name).candidate]
+    return min(candidates, key=lambda name: _validation(results.of(setting.experiment, name)), default=None)
 
 
 def _validation(lines: Sequence[Line]) -> float:
@@ -390,13 +393,9 @@ def _validation(lines: Sequence[Line]) -> float:
 RIVALS = ("one-run-scratch-*", "narrow-*", "seconds-*", "slimming-*", "one-shot-*", "filters-*", "random-*")
 
 
-def _pruned(results: Results, experiment: str, percent: int) -> list[str]:
+def _pruned(setting: Setting, percent: int) -> list[str]:
     """The recipes that remove this percentage, without rivals."""
-    return [
-        name
-        for name in results.recipes(experiment)
-        if runs.percent_removed(name) == percent and not runs.matches(name, RIVALS)
-    ]
+    return [it for it in setting.recipes if runs.percent_removed(it) == percent and not runs.matches(it, RIVALS)]
 
 
 def _decided(claim: Claim, comparisons: Sequence[Comparison], missing: tuple[str, ...]) -> Claim:
@@ -420,13 +419,13 @@ def _decided(claim: Claim, comparisons: Sequence[Comparison], missing: tuple[str
 
 def _slimming(results: Results) -> Claim:
     comparisons = list[Comparison]()
-    for experiment in results.channel_experiments:
-        for percent in percentages(results, experiment):
-            penalties = [it for it in results.recipes(experiment) if fnmatchcase(it, f"slimming-*-{percent}")]
-            ours = subject(results, experiment, percent)
+    for setting in runs.settings(results):
+        for percent in percentages(setting):
+            penalties = [it for it in setting.recipes if fnmatchcase(it, f"slimming-*-{percent}")]
+            ours = subject(results, setting, percent)
             if penalties and ours:
-                best = min(penalties, key=lambda name: _validation(results.of(experiment, name)))
-                comparisons += _pair(results, experiment, ours, best, target=0)
+                best = min(penalties, key=lambda name: _validation(results.of(setting.experiment, name)))
+                comparisons += _pair(results, setting.experiment, ours, best, target=0)
     claim = Claim(
         "slimming",
         "The method is competitive with Network Slimming (Liu et al. 2017) or better.",
@@ -502,22 +501,18 @@ def _pair(
     return [found] if found else []
 
 
-def percentages(results: Results, experiment: str) -> list[int]:
-    """The percentages that recipes of an experiment remove."""
-    return sorted({it for name in results.recipes(experiment) if (it := runs.percent_removed(name)) is not None})
+def percentages(setting: Setting) -> list[int]:
+    """The percentages that the recipes of a setting remove."""
+    return sorted({it for name in setting.recipes if (it := runs.percent_removed(name)) is not None})
 
 
 def most_removed(results: Results, network: str, data: str) -> Lines:
     """The largest network, pruned by the chosen recipe at 70 %, or at the largest percentage there is."""
-    sizes = {
-        experiment: runs.size(results, experiment) or Fraction(0)
-        for experiment in results.channel_experiments
-        if runs.network_and_data(experiment) == (network, data)
-    }
-    for experiment in sorted(sizes, key=lambda name: -sizes[name]):
-        for percent in sorted(percentages(results, experiment), key=lambda it: (it != 70, -it)):
-            if name := subject(results, experiment, percent):
-                return results.of(experiment, name)
+    settings = [it for it in runs.settings(results) if runs.network_and_data(it.experiment) == (network, data)]
+    for setting in sorted(settings, key=lambda it: -(it.size or 0)):
+        for percent in sorted(percentages(setting), key=lambda it: (it != 70, -it)):
+            if name := subject(results, setting, percent):
+                return results.of(setting.experiment, name)
     return ()
 
 
@@ -567,7 +562,8 @@ def _even_layers(results: Results) -> Claim:
 def _named(results: Results, lines: Lines) -> str:
     if not lines:
         return ""
-    return f"Measured on {runs.title(results, lines[0].experiment)}, recipe {lines[0]['recipe']}."
+    recipe = lines[0]["recipe"]
+    return f"Measured on {setting_title(results, lines[0].experiment, recipe)}, recipe {recipe}."
 
 
 def _one_rate(results: Results) -> Claim:
@@ -576,10 +572,10 @@ def _one_rate(results: Results) -> Claim:
     complete = [it for it in families if wanted <= {runs.percent_removed(name) for name in it[1]}]
     comparisons = [
         found
-        for experiment, names in complete
+        for setting, names in complete
         for name in names
         if runs.percent_removed(name) in wanted
-        for lines in [results.of(experiment, name)]
+        for lines in [results.of(setting.experiment, name)]
         if (found := compared(results, lines, runs.dense_lines(results, lines[0]), target=0))
     ]
     claim = Claim(
@@ -593,15 +589,15 @@ def _one_rate(results: Results) -> Claim:
     return _decided(claim, comparisons, missing)
 
 
-def rate_families(results: Results) -> list[tuple[str, list[str]]]:
-    """The families of recipes that remove at least two different shares of a network, by experiment."""
-    found = list[tuple[str, list[str]]]()
-    for experiment in results.channel_experiments:
+def rate_families(results: Results) -> list[tuple[Setting, list[str]]]:
+    """The families of recipes that remove at least two different shares of the same network."""
+    found = list[tuple[Setting, list[str]]]()
+    for setting in runs.settings(results):
         by_family = dict[str, list[str]]()
-        for percent in percentages(results, experiment):
-            for name in _pruned(results, experiment, percent):
+        for percent in percentages(setting):
+            for name in _pruned(setting, percent):
                 by_family.setdefault(runs.family(name), []).append(name)
-        found += [(experiment, names) for names in by_family.values() if len(names) > 1]
+        found += [(setting, names) for names in by_family.values() if len(names) > 1]
     return found
 
 

@@ -1,11 +1,13 @@
 """The tables of the report: the paper's rows beside ours, the rivals, and the runs that are still missing."""
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from keepk_paper.report import runs
-from keepk_paper.report.claims import RIVALS, Claim, Comparison, compared, percentages, subject
-from keepk_paper.report.lines import Line, Results
+from keepk_paper.report.claims import RIVALS, Claim, Comparison, Verdict, compared, percentages, subject
+from keepk_paper.report.lines import ORDER, Line, Results
 from keepk_paper.report.numbers import Cell, Commands, Grid, Printed, interval, number, text
+from keepk_paper.report.runs import Setting
 from keepk_paper.tables.channels import TABLES, printed_rows
 from keepk_paper.tables.papers import PAPER_ERRORS, PAPER_LAYERS, TABLE_2_KEPT
 
@@ -14,11 +16,12 @@ CHANNEL_COLUMNS = (
     *("recipe", "what it is", "kept", "test %", "spread", "val %", "n", "minus dense", "95 % interval"),
     *("parameters", "MACs, M", "CPU s"),
 )
-# Networks and data of Tables 3 to 5; a table without results says how to get them.
-CHANNEL_EXPERIMENTS = (
+# What belongs into Tables 3 to 5; a table without results says how to get them.
+EXPECTED = (
     *("vgg16-cifar10", "vgg16-half-cifar10", "vgg16-full-cifar10", "densenet40-cifar10"),
     *("vgg16-cifar100", "densenet40-cifar100", "vgg16-svhn", "densenet40-svhn"),
 )
+EXPECTED_SIZES = {"vgg16-cifar10": Fraction(1, 4), "vgg16-half-cifar10": Fraction(1, 2)}
 WHOLE = "{:,.0f}"
 
 
@@ -39,37 +42,40 @@ def mnist_grids(results: Results) -> Iterator[Grid]:
 
 
 def channel_grids(results: Results) -> Iterator[Grid]:
-    """Tables 3 to 5: one for each experiment, also for those without results."""
-    known = [*CHANNEL_EXPERIMENTS, *(it for it in results.channel_experiments if it not in CHANNEL_EXPERIMENTS)]
-    order = [*TABLES, *(_data(experiment) for experiment in known)]
-    for experiment in sorted(known, key=lambda it: order.index(_data(it))):
+    """Tables 3 to 5: one for each setting, also for those without results."""
+    found = runs.settings(results)
+    known = {it.experiment for it in found}
+    tables = [(it.experiment, it) for it in found] + [(name, None) for name in EXPECTED if name not in known]
+    places = [*TABLES, *(_data(name) for name in known)]
+    for experiment, setting in sorted(tables, key=lambda it: (places.index(_data(it[0])), _place(it[0]))):
         rows: list[Sequence[Cell]] = [
             (f"the paper: {who}", "", _printed(kept), _printed(error), *[""] * 5, _printed(parameters), "", "")
             for who, kept, error, parameters in printed_rows(experiment)
         ]
-        rows += [_channel_row(results, experiment, recipe) for recipe in results.recipes(experiment)]
-        found = bool(results.of(experiment))
-        if not found:
-            rows.append((*("not yet run", Commands(_first_commands(experiment))), *[""] * 10))
-        words = runs.title(results, experiment) if found else _expected_title(experiment)
+        if setting is None:
+            rows.append(("not yet run", Commands(_first_commands(experiment)), *[""] * 10))
+            words, key = runs.dense_title(experiment, EXPECTED_SIZES.get(experiment, Fraction(1))), experiment
+        else:
+            rows += [_channel_row(results, experiment, recipe) for recipe in setting.recipes]
+            words, key = setting.title, setting.key
         title = f"{words} ({TABLES.get(_data(experiment), 'not in the paper')})"
-        yield Grid(title, CHANNEL_COLUMNS, rows, runs.caveat(experiment), f"{experiment}-costs")
+        yield Grid(title, CHANNEL_COLUMNS, rows, runs.caveat(experiment), f"{key}-costs")
 
 
 def rival_grids(results: Results) -> Iterator[Grid]:
-    """For each experiment with rivals, the chosen run minus each of them, at the same percentage."""
+    """For each setting with rivals, the chosen run minus each of them, at the same percentage."""
     columns = ("percent removed", "chosen run", "rival", "what it is", "difference", "95 % interval", "n", "outcome")
-    for experiment in results.channel_experiments:
+    for setting in runs.settings(results):
         rows = [
             row
-            for percent in percentages(results, experiment)
-            if (chosen := subject(results, experiment, percent))
-            for row in _rival_rows(results, experiment, percent, chosen)
+            for percent in percentages(setting)
+            if (chosen := subject(results, setting, percent))
+            for row in _rival_rows(results, setting, percent, chosen)
         ]
         if rows:
-            title = f"{runs.title(results, experiment)}: the chosen run minus its rivals"
+            title = f"{setting.title}: the chosen run minus its rivals"
             note = "A negative difference is in favour of the chosen run, which has the lowest validation error. "
-            yield Grid(title, columns, rows, note + runs.caveat(experiment), f"{experiment}-rivals")
+            yield Grid(title, columns, rows, note + runs.caveat(setting.experiment), f"{setting.key}-rivals")
 
 
 def parity_grid(results: Results) -> Grid | None:
@@ -100,26 +106,27 @@ def programme_grid(results: Results) -> Grid:
         done = state.done == wanted.seeds
         started = [it for it in state.commands if any(f" {line['recipe']} " in f"{it} " for line in state.found)]
         commands: Cell = Commands(tuple(started) or state.commands) if state.commands else "no recipe in this version"
-        seeds = number("seeds", state.found, form="{:.0f}")
         rows.append(
             (
                 wanted.row,
-                " or ".join(wanted.recipes),
-                seeds,
-                f"of {wanted.seeds}",
                 "done" if done else "partly run" if state.found else "not yet run",
+                number("seeds", state.found, form="{:.0f}"),
+                f"of {wanted.seeds}",
+                " or ".join(wanted.recipes),
+                wanted.experiment,
                 "" if done else commands,
             )
         )
-    columns = ("row", "recipes", "seeds run", "wanted", "state", "command")
-    return Grid("Runs that the comparison needs", columns, rows, name="programme")
+    columns = ("row", "state", "seeds run", "wanted", "recipes", "experiment", "command")
+    return Grid("Runs that the comparison needs", columns, rows, name="programme-runs")
 
 
 def claim_grid(claim: Claim) -> Grid | None:
     """The comparisons of a claim; None if there are none."""
     columns = ("setting", "run", "against", "test %", "theirs %", "difference", "95 % interval", "over", "n", "asked")
-    rows = [_comparison_row(it) for it in claim.comparisons]
-    return Grid("", (*columns, "outcome"), rows, name=f"claim-{claim.key}") if rows else None
+    ordered = sorted(claim.comparisons, key=lambda it: (not it.decides, not it.chosen))
+    rows = [_comparison_row(it) for it in ordered]
+    return Grid("", (*columns, "outcome", "decides"), rows, name=f"table-{claim.key}") if rows else None
 
 
 def verdict_grid(claims: Sequence[Claim]) -> Grid:
@@ -154,7 +161,7 @@ def _comparison_row(it: Comparison) -> Sequence[Cell]:
         over = number("units", it.of, it.against, "{:,.0f} " + it.interval.over)
     return (
         it.setting,
-        f"{it.recipe}{'' if it.decides else ' (does not decide)'}",
+        it.recipe,
         it.other,
         number("mean:test_error", it.of),
         number("mean:test_error", it.against),
@@ -163,15 +170,17 @@ def _comparison_row(it: Comparison) -> Sequence[Cell]:
         over,
         number("seeds", it.of, form="{:.0f}"),
         f"at most {it.target + it.tolerance:+.2f}",
-        it.verdict.value,
+        "open" if it.verdict is Verdict.NOT_YET_RUN else it.verdict.value,
+        "yes" if it.decides else "no",
     )
 
 
-def _rival_rows(results: Results, experiment: str, percent: int, chosen: str) -> Iterator[Sequence[Cell]]:
-    for rival in results.recipes(experiment):
+def _rival_rows(results: Results, setting: Setting, percent: int, chosen: str) -> Iterator[Sequence[Cell]]:
+    for rival in setting.recipes:
         if runs.percent_removed(rival) != percent or not runs.matches(rival, RIVALS):
             continue
-        found = compared(results, results.of(experiment, chosen), results.of(experiment, rival), target=0, tolerance=0)
+        pair = results.of(setting.experiment, chosen), results.of(setting.experiment, rival)
+        found = compared(results, *pair, target=0, tolerance=0)
         if found:
             difference, span = interval(found.of, found.against)
             better = "" if found.interval is None else _outcome(found.interval.low, found.interval.high)
@@ -249,10 +258,8 @@ def _data(experiment: str) -> str:
     return runs.network_and_data(experiment)[1]
 
 
-def _expected_title(experiment: str) -> str:
-    network, data = runs.network_and_data(experiment)
-    width = {"half": ", width 1/2", "full": ", full width"}.get(experiment.split("-")[1], "")
-    return f"{runs.NETWORKS.get(network, network)}{width}, {runs.DATA_SETS.get(data, data)}"
+def _place(experiment: str) -> int:
+    return ORDER.index(experiment) if experiment in ORDER else len(ORDER)
 
 
 def _printed(words: str) -> Printed:

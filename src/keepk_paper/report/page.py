@@ -26,7 +26,7 @@ SECTIONS = {
     "verdicts": "Verdicts",
     "tables": "Tables",
     "figures": "Figures",
-    "programme": "Runs still to come",
+    "programme": "Runs, done and to come",
     "runs": "Behind the numbers",
     "method": "How to read this",
 }
@@ -217,7 +217,9 @@ class Renderer:
             return f'<td class="printed"{sort}>{escape(cell.text)}</td>'
         if isinstance(cell, Commands):
             return f'<td class="code">{_commands(cell.lines)}</td>'
-        return f'<td class="words">{escape(cell)}</td>' if cell else "<td></td>"
+        if not cell:
+            return "<td></td>"
+        return f'<td class="words{" long" if len(cell) > 20 else ""}">{escape(cell)}</td>'
 
     def cell(self, cell: Cell) -> str:
         """The contents of a cell: numbers say what they were computed from and lead there."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import lru_cache
 
 from keepk_paper import parity
 from keepk_paper.experiments import EXPERIMENTS
@@ -102,32 +103,81 @@ def caveat(experiment: str) -> str:
     return CAVEATS.get(network_and_data(experiment)[1], "")
 
 
-def size(results: Results, experiment: str) -> Fraction | None:
-    """The units of the dense network as a fraction of the paper's; None if the paper has no such network."""
-    network, _ = network_and_data(experiment)
-    lines = results.of(experiment)
-    if network not in PAPER_UNITS or not lines:
-        return None
-    return Fraction(max(line["total"] for line in lines), PAPER_UNITS[network])
+@dataclass(frozen=True)
+class Setting:
+    """The recipes of an experiment that train the same dense network on the same pictures.
+
+    Attributes:
+        experiment: The experiment.
+        size: The units of the dense network as a fraction of the paper's; None if the paper has no such network.
+        pictures: How many training pictures are used; None is all.
+        recipes: The recipes with results, in the order of the file.
+        key: Identifies it on the page.
+    """
+
+    experiment: str
+    size: Fraction | None
+    pictures: int | None
+    recipes: tuple[str, ...]
+    key: str
+
+    @property
+    def title(self) -> str:
+        """The network, its width and the data in words."""
+        return (
+            f"{self.short_title} (the first {self.pictures:,} training pictures)" if self.pictures else self.short_title
+        )
+
+    @property
+    def short_title(self) -> str:
+        """The title without the number of pictures."""
+        return dense_title(self.experiment, self.size)
 
 
-def title(results: Results, experiment: str) -> str:
-    """The network, its width and the data in words."""
-    words = short_title(results, experiment)
-    dense = EXPERIMENTS.get(experiment, {}).get("dense")
-    part = dense.pictures if dense is not None else None
-    return f"{words} (the first {part:,} training pictures)" if part else words
+def dense_title(experiment: str, size: Fraction | None) -> str:
+    """The network of an experiment, its width and the data in words.
 
-
-def short_title(results: Results, experiment: str) -> str:
-    """The title without the number of pictures."""
+    >>> dense_title("vgg16-svhn", Fraction(1)), dense_title("densenet40-cifar10", Fraction(1, 3))
+    ('VGG-16, full width, SVHN', 'DenseNet-40, growth rate 4, CIFAR-10')
+    """
     network, data = network_and_data(experiment)
-    words, share = [NETWORKS.get(network, network)], size(results, experiment)
-    if share is not None and network == "vgg16":
-        words.append("full width" if share == 1 else f"width {share}")
-    elif share is not None:
-        words.append(f"growth rate {12 * share}")
+    words = [NETWORKS.get(network, network)]
+    if size is not None and network == "vgg16":
+        words.append("full width" if size == 1 else f"width {size}")
+    elif size is not None:
+        words.append(f"growth rate {12 * size}")
     return ", ".join([*words, DATA_SETS.get(data, "MNIST" if data == "mnist" else data)])
+
+
+@lru_cache(maxsize=8)  # every comparison asks for the title of its setting
+def settings(results: Results) -> tuple[Setting, ...]:
+    """All settings in which channels were removed."""
+    found = list[Setting]()
+    for experiment in results.channel_experiments:
+        groups = dict[tuple[Fraction | None, int | None], list[str]]()
+        for recipe in results.recipes(experiment):
+            known = EXPERIMENTS.get(experiment, {}).get(recipe)
+            key = _size(results, experiment, recipe), known.pictures if known else None
+            groups.setdefault(key, []).append(recipe)
+        for number, ((size, pictures), names) in enumerate(groups.items(), start=1):
+            key_of_page = experiment if number == 1 else f"{experiment}-{number}"
+            found.append(Setting(experiment, size, pictures, tuple(names), key_of_page))
+    return tuple(found)
+
+
+def _size(results: Results, experiment: str, recipe: str) -> Fraction | None:
+    """By the dense network that a recipe is compared with: its own may be narrower from the start."""
+    network, _ = network_and_data(experiment)
+    if network not in PAPER_UNITS:
+        return None
+    known = EXPERIMENTS.get(experiment, {}).get(recipe)
+    lines = [*results.of(experiment, recipe), *results.of(experiment, control(experiment, recipe) or recipe)]
+    total = max(line["total"] for line in lines)
+    # Without results of the control, a rival with the final widths does not tell the width it started from; its
+    # layers do, because they are stored beside those of the dense network.
+    dense = max(sum(width for _, width in line["layers"].values()) for line in lines)
+    narrower = known is not None and known.match == "macs"
+    return Fraction(total if narrower else max(total, dense), PAPER_UNITS[network])
 
 
 def control(experiment: str, recipe: str) -> str | None:
@@ -198,19 +248,21 @@ def _sentences(recipe: Recipe) -> Iterator[str]:
         yield f"Has {what}{' of' if recipe.match == 'widths' else ''} the finished run of {recipe.like}."
     if recipe.metric is not None:
         floor = f", at least {recipe.layer_floor:.0%} of each layer" if recipe.layer_floor != 1 else ""
-        yield f"Ranks by {getattr(recipe.metric, '__name__', 'a metric')}{floor}."
+        yield f"Ranks by {getattr(recipe.metric, '__name__', repr(recipe.metric))}{floor}."
     for stage in recipe.stages:
-        yield _stage(stage)
+        yield _stage(stage, recipe.units)
     if recipe.smoothing:
         yield f"Labels are smoothed by {recipe.smoothing:g}."
     if recipe.pictures:
         yield f"Trains on the first {recipe.pictures:,} pictures."
 
 
-def _stage(stage: Stage) -> str:
-    falls = "constant" if stage.flat is None else "then a cosine to 0" if stage.flat else "a cosine to 0"
-    rate = f"learning rate {stage.lr:g}, {f'{stage.flat} epochs constant, ' if stage.flat else ''}{falls}"
-    words = [f"{stage.epochs} epochs: {rate}"]
+def _stage(stage: Stage, units: str) -> str:
+    if stage.flat is None or stage.flat >= stage.epochs:
+        falls = "constant"
+    else:
+        falls = f"constant for {stage.flat} epochs, then a cosine to 0" if stage.flat else "a cosine to 0"
+    words = [f"{stage.epochs} epochs: learning rate {stage.lr:g}, {falls}"]
     words += [f"{stage.warmup} of warm-up"] if stage.warmup else []
     words += [f"weight decay {stage.decay:g}"] if stage.decay else []
     words += [f"L1 penalty {stage.scale_l1:g} on the scales"] if stage.scale_l1 else []
@@ -218,6 +270,7 @@ def _stage(stage: Stage) -> str:
         words.append(f"keeps {sum(keep for keep, _ in stage.keep.values()):,} in all, a count for each layer")
     else:
         words += [f"keeps {keep:,} ({name}) by {schedule!r}" for name, (keep, schedule) in stage.keep.items()]
+    words += [f"ranked by {stage.metric.__name__}"] if stage.keep and units == "weights" else []
     words += [f"from epoch {stage.first_event} on"] if stage.keep and stage.first_event > 1 else []
     words += [f"{', '.join(stage.freeze)} frozen"] if stage.freeze else []
     return f"{', '.join(words)}."
@@ -261,56 +314,49 @@ class State:
 
 
 QUARTER, HALF, FULL = "vgg16-cifar10", "vgg16-half-cifar10", "vgg16-full-cifar10"
-FIRST = "1. VGG-16, width 1/4, CIFAR-10"
-THIRD = "3. VGG-16, width 1/2, CIFAR-10"
-LAST = "7. VGG-16, full width, CIFAR-10"
-SIXTH = "6. figures"
-PROGRAMME = (
-    Wanted(FIRST, QUARTER, ("one-run-dense",), 3),
-    *(
-        Wanted(FIRST, QUARTER, names, count)
-        for percent in (60, 70)
-        for names, count in (
-            ((f"one-run-blend-{percent}", f"one-run-taylor-{percent}"), 3),
-            ((f"one-run-scratch-blend-{percent}", f"one-run-scratch-taylor-{percent}"), 3),
-            ((f"slimming-*-{percent}",), 3),
-        )
+
+
+def one_run(percent: int) -> tuple[str, ...]:
+    """The names of the runs that train and prune at once, by either ranking."""
+    return f"one-run-blend-{percent}", f"one-run-taylor-{percent}", f"one-run-{percent}"
+
+
+# The rows of the comparison in the order in which they run: the experiment or a pattern of names, the number of seeds,
+# and recipes of which one run is enough.
+Row = tuple[str, str, int, tuple[tuple[str, ...], ...]]
+DENSE_RUN = ("one-run-dense",)
+ROWS: tuple[Row, ...] = (
+    (
+        *("1. VGG-16, width 1/4, CIFAR-10", QUARTER, 3),
+        (
+            *(DENSE_RUN, one_run(60), ("one-run-scratch-*-60",), ("slimming-*-60",)),
+            *(one_run(70), ("one-run-scratch-*-70",), ("slimming-*-70",)),
+        ),
     ),
-    *(
-        Wanted(FIRST, QUARTER, (name,))
-        for name in "paper-gamma-70 paper-blend-70 one-shot-*-70 filters-70 random-70 narrow-*-70 seconds-*-70".split()  # noqa: SIM905
+    (
+        *("1. VGG-16, width 1/4, CIFAR-10: other rivals", QUARTER, 1),
+        (
+            *(("paper-gamma-70",), ("paper-blend-70",), ("one-shot-*-70",), ("filters-70",)),
+            *(("random-70",), ("narrow-*-70",), ("seconds-*-70",)),
+        ),
     ),
-    *(
-        Wanted("2. VGG-16, full width, SVHN", "vgg16-svhn", names)
-        for names in (
-            ("one-run-dense",),
-            ("one-run-blend-60", "one-run-taylor-60"),
-            ("one-run-scratch-*-60",),
-        )
-    ),
-    Wanted(THIRD, HALF, ("one-run-dense",), 2),
-    Wanted(THIRD, HALF, ("one-run-blend-60", "one-run-taylor-60"), 2),
-    Wanted(THIRD, HALF, ("one-run-blend-70", "one-run-taylor-70"), 2),
-    Wanted(THIRD, HALF, ("one-run-scratch-*-70",)),
-    Wanted("4. DenseNet-40, growth rate 6, CIFAR-10", "densenet40-half-cifar10", ("one-run-dense",)),
-    Wanted("4. DenseNet-40, growth rate 6, CIFAR-10", "densenet40-half-cifar10", ("one-run-*-60",)),
-    *(
-        Wanted("5. CIFAR-100, and DenseNet-40 on SVHN", experiment, (name,))
-        for experiment, percent in (("vgg16*-cifar100", 50), ("densenet40*-cifar100", 60), ("densenet40*-svhn", 60))
-        for name in ("one-run-dense", f"one-run-*-{percent}")
-    ),
-    *(Wanted(SIXTH, QUARTER, (f"*-{percent}",)) for percent in (10, 30, 50, 70)),
-    *(Wanted(SIXTH, "densenet40*-cifar10", (f"*-{percent}",)) for percent in (10, 30, 50, 70)),
-    Wanted(SIXTH, QUARTER, ("trained-blend-70", "trained-taylor-70")),
-    Wanted(LAST, FULL, ("one-run-dense",)),
-    Wanted(LAST, FULL, ("one-run-blend-70", "one-run-taylor-70")),
-    Wanted(LAST, FULL, ("one-run-scratch-*-70",)),
+    ("2. VGG-16, full width, SVHN", "vgg16-svhn", 1, (DENSE_RUN, one_run(60), ("one-run-scratch-*-60",))),
+    ("3. VGG-16, width 1/2, CIFAR-10", HALF, 2, (DENSE_RUN, one_run(60), one_run(70))),
+    ("3. VGG-16, width 1/2, CIFAR-10: from scratch", HALF, 1, (("one-run-scratch-*-70",),)),
+    ("4. DenseNet-40, growth rate 6, CIFAR-10", "densenet40*-cifar10", 1, (DENSE_RUN, one_run(60))),
+    ("5. VGG-16, CIFAR-100", "vgg16*-cifar100", 1, (DENSE_RUN, one_run(50))),
+    ("5. DenseNet-40, CIFAR-100", "densenet40*-cifar100", 1, (DENSE_RUN, one_run(60))),
+    ("5. DenseNet-40, SVHN", "densenet40*-svhn", 1, (DENSE_RUN, one_run(60))),
+    ("6. VGG-16, global rates", QUARTER, 1, (("*-10",), ("*-30",), ("*-50",), ("*-70",))),
+    ("6. DenseNet-40, global rates", "densenet40*-cifar10", 1, (("*-10",), ("*-30",), ("*-50",), ("*-70",))),
+    ("6. From the trained network", QUARTER, 1, (("trained-blend-70", "trained-taylor-70"),)),
+    ("7. VGG-16, full width, CIFAR-10", FULL, 1, (DENSE_RUN, one_run(70), ("one-run-scratch-*-70",))),
 )
 
 
 def programme(results: Results) -> list[State]:
     """The state of every part of the programme."""
-    return [_state(results, wanted) for wanted in PROGRAMME]
+    return [_state(results, Wanted(row, name, it, number)) for row, name, number, many in ROWS for it in many]
 
 
 def matching(results: Results, wanted: Wanted) -> Lines:

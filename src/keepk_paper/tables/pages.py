@@ -77,7 +77,7 @@ def programme_table(result_folder: Path) -> Table:
 def _markdown_table(grid: "Grid") -> Table:
     from keepk_paper.report.numbers import text  # noqa: PLC0415
 
-    rows = tuple(tuple(text(cell).replace("|", r"\|") for cell in row) for row in grid.rows)
+    rows = tuple(tuple(text(cell).replace("|", r"\|").replace("*", r"\*") for cell in row) for row in grid.rows)
     return Table(tuple(grid.columns), rows, title=grid.title)
 
 
