@@ -29,12 +29,12 @@ VOID = {"meta", "link", "br"}
 LABELS = {
     *(
         "recipe",
-        "what it is",
+        "description",
         "setting",
         "run",
         "against",
         "over",
-        "asked",
+        "bound",
         "outcome",
         "decides",
         "chosen run",
@@ -224,7 +224,7 @@ ORACLE = {
 
 
 def unbacked(root, folder):
-    """What is wrong with the numbers of a page: those that the files do not give, and bare ones."""
+    """The numbers of a page that the files do not give, and those that name no lines."""
     wrong = []
     for node in root.walk():
         if "data-formula" in node.attributes:
@@ -428,6 +428,14 @@ def test_the_command_refuses_in_one_line(arguments, words, odd, tmp_path, monkey
     result = CliRunner().invoke(app, ["paper", "report", *arguments])
     assert result.exit_code == 1
     assert words in " ".join(result.stderr.split())
+
+
+def test_help_shows_an_example_and_every_option():
+    result = CliRunner().invoke(app, ["paper", "report", "--help"], env={"COLUMNS": "100", "TERM": "dumb"})
+    assert result.exit_code == 0
+    words = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout)
+    for it in ("Example: keepk paper report", "--results", "--out", "--docs", "report.html"):
+        assert it in words
 
 
 # In a browser

@@ -182,6 +182,22 @@ def test_a_line_without_something_that_is_shown_is_refused(tmp_path, key):
         read_folder(tmp_path)
 
 
+def test_two_counts_of_one_recipe_and_seed_are_refused(tmp_path):
+    made = [line("vgg16-cifar10", "one-run-taylor-70", kept=kept) for kept in (316, 317)]
+    with pytest.raises(
+        DataError, match=r"lines 1 and 2 are both recipe 'one-run-taylor-70' with seed 1, at 316 and 317"
+    ):
+        read_folder(write(tmp_path, {"vgg16-cifar10": made}))
+
+
+def test_the_papers_baseline_is_judged_only_at_its_own_length(tmp_path):
+    short = line("vgg16-full-cifar10", "one-run-dense", total=4_224, wrong=exactly(130))
+    assert found(tmp_path / "a", short)["baseline"].verdict is Verdict.NOT_TESTABLE
+    for number, verdict in ((132, Verdict.CONFIRMED), (134, Verdict.NOT_CONFIRMED)):  # 6.6 and 6.7 %
+        dense = line("vgg16-cifar10", "full-dense", total=4_224, wrong=exactly(number))
+        assert found(tmp_path / f"{number}", dense)["baseline"].verdict is verdict
+
+
 def test_settings_are_told_apart_by_the_width_of_the_dense_network(tmp_path):
     made = [
         line("densenet40-cifar10", "dense", total=3_120),

@@ -45,7 +45,7 @@ WIDTH, FONT = 5.0, 11  # inches, points; 5 inches are 360 units of the drawing, 
 # By the label of a kind of runs: colour and marker, so that a print in grey can be read as well.
 STYLES: dict[str, tuple[str, str]] = {
     "dense, as many epochs": (INK, "o"),
-    "dense, trained on for as many epochs": (INK, "s"),
+    "dense, trained further, as many epochs": (INK, "s"),
     "dense, at the start of pruning": (SOFT, "D"),
     "one run, blend of means": (BLUE, "o"),
     "one run, Taylor importance": (ORANGE, "o"),
@@ -72,11 +72,11 @@ class Drawing:
 
     Attributes:
         name: Identifies it.
-        title: What it shows.
+        title: The heading above it.
         caption: How to read it.
         figure: The drawing; None if there are no results for it.
         grid: The numbers in it.
-        commands: What produces the results, if there are none.
+        commands: The commands that produce the results, if there are none.
     """
 
     name: str
@@ -246,6 +246,7 @@ def layers_left(results: Results, network: str) -> Drawing:
     recipe = lines[0]["recipe"]
     described = f"{setting_title(results, lines[0].experiment, recipe)}, recipe {recipe}, {percent} % removed"
     caption = f"{described}. The dashed line is the whole network."
+    caption += "" if percent == 70 else " The paper's figure is at 70 %, which has not been run here."
     return Drawing(name, title, caption, figure, grid, commands=() if percent == 70 else seventy)
 
 
@@ -294,7 +295,7 @@ def _rates(results: Results, families: Sequence[tuple[Setting, list[str]]], name
 
 
 def against_costs(results: Results) -> Iterator[Drawing]:
-    """For each experiment, the test error of all runs against MACs and against the CPU seconds of training."""
+    """For each setting, the test error of all runs against MACs and against the CPU seconds of training."""
     axes: tuple[tuple[str, str, str, Callable[[str, Sequence[Line]], Cell]], ...] = (
         ("macs", "multiply-accumulates", "MACs per picture, millions", lambda _, of: number("millions:macs", of)),
         (
@@ -345,7 +346,7 @@ def _against(
     _lay_out(figure, axes, 3.3)
     title = f"{setting.short_title}: test error against {words}"
     name = f"{key}-{setting.key}"
-    grid = Grid(title, ("recipe", "what it is", label, "test %", "spread"), rows, name=f"{name}-numbers")
+    grid = Grid(title, ("recipe", "description", label, "test %", "spread"), rows, name=f"{name}-numbers")
     caption = "Means over the seeds; bars are standard deviations. A triangle at the top is a run above the scale."
     if key == "seconds":
         caption += " The seconds include those of the network that a run started from."

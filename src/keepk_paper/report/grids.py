@@ -13,10 +13,10 @@ from keepk_paper.tables.papers import PAPER_ERRORS, PAPER_LAYERS, TABLE_2_KEPT
 
 ERROR_COLUMNS = ("recipe", "kept", "test %", "spread", "best", "val %", "n", "minus dense", "95 % interval")
 CHANNEL_COLUMNS = (
-    *("recipe", "what it is", "kept", "test %", "spread", "val %", "n", "minus dense", "95 % interval"),
+    *("recipe", "description", "kept", "test %", "spread", "val %", "n", "minus dense", "95 % interval"),
     *("parameters", "MACs, M", "CPU s"),
 )
-# What belongs into Tables 3 to 5; a table without results says how to get them.
+# The networks and data of Tables 3 to 5; a table without results says how to get them.
 EXPECTED = (
     *("vgg16-cifar10", "vgg16-half-cifar10", "vgg16-full-cifar10", "densenet40-cifar10"),
     *("vgg16-cifar100", "densenet40-cifar100", "vgg16-svhn", "densenet40-svhn"),
@@ -64,7 +64,7 @@ def channel_grids(results: Results) -> Iterator[Grid]:
 
 def rival_grids(results: Results) -> Iterator[Grid]:
     """For each setting with rivals, the chosen run minus each of them, at the same percentage."""
-    columns = ("percent removed", "chosen run", "rival", "what it is", "difference", "95 % interval", "n", "outcome")
+    columns = ("percent removed", "chosen run", "rival", "description", "difference", "95 % interval", "n", "outcome")
     for setting in runs.settings(results):
         rows = [
             row
@@ -99,7 +99,7 @@ def parity_grid(results: Results) -> Grid | None:
 
 
 def programme_grid(results: Results) -> Grid:
-    """What was planned, and what has run."""
+    """The runs that the comparison needs, and how many of their seeds have been run."""
     rows = list[Sequence[Cell]]()
     for state in runs.programme(results):
         wanted = state.wanted
@@ -123,7 +123,7 @@ def programme_grid(results: Results) -> Grid:
 
 def claim_grid(claim: Claim) -> Grid | None:
     """The comparisons of a claim; None if there are none."""
-    columns = ("setting", "run", "against", "test %", "theirs %", "difference", "95 % interval", "over", "n", "asked")
+    columns = ("setting", "run", "against", "test %", "theirs %", "difference", "95 % interval", "over", "n", "bound")
     ordered = sorted(claim.comparisons, key=lambda it: (not it.decides, not it.chosen))
     rows = [_comparison_row(it) for it in ordered]
     return Grid("", (*columns, "outcome", "decides"), rows, name=f"table-{claim.key}") if rows else None

@@ -115,6 +115,8 @@ def read_folder(folder: Path) -> Results:
     for experiment, lines in found.items():
         for line in lines:
             _check(folder, experiment, line)
+        if kind_of(experiment) == "channels":
+            _check_one_point(folder, lines)
     return Results(folder, found)
 
 
@@ -129,6 +131,19 @@ def in_common(one: Sequence[Line], other: Sequence[Line]) -> tuple[Lines, Lines]
     shared = sorted(by_seed[0].keys() & by_seed[1].keys())
     first, second = (tuple(found[seed] for seed in shared) for found in by_seed)
     return first, second
+
+
+def _check_one_point(folder: Path, lines: Lines) -> None:
+    """Refuse two counts of one recipe and seed: means over the seeds would mix networks of different sizes."""
+    seen = dict[tuple[str, int], Line]()
+    for line in lines:
+        other = seen.setdefault((line["recipe"], line["seed"]), line)
+        if other is not line:
+            raise DataError(
+                f"report: {folder / line.file}: lines {other.number} and {line.number} are both recipe "
+                f"{line['recipe']!r} with seed {line['seed']}, at {other['asked']} and {line['asked']} channels. "
+                "Remove the outdated line, or give each count a recipe."
+            )
 
 
 def _check(folder: Path, experiment: str, line: Line) -> None:

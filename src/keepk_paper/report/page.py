@@ -99,7 +99,7 @@ class Renderer:
             f'Paper, {escape(claim.where)}: <span class="printed">{escape(claim.printed)}</span>. '
             f"{self._glance(claim)}</span></summary>"
         )
-        parts = [f"<p>Asked: {escape(claim.rule)}</p>" if claim.rule else ""]
+        parts = [f"<p>Criterion: {escape(claim.rule)}</p>" if claim.rule else ""]
         parts += [f"<p>{escape(claim.reason)}</p>" if claim.reason else ""]
         parts += [f'<p class="caveat">{escape(claim.caveat)}</p>' if claim.caveat else ""]
         facts = [(name, cell, unit) for name, cell, unit in claim.facts if text(cell)]
@@ -121,7 +121,7 @@ class Renderer:
 
     def _difference(self, it: Comparison) -> str:
         difference, span = interval(it.of, it.against)
-        ends = f" (95 %: {self.cell(span)})" if text(span) else " (no interval)"
+        ends = f" (95&nbsp;%: {self.cell(span)})" if text(span) else " (no interval)"
         words = f"{escape(it.setting)}, {escape(it.recipe)}"
         seeds_run = self.cell(number("seeds", it.of, form="{:.0f}"))
         return f"{words} against {escape(it.other)}: {self.cell(difference)} points{ends}, n&nbsp;=&nbsp;{seeds_run}"
@@ -154,7 +154,7 @@ class Renderer:
             missing = "" if drawing.commands else " This version has no recipe for it."
             parts.append(f"<p>{words}{missing}</p>")
         elif drawing.commands:
-            parts.append("<p>At 70 % it has not run yet:</p>")
+            parts.append("<p>To run it at 70 %:</p>")
         parts.append(_commands(drawing.commands))
         if drawing.grid is not None:
             parts.append(f"<details><summary>The numbers</summary>{self.grid(drawing.grid)}</details>")
@@ -304,7 +304,7 @@ def _method() -> str:
         "it is paired over the seeds, by Student's t; a single older run has none.",
         "A comparison is confirmed if the upper end of the interval is at most the target plus 0.3 points (0.1 on "
         "MNIST, whose errors are a tenth as large; 0 where one method is said to be better). The bound is in the "
-        "column “asked”.",
+        "column “bound”.",
         "Among several recipes of ours, the one with the lowest validation error decides. VGG-16 at a quarter of the "
         "width has little to spare: its results are reported, but do not decide about claims for the full network.",
         "CIFAR-100 and SVHN rest on 15,000 training pictures, and SVHN was re-created from the pictures of full house "

@@ -1,4 +1,4 @@
-"""What the recipes are, which run each is compared with, which are still missing, and the commands that run them."""
+"""Recipes: their kinds, the runs they are compared with, their commands, and the runs that are still missing."""
 
 import re
 import shlex
@@ -28,9 +28,9 @@ class Kind:
 
     Attributes:
         pattern: Matches the whole name of a recipe, without the percentage at its end.
-        label: What it is.
-        candidate: Whether it can be the run that stands for the paper's method; among several candidates the one with
-            the lowest validation error is chosen.
+        label: A short description.
+        candidate: Whether it may represent the paper's method; of several candidates the one with the lowest validation
+            error does.
     """
 
     pattern: str
@@ -40,7 +40,7 @@ class Kind:
 
 KINDS = (
     Kind("one-run-dense", "dense, as many epochs"),
-    Kind("control", "dense, trained on for as many epochs"),
+    Kind("control", "dense, trained further, as many epochs"),
     Kind("(full-)?dense", "dense, at the start of pruning"),
     Kind("one-run-scratch-.+", "the final widths from scratch"),
     Kind("one-run-blend", "one run, blend of means", candidate=True),
@@ -99,7 +99,7 @@ def network_and_data(experiment: str) -> tuple[str, str]:
 
 
 def caveat(experiment: str) -> str:
-    """What a reader has to know about the data of an experiment; empty if they are complete."""
+    """A restriction of the data of an experiment that readers should know; empty if there is none."""
     return CAVEATS.get(network_and_data(experiment)[1], "")
 
 
@@ -181,14 +181,14 @@ def _size(results: Results, experiment: str, recipe: str) -> Fraction | None:
 
 
 def control(experiment: str, recipe: str) -> str | None:
-    """The recipe of the dense network that a recipe is compared with; None if that is a point of its own run."""
+    """The recipe of the dense network that a recipe is compared with; None if that is part of the same run."""
     known = EXPERIMENTS.get(experiment, {}).get(recipe)
     if known is None or kind_of(experiment) != "channels":
         return None
     if known.control or known.start is None:
         return known.control
-    # The paper compares with the network that it started from. Our recipes go on with higher rates and weight decay,
-    # from which the dense network gains too, so they are compared with a dense network that was trained on as well.
+    # The paper compares with the network that it started from. Our recipes train with higher rates and weight
+    # decay, from which the dense network gains too, so they are compared with one that was trained further as well.
     literal = re.fullmatch("(full|paper-.+)", family(recipe))
     return known.start if literal or "control" not in EXPERIMENTS[experiment] else "control"
 
@@ -201,7 +201,7 @@ def dense_lines(results: Results, line: Line) -> Lines:
 
 
 def starts(results: Results, experiment: str, recipe: str) -> Lines:
-    """The lines of the runs that a recipe started from, whose training time is part of its own."""
+    """The lines of the runs that a recipe started from, whose training time counts as well."""
     known = EXPERIMENTS.get(experiment, {}).get(recipe)
     if known is None or known.start is None:
         return ()
@@ -300,7 +300,7 @@ class State:
     Attributes:
         wanted: The runs.
         found: Their lines.
-        commands: What runs them, one command per alternative; empty if there is no recipe for them yet.
+        commands: One command per alternative; empty if there is no recipe for them yet.
     """
 
     wanted: Wanted
