@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from keepk.errors import DataError
 from keepk.reports.tables import layer_table, whole
 from keepk.reports.terminal import epoch_progress
 
@@ -151,7 +152,13 @@ def report(
 
     Example: [cyan]keepk paper report --out report.html[/cyan]
     """
-    from keepk_paper.report import write  # noqa: PLC0415 - the other commands start faster without it
+    try:
+        from keepk_paper.report import write  # noqa: PLC0415 - the other commands start faster without it
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        message = 'keepk paper report: matplotlib is not installed. Run: pip install "keepk[demo]"'
+        raise DataError(message) from None
 
     console = Console(highlight=False)
     for verdict, number in write.report(results, out, docs).items():

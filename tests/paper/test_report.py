@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from fractions import Fraction
 from functools import lru_cache
 from html import escape, unescape
@@ -428,6 +429,17 @@ def test_the_command_refuses_in_one_line(arguments, words, odd, tmp_path, monkey
     result = CliRunner().invoke(app, ["paper", "report", *arguments])
     assert result.exit_code == 1
     assert words in " ".join(result.stderr.split())
+
+
+def test_without_matplotlib_the_command_says_what_to_install(monkeypatch, tmp_path):
+    # Only the modules that cannot be imported without it, so that no class exists twice afterwards.
+    for package, name in (("report", "write"), ("report", "page"), ("figures", "report")):
+        monkeypatch.delitem(sys.modules, f"keepk_paper.{package}.{name}")
+        monkeypatch.delattr(f"keepk_paper.{package}.{name}")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["paper", "report", "--out", str(tmp_path / "r.html")])
+    assert result.exit_code == 1
+    assert 'matplotlib is not installed. Run: pip install "keepk[demo]"' in " ".join(result.stderr.split())
 
 
 def test_help_shows_an_example_and_every_option():

@@ -106,6 +106,19 @@ def test_slimming_is_judged_by_its_best_penalty_on_validation(tmp_path):
     assert claim.verdict is Verdict.CONFIRMED
 
 
+def test_han_is_compared_by_weights_and_error_without_its_dense_point(tmp_path):
+    def mnist(recipe, asked, number):
+        made = line("lenet-5", recipe, total=431_080, kept=asked, wrong=exactly(number))
+        return made | {"layers": {"conv1": [1, 2], "fc1": [1, 3]}}
+
+    ours = [mnist("paper", 431_080, 15), mnist("paper", 15_781, 15)]
+    for kept, verdict in ((36_000, Verdict.CONFIRMED), (12_000, Verdict.NOT_CONFIRMED)):
+        rival = [mnist("han", 431_080, 15), mnist("han", kept, 15)]
+        claim = found(tmp_path / f"{kept}", *ours, *rival)["lenet-5-han"]
+        assert claim.verdict is verdict
+        assert [cell.value for _, cell, _ in claim.facts] == [kept, 15_781]
+
+
 def test_better_means_better(tmp_path):
     """Annealed and one-shot runs that are equally good do not confirm that annealing is better."""
     for number, verdict in ((240, Verdict.NOT_CONFIRMED), (300, Verdict.CONFIRMED)):

@@ -76,7 +76,7 @@ class Drawing:
         caption: How to read it.
         figure: The drawing; None if there are no results for it.
         grid: The numbers in it.
-        commands: The commands that produce the results, if there are none.
+        commands: The commands that produce missing results.
     """
 
     name: str

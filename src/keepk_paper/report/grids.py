@@ -122,7 +122,7 @@ def programme_grid(results: Results) -> Grid:
 
 
 def claim_grid(claim: Claim) -> Grid | None:
-    """The comparisons of a claim; None if there are none."""
+    """The comparisons of a claim; None without any."""
     columns = ("setting", "run", "against", "test %", "theirs %", "difference", "95 % interval", "over", "n", "bound")
     ordered = sorted(claim.comparisons, key=lambda it: (not it.decides, not it.chosen))
     rows = [_comparison_row(it) for it in ordered]
@@ -139,7 +139,7 @@ def verdict_grid(claims: Sequence[Claim]) -> Grid:
 
 
 def _measured(claim: Claim) -> str:
-    """The numbers of a claim in words, those that decide first."""
+    """The numbers of a claim as a sentence."""
     parts = [f"{name}: {text(cell)} {unit}".rstrip() for name, cell, unit in claim.facts if text(cell)]
     for it in main_comparisons(claim):
         difference, span = interval(it.of, it.against)
@@ -149,7 +149,7 @@ def _measured(claim: Claim) -> str:
 
 
 def main_comparisons(claim: Claim) -> Sequence[Comparison]:
-    """The comparisons that decide; if there are none, those of the chosen runs."""
+    """The comparisons that decide, or else those of the chosen runs."""
     deciding = [it for it in claim.comparisons if it.decides]
     return deciding or [it for it in claim.comparisons if it.chosen]
 

@@ -103,7 +103,7 @@ def number(formula: str, of: Sequence[Line], against: Sequence[Line] = (), form:
 
 
 def text(cell: Cell) -> str:
-    """A cell in plain words."""
+    """A cell as plain text."""
     if isinstance(cell, Span):
         return f"{cell.low.text} to {cell.high.text}"
     if isinstance(cell, Commands):

@@ -294,7 +294,7 @@ def _citations() -> str:
 
 
 def _method() -> str:
-    """The rules of the page in words."""
+    """The rules by which the page was made."""
     paragraphs = (
         "Test errors are those of the last epoch. Networks are trained on 45,000 pictures of CIFAR-10, recipes are "
         "chosen on 5,000 others, and the test set is used once.",

@@ -20,6 +20,8 @@ CAVEATS = {
     "cifar100": "CIFAR-100 with 15,000 training pictures instead of 50,000.",
     "svhn": "SVHN, re-created, with 15,000 training pictures and the first 10,000 test pictures.",
 }
+# The same in a few words, for titles.
+RESTRICTIONS = {"cifar100": "15,000 training pictures", "svhn": "re-created, 15,000 training pictures"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def network_and_data(experiment: str) -> tuple[str, str]:
 
 
 def caveat(experiment: str) -> str:
-    """A restriction of the data of an experiment that readers should know; empty if there is none."""
+    """A restriction of the data of an experiment that readers should know; often empty."""
     return CAVEATS.get(network_and_data(experiment)[1], "")
 
 
@@ -123,19 +125,19 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """The network, its width and the data in words."""
-        return (
-            f"{self.short_title} (the first {self.pictures:,} training pictures)" if self.pictures else self.short_title
-        )
+        """The network, its width and the data, with their restrictions."""
+        restricted = RESTRICTIONS.get(network_and_data(self.experiment)[1])
+        part = f"the first {self.pictures:,} training pictures" if self.pictures else restricted
+        return f"{self.short_title} ({part})" if part else self.short_title
 
     @property
     def short_title(self) -> str:
-        """The title without the number of pictures."""
+        """The title without the restrictions of the data."""
         return dense_title(self.experiment, self.size)
 
 
 def dense_title(experiment: str, size: Fraction | None) -> str:
-    """The network of an experiment, its width and the data in words.
+    """The network of an experiment, its width and the data, for headings.
 
     >>> dense_title("vgg16-svhn", Fraction(1)), dense_title("densenet40-cifar10", Fraction(1, 3))
     ('VGG-16, full width, SVHN', 'DenseNet-40, growth rate 4, CIFAR-10')
