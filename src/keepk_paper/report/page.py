@@ -187,7 +187,10 @@ class Renderer:
         """A table whose headings sort it."""
         # Columns of words are aligned to the left, like their cells.
         columns = [*zip(*grid.rows, strict=True)] or [()] * len(grid.columns)
-        sides = [' class="words"' if any(isinstance(cell, str) and cell for cell in cells) else "" for cells in columns]
+        sides = [
+            ' class="words"' if any(isinstance(cell, str | Commands) and cell for cell in cells) else ""
+            for cells in columns
+        ]
         heads = "".join(
             f'<th scope="col" aria-sort="none"{side}><button type="button">{escape(column)}</button></th>'
             for column, side in zip(grid.columns, sides, strict=True)
