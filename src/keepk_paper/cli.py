@@ -1,4 +1,4 @@
-"""The subcommands that repeat the paper's experiments: `keepk paper run` and `keepk demo`.
+"""The subcommands that repeat the paper's experiments: `keepk paper run`, `keepk paper report` and `keepk demo`.
 
 They join the `keepk` command through the entry point group ``keepk.commands`` (see pyproject.toml).
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from keepk.errors import DataError
 from keepk.reports.tables import layer_table, whole
 from keepk.reports.terminal import epoch_progress
 
@@ -134,11 +135,45 @@ def run(
     console.print(f"Results: {written}", soft_wrap=True, markup=False)
 
 
+def report(
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the result files.", show_default="results/ of the checkout, else ./results"),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    docs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Markdown page whose marked tables are updated from the same results.",
+            show_default="docs/results.md of the checkout, if its results are read",
+        ),
+    ] = None,
+) -> None:
+    """Write a page with a verdict for each claim of the paper, all tables and figures, and the runs behind them.
+
+    The page is one HTML file that needs no network. Nothing is trained.
+
+    Example: [cyan]keepk paper report --out report.html[/cyan]
+    """
+    try:
+        from keepk_paper.report import write  # noqa: PLC0415 - the other commands start faster without it
+    except ModuleNotFoundError as missing:
+        if missing.name != "matplotlib":
+            raise
+        message = 'keepk paper report: matplotlib is not installed. Run: pip install "keepk[demo]"'
+        raise DataError(message) from None
+
+    console = Console(highlight=False)
+    for verdict, number in write.report(results, out, docs).items():
+        console.print(f"{number:>3} {verdict}")
+    console.print(f"Page: {out}", soft_wrap=True, markup=False)
+
+
 def register(app: typer.Typer) -> None:
-    """Add the subcommands `paper run`, `demo`, and the deprecated `run` to the `keepk` command."""
+    """Add the subcommands `paper run`, `paper report`, `demo`, and the deprecated `run` to the `keepk` command."""
     paper = typer.Typer(no_args_is_help=True, help="Repeat the experiments of the paper that keepk implements.")
-    paper.callback()(lambda: None)  # with a callback, `paper` stays a group although it has one subcommand
     paper.command("run")(run)
+    paper.command("report")(report)
     app.add_typer(paper, name="paper")
     app.command("demo")(demo)
     app.command("run", deprecated=True)(run)

@@ -330,7 +330,7 @@ def _matlab_arrays(where: str, content: bytes) -> dict[str, Any]:
 
 def _matlab_reader() -> Callable[..., dict[str, Any]]:
     try:
-        from scipy.io import loadmat  # type: ignore[import-untyped]  # noqa: PLC0415 - the extra keepk[demo]
+        from scipy.io import loadmat  # noqa: PLC0415 - the extra keepk[demo]
     except ModuleNotFoundError:
         message = 'SVHN: scipy, which reads its .mat files, is not installed. Run: pip install "keepk[demo]"'
         raise DataError(message) from None

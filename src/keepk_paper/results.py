@@ -64,9 +64,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     Raises:
         DataError: If a line is not a result.
     """
+    return [record for _, record in numbered(path)]
+
+
+def numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The results of a file as in `read`, each with the number of its line, the first of which is 1."""
     if not path.exists():
         return []
-    latest = dict[tuple[Any, ...], dict[str, Any]]()
+    latest = dict[tuple[Any, ...], tuple[int, dict[str, Any]]]()
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             record = json.loads(line)
@@ -75,5 +80,5 @@ def read(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}:{number}: not a result line. Remove or repair it.") from None
         if missing:
             raise DataError(f"{path}:{number}: a result without {', '.join(missing)}. Remove or repair it.")
-        latest[record["recipe"], record["seed"], record["asked"]] = record
+        latest[record["recipe"], record["seed"], record["asked"]] = number, record
     return list(latest.values())

@@ -79,7 +79,7 @@ def test_a_recipe_goes_on_with_another_recipes_network(seed_of, tmp_path):
     start = Run(PRUNED, 1, DATA, tmp_path / "fresh", tmp_path / "runs" / "vgg16-cifar10" / "dense-1")
     assert error_percent(start.model, DATA.test, DATA.seen) == dense["test_error"]
     table = cost_table("vgg16-cifar10", [dense, pruned])
-    assert table.rows[0] == ("printed: baseline", "4,224", "", "6.34", "", "14.98M", "", "")
+    assert table.rows[0] == ("printed: baseline", "4,224", "", "6.34", "", "14.98M", "", "", "")
     ours = table.rows[len(PRINTED["vgg16-cifar10"]) + 1]
     assert ours[:6] == (
         *("pruned", "5", "5", f"{pruned['test_error']:.2f}", f"{pruned['val_error']:.2f}"),

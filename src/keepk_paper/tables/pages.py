@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepk.errors import DataError
 from keepk.plan.names import nearest
@@ -21,20 +21,10 @@ from keepk_paper.tables import channels as channel_tables
 from keepk_paper.tables import parity as parity_tables
 from keepk_paper.tables import summary as summary_table
 from keepk_paper.tables import zoo as zoo_tables
+from keepk_paper.tables.papers import PAPER_ERRORS, PAPER_LAYERS, TABLE_2_KEPT
 
-# Table 1 of the paper: who, error in percent, weights as printed.
-PAPER_ERRORS = {
-    "lenet-300-100": [("baseline", "1.64", "267K"), ("Han et al.", "1.59", "22K"), ("DSC-1, best", "1.57", "17.4K")],
-    "lenet-5": [("baseline", "0.80", "431K"), ("Han et al.", "0.77", "36K"), ("DSC-1, best", "0.77", "15.8K")],
-}
-
-# Table 2 of the paper: percent kept by layer, of Han et al. and of DSC-1.
-PAPER_LAYERS = {
-    "lenet-300-100": {"fc1": (8, 4.6), "fc2": (9, 20.1), "fc3": (26, 68.5), "total": (8.2, 6.5)},
-    "lenet-5": {"conv1": (66, 75), "conv2": (12, 29.1), "fc1": (8, 1.8), "fc2": (19, 17.2), "total": (8.4, 3.6)},
-}
-# The count at which Table 2 lists the layers.
-TABLE_2_KEPT = {"lenet-300-100": 17_329, "lenet-5": 15_781}
+if TYPE_CHECKING:
+    from keepk_paper.report.numbers import Grid
 
 Records = Sequence[dict[str, Any]]
 
@@ -67,6 +57,28 @@ def experiment_tables(path: Path) -> list[Table]:
     if path.stem not in PAPER_ERRORS:
         return [make(path.stem, records) for make in (channel_tables.cost_table, channel_tables.layer_table)]
     return [make(path.stem, records) for make in (error_table, layer_percent_table)]
+
+
+def verdict_table(result_folder: Path) -> Table:
+    """The report's verdict for each claim of the paper."""
+    from keepk_paper.report import claims, grids, lines  # noqa: PLC0415 - the other tables need none of it
+
+    found = claims.claims(lines.read_folder(result_folder))
+    return _markdown_table(grids.verdict_grid(found))
+
+
+def programme_table(result_folder: Path) -> Table:
+    """The runs that the report still waits for."""
+    from keepk_paper.report import grids, lines  # noqa: PLC0415
+
+    return _markdown_table(grids.programme_grid(lines.read_folder(result_folder)))
+
+
+def _markdown_table(grid: "Grid") -> Table:
+    from keepk_paper.report.numbers import text  # noqa: PLC0415
+
+    rows = tuple(tuple(text(cell).replace("|", r"\|").replace("*", r"\*") for cell in row) for row in grid.rows)
+    return Table(tuple(grid.columns), rows, title=grid.title)
 
 
 def write_pages(pages: Iterable[Path], result_folder: Path) -> list[Path]:
@@ -117,7 +129,9 @@ def _named(name: str, result_folder: Path) -> Table:
         "zoo/files": lambda: zoo_tables.files(result_folder / "zoo"),
         "benchmarks/first_trace": lambda: benchmark_tables.first_trace(result_folder / "benchmarks"),
     }
-    for experiment in channel_tables.PRINTED:
+    for name_of, make in (("report/verdicts", verdict_table), ("report/programme", programme_table)):
+        makers[name_of] = partial(make, result_folder)
+    for experiment in (*channel_tables.PRINTED, "vgg16-half-cifar10", "vgg16-full-cifar10"):
         found = results.read(result_folder / f"{experiment}.jsonl")
         makers[f"{experiment}/costs"] = partial(channel_tables.cost_table, experiment, found)
         makers[f"{experiment}/layers"] = partial(channel_tables.layer_table, experiment, found)
