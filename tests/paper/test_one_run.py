@@ -9,12 +9,13 @@ from torch import nn
 
 import keepk
 from keepk.errors import DataError
-from keepk.plan.schedules import Annealing
+from keepk.plan.schedules import Annealing, plan
 from keepk_paper import experiments, one_run, vgg
 from keepk_paper.data import Split
 from keepk_paper.models import VGG16
 from keepk_paper.pictures import Pictures
 from keepk_paper.recipes import Recipe, Stage
+from keepk_paper.report import runs
 from keepk_paper.train import Run
 
 FINGERPRINTS = """\
@@ -241,3 +242,19 @@ def test_a_network_of_given_filters_is_refused_unless_it_has_13():
     with pytest.raises(keepk.errors.KeepkError, match="give the filters of 13 convolutions"):
         VGG16(filters=[4] * 12)
     assert list(one_run.filters_of(VGG16(filters=range(1, 14), width=0.1)).values()) == list(range(1, 14))
+
+
+@pytest.mark.parametrize("experiment", [name for name in experiments.EXPERIMENTS if name.startswith(("vgg", "dense"))])
+def test_every_recipe_reaches_its_count_in_its_epochs_and_is_known_to_the_report(experiment):
+    for name, recipe in experiments.EXPERIMENTS[experiment].items():
+        assert runs.kind(name) is not runs.OTHER
+        network = recipe.network(**recipe.options)
+        channels = sum(norm.num_features for norm in network.modules() if isinstance(norm, nn.BatchNorm2d))
+        totals = {**dict.fromkeys(recipe.spaces, channels), **one_run.filters_of(network)}
+        for stage in recipe.stages:
+            for space, (keep, schedule) in stage.keep.items():
+                counts = plan(schedule, totals[space], keep, epochs=stage.epochs - stage.first_event + 1)
+                assert counts[-1] == keep
+                assert list(counts) == sorted(counts, reverse=True)
+            if len(stage.keep) > 1:  # a space per layer: together they keep as many as one space would
+                assert sum(keep for keep, _ in stage.keep.values()) == int(channels * (100 - int(name[-2:])) / 100)
