@@ -1,7 +1,7 @@
-"""The MNIST experiments: LeNet-300-100 and LeNet-5, the paper's way and ours (Tables 1 and 2).
+"""The MNIST experiments: LeNet-300-100 and LeNet-5, by the paper's recipe and by ours (Tables 1 and 2).
 
-``paper`` is the paper's text taken literally; what it leaves open is set here: the dense net is trained by plain SGD
-with batches of 64 and a rate of 0.1 until its error is the paper's.
+``paper`` follows the text of the paper literally. The text does not describe the dense training; here it is plain SGD
+with batches of 64 and a learning rate of 0.1, until the error matches the paper's. ``keepk`` is our recipe.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ LENET_300_PAPER = Recipe(
     ],
 )
 
-# Down in rounds: each takes a part of the weights in half of its epochs or so, while the rate falls from .05 to zero.
+# Pruned in rounds. Each removes weights in its first third to five eighths; the rate falls from .05 to zero in each.
 LENET_300_OURS = Recipe(
     name="keepk",
     network=LeNet300,
