@@ -1,20 +1,21 @@
-"""An annealed run of the paper's VGG-16 at full width: the time that shrinking saves, beside the MACs that it saves.
+"""The time and the MACs saved by shrinking the paper's VGG-16 (full width) while it trains.
 
     python benchmarks/annealed_run.py --out results/benchmarks/annealed_run.json
 
-Four twins take turns, a few training steps each for every epoch of the plan (p0 = .6, N1 = 10, then up to p = .7, 20
-epochs; random pictures, SGD with momentum, channels last):
+Four copies of the network take turns, with a few training steps each per epoch of the plan (p0 = .6, N1 = 10, then up
+to p = .7, 20 epochs; random images, SGD with momentum, channels last):
 
     dense    never pruned
-    shrunk   channels taken out at every event; events are counted, and what the first step with new shapes costs more
-    by 16    the same with round_to=16: widths that the convolutions' vector units like
-    masked   the channels of `shrunk` held at zero in a network that keeps its shape
+    shrunk   channels are removed at every event. The time includes the events, and the extra time of the first step
+             with new shapes
+    by 16    the same with round_to=16, which gives widths that suit the vector units
+    masked   the channels that `shrunk` removes are held at zero, and the network keeps its shape
 
-Every layer has a space of its own and loses the same share: with untrained weights a ranking over all layers leaves
-single channels in some of them, which no trained network looks like.
+Every layer is a separate space and loses the same share. With untrained weights a ranking over all layers would leave
+a single channel in some of them, which is not typical of a trained network.
 
-`share of MACs` is the mean over the epochs of the multiply-accumulates that are left, by torch's own counter: the limit
-for the shrunk twin's share of the dense twin's time. CPU seconds are user + system of the process.
+`share of MACs` is the mean over the epochs of the remaining multiply-accumulates, counted by torch. It is a lower bound
+for the time of `shrunk` as a share of the time of `dense`. CPU seconds are user + system time of the process.
 """
 
 import argparse
@@ -38,7 +39,7 @@ EPOCHS, PRUNE = 20, 0.7
 
 
 def space_of(name: str, layer: nn.Conv2d, round_to: int | None) -> ChannelSpace:
-    """30 % of a layer's channels, or the nearest multiple."""
+    """A space that keeps 30 % of a layer's channels, rounded to a multiple of `round_to`."""
     keep = int(layer.out_channels * (1 - PRUNE) + 1e-9)
     if round_to:
         keep = max(1, round(keep / round_to)) * round_to
@@ -67,7 +68,11 @@ class Twin:
         self.events = list[float]()
 
     def epoch(self, steps: int) -> None:
-        """A first step, for whose shapes kernels are made; some more, the median of which stands for all; the event."""
+        """Run a first step, then `steps` more, then the event.
+
+        The first step is slower, because kernels are prepared for new shapes: its extra time counts as part of the
+        event. The median of the others is the time of a step.
+        """
         taken = list[float]()
         for _ in range(1 + steps):
             begun = time.process_time()
@@ -97,7 +102,7 @@ def measure(batch: int, steps: int) -> dict[str, dict[str, float]]:
     left: dict[str, list[float]] = {name: [] for name in twins}
     for epoch in range(EPOCHS):
         for name, twin in twins.items():
-            left[name].append(macs(twin.model) / dense_macs)  # of the steps that follow
+            left[name].append(macs(twin.model) / dense_macs)  # before the event, as in the steps that follow
             twin.epoch(steps)
         print(f"epoch {epoch + 1}: " + ", ".join(f"{n} {t.seconds[-1]:.2f} s" for n, t in twins.items()), flush=True)
     return {
@@ -114,8 +119,8 @@ def measure(batch: int, steps: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each epoch")
-    parser.add_argument("--steps-of-an-epoch", type=int, default=704, help="what an event is set against: 45,000 / 64")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps per epoch")
+    parser.add_argument("--steps-of-an-epoch", type=int, default=704, help="steps per event: 704 is 45,000 / 64")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What sweeping dead neurons takes from the LeNets that weight pruning left sparse.
+"""The dead neurons that `keepk.compact` removes from LeNets with pruned weights.
 
     python benchmarks/compact.py --runs runs --out results/benchmarks/compact.json
 
 Reads the last checkpoints of `keepk paper run lenet-300-100` and `keepk paper run lenet-5`, compacts each network, and
-compares what it computes for random pictures before and after. A point in the middle of a recipe leaves no checkpoint
-behind, so the recipe is trained up to there first (`--data`, a folder with MNIST), unless an earlier call has done so.
+compares its outputs for random images before and after. A point in the middle of a recipe has no checkpoint, so with
+`--data` (a folder with MNIST) the recipe is first trained up to that point, unless an earlier call has done so.
 """
 
 import argparse
@@ -28,18 +28,18 @@ MIDDLE = ("lenet-5", "keepk", 3_879)  # experiment, recipe, weights
 
 
 def until(recipe: Recipe, keep: int) -> Recipe:
-    """The recipe up to the stage that leaves so many weights."""
+    """The recipe up to the stage that leaves `keep` weights."""
     ends = [keep in (count for count, _ in stage.keep.values()) for stage in recipe.stages]
     return replace(recipe, name=f"until-{keep}", stages=recipe.stages[: ends.index(True) + 1])
 
 
 def train(recipe: Recipe, seeds: int, data: Path, runs: Path) -> None:
-    """Train what is missing."""
+    """Train the seeds that are not finished yet."""
 
     def say(progress: Progress, pruner: Pruner) -> None:
         print(f"epoch {progress.epoch}/{pruner.epochs}  {progress.cpu_seconds:.0f} CPU s", flush=True)
 
-    torch.set_num_threads(1)  # as `keepk run` does, so that the numbers are the same
+    torch.set_num_threads(1)  # as `keepk paper run` does, so that the numbers are the same
     for seed in range(1, seeds + 1):
         Run(recipe, seed, mnist(data), runs / f"{recipe.name}-{seed}").finish(say)
 

@@ -1,9 +1,9 @@
-"""What holding masks costs: a training step with masks held beside the same step without them.
+"""The cost of holding masks: a training step with masks, compared with the same step without them.
 
     python benchmarks/hold_masks.py --out results/benchmarks/hold_masks.json
 
-Two twins of a network take turns in blocks of steps, one with masks held, so that whatever else the machine does falls
-on both. The cost is the median difference of the pairs, in CPU seconds, as a share of the median step without masks;
+Two copies of a network, one with masks, take turns in blocks of steps, so that other load on the machine affects both.
+The cost is the median difference of the pairs, in CPU seconds, as a share of the median step without masks.
 `hold alone` times the masks' hook by itself.
 """
 

@@ -1,10 +1,10 @@
-"""Inference of the paper's VGG-16 with 70 % of its channels removed, against the dense one: time beside MACs.
+"""Inference time and MACs of the paper's VGG-16 with 70 % of its channels removed, compared with the dense network.
 
     python benchmarks/inference.py --out results/benchmarks/inference.json
 
-The network is of full width and untrained: what it costs does not depend on its weights. One event keeps exactly 1,267
-of its 4,224 channels, by the norm of each as a share of the largest of its layer. `keepk.latency` measures the two in
-turns, in torch and in onnxruntime, at batches of 1 and 32.
+The network has full width and is untrained, because its cost does not depend on the values of the weights. One event
+keeps exactly 1,267 of its 4,224 channels, ranked by norm relative to the largest norm of the layer. `keepk.latency`
+measures the two networks in turns, in torch and in onnxruntime, with batches of 1 and 32.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""The paper's networks at full width, pruned to exactly the paper's counts: how large, and shrunk = masked.
+"""The paper's networks at full width, pruned to exactly the paper's counts: their size, and shrunk = masked.
 
     python benchmarks/paper_sizes.py --out results/benchmarks/paper_sizes.json
 
-The weights are untrained, so which channels go is not what training would choose, and neither is how many parameters
-are left: they stand beside the paper's for the order of magnitude. Two twins are pruned by the same random ranking,
-one shrunk, one masked; the difference is the largest of their outputs in float64, relative to the largest output.
+Channels are ranked at random and the weights are untrained, so the number of parameters left is comparable to the
+paper's only in its order of magnitude. Two copies are pruned by the same ranking, one shrunk and one masked.
+`difference` is the largest difference between their outputs in float64, relative to the largest output.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""One pruning event over all weights: keepk's Pruner, torch's global_unstructured, and one plain read.
+"""One pruning event over all weights: keepk's Pruner, torch's global_unstructured, and one pass that reads the weights.
 
     python benchmarks/select_event.py --weights 100_000_000 --out results/benchmarks/select_event.json
 
-Every repeat runs in a fresh process. CPU seconds are user + system of all threads; extra MB is the peak of the
-resident memory above what it was when the weights had been made.
+Every repeat runs in a fresh process. CPU seconds are user + system time of all threads; extra MB is the peak of the
+resident memory, less the resident memory after the weights were created.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def read(layers: nn.ModuleList) -> None:
 
 
 def keepk_event(layers: nn.ModuleList) -> None:
-    """All that a user pays for one event: the Pruner with its checks, and its step."""
+    """The full cost of one event for a user: the Pruner with its checks, and its step."""
     keepk.Pruner(layers, [keepk.weights("*", prune=PRUNED_TENTHS / 10)]).step()
 
 
@@ -57,7 +57,7 @@ def peak_mb() -> float:
 
 
 def measure(name: str, weights: int, limit_gb: int) -> dict[str, float]:
-    """In this process: one event, after a tiny one that loads the code."""
+    """Measure one event in this process, after a tiny event that loads the code."""
     if limit_gb:
         resource.setrlimit(resource.RLIMIT_AS, (limit_gb << 30, limit_gb << 30))
     torch.set_num_threads(THREADS)
@@ -78,7 +78,7 @@ def measure(name: str, weights: int, limit_gb: int) -> dict[str, float]:
 
 
 def measure_apart(name: str, weights: int, limit_gb: int = 0) -> dict[str, Any]:
-    """In a fresh process; how it ended, if it failed."""
+    """Measure in a fresh process. If that fails, return its last message and return code."""
     command = [sys.executable, __file__, "--contender", name, "--weights", str(weights), "--limit-gb", str(limit_gb)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
@@ -101,7 +101,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def compare(weights: int, repeats: int, torch_repeats: int, billion: bool, limit_gb: int) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-    for turn in range(repeats):  # in turns, so that a busy machine slows all of them
+    for turn in range(repeats):  # in turns, so that other load on the machine affects all of them
         for name in CONTENDERS:
             if name != "torch_global_unstructured" or turn < torch_repeats:
                 runs[name].append(measure_apart(name, weights))
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--torch-repeats", type=int, default=2)
     parser.add_argument("--billion", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limit-gb", type=int, default=0, help="also run torch at 1B under this much address space")
-    parser.add_argument("--contender", choices=CONTENDERS, help="measure one, in this process")
+    parser.add_argument("--contender", choices=CONTENDERS, help="measure only this one, in this process")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.contender:

@@ -1,30 +1,30 @@
-"""One removal event with a live Adam: keepk beside Torch-Pruning on four networks, and what keepk's trace costs.
+"""One event that removes channels, with Adam's state: keepk and Torch-Pruning on four networks, and keepk's trace.
 
     python benchmarks/shrink_event.py --out results/benchmarks/shrink_event.json
     python benchmarks/shrink_event.py --share 0.5 --out results/benchmarks/shrink_event_half.json
 
-Pictures of 224 x 224, batch 2, one thread. Every measurement has a fresh copy of the network after one training step,
-so that weights, gradients and Adam's two moments exist; the contenders take turns. What is in a number:
+Images of 224 x 224, batch 2, one thread. Every measurement uses a fresh copy of the network after one training step, so
+that weights, gradients and Adam's two moments exist; the contenders take turns. The columns:
 
     forward    one forward pass of the batch, eval mode, no gradients
     trace      keepk: Pruner(...), which traces the network and makes the plan; done once
     event      keepk: Pruner.step, which ranks the channels of every layer by the L1 norm of their filters, keeps
-               exactly 95 % of each (or 1 - share), and takes the others out of weights, gradients and the
-               optimizer's state; with replay=False, so without the next column
-    replay     keepk: the check that comes before the cut, one forward pass per mode of a cut copy on the meta device;
-               timed inside a second event with replay=True, the default
-    weights    the event without the optimizer: weights and gradients, which is what Torch-Pruning cuts
-    copy       one plain copy of weights, gradients and the two moments to new memory
-    least      the limit, whatever an event does: one L1 norm of all weights, and one copy of weights, gradients and
-               moments, less the share that goes, to memory that is there already
+               exactly 95 % of each (or 1 - share), and removes the others from weights, gradients and the optimizer's
+               state; with replay=False, so without the next column
+    replay     keepk: the check before the cut, one forward pass per mode of a cut copy on the meta device; timed
+               inside a second event with replay=True, the default
+    weights    keepk: the event without the optimizer, so that only weights and gradients are cut, as Torch-Pruning does
+    copy       one copy of weights, gradients and the two moments to new memory
+    least      a lower bound for any implementation: one L1 norm of all weights, and one copy of the weights, gradients
+               and moments that are left, to memory that is already allocated
     build      Torch-Pruning: BasePruner, with its dependency graph; done once
     step       Torch-Pruning: BasePruner.step, which ranks by group L1 norm and cuts weights and gradients: one of ten
-               steps towards half of all channels (with a share of 0.5, the only one). Its parameters are new objects:
-               the optimizer has to be made anew
+               steps towards half of all channels (with a share of 0.5, the only one). Its parameters are new objects,
+               so the optimizer has to be created again
 
-Each network is run once before it is measured: new memory makes the first event of a process dearer. CPU seconds are
-user + system of the process. The garbage collector runs before each measurement. Needs torchvision and
-torch-pruning beside keepk (see zoo.py).
+Each network is run once before it is measured, because the first event of a process also pays for new memory. CPU
+seconds are user + system time of the process. The garbage collector runs before each measurement. Requires torchvision
+and torch-pruning (see zoo.py).
 """
 
 import argparse
@@ -61,7 +61,7 @@ Times = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class Network:
-    """A network of torchvision, its output layer, and the multiple that Torch-Pruning's own example rounds it to."""
+    """A network of torchvision, its output layer, and the `round_to` of Torch-Pruning's own example."""
 
     name: str
     torchvision_name: str
@@ -69,9 +69,9 @@ class Network:
     round_to: int | None = None
 
     def build(self) -> nn.Module:
-        """With random weights."""
+        """The network with random weights."""
         torchvision_on_cpu.make_importable()
-        from torchvision import models  # noqa: PLC0415 - it imports what a first trace is measured with
+        from torchvision import models  # noqa: PLC0415 - it imports the meta kernels that `measure_imports` times
 
         model: nn.Module = models.get_model(self.torchvision_name, weights=None)
         return model
@@ -94,7 +94,7 @@ class Trained:
 
     @staticmethod
     def new(network: Network, pictures: Tensor) -> "Trained":
-        """After one step of Adam."""
+        """Build a network and train it for one step of Adam."""
         torch.manual_seed(0)
         model = network.build()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
@@ -103,14 +103,14 @@ class Trained:
         return Trained(model, optimizer)
 
     def copy(self) -> "Trained":
-        """Weights, gradients and optimizer state of its own."""
+        """A copy with separate weights, gradients and optimizer state."""
         twin = Trained(*copy.deepcopy((self.model, self.optimizer)))
         for mine, its in zip(self.model.parameters(), twin.model.parameters(), strict=True):
             its.grad = None if mine.grad is None else mine.grad.clone()  # deepcopy leaves gradients out
         return twin
 
     def tensors(self) -> list[Tensor]:
-        """Weights, gradients, and what the optimizer has of each weight."""
+        """Weights, gradients, and the optimizer's state per weight."""
         state = [value for entry in self.optimizer.state.values() for value in entry.values() if value.ndim]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return [*(parameter.detach() for parameter in self.model.parameters()), *gradients, *state]
@@ -118,7 +118,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Task:
-    """A share of every layer's channels that goes from a network in one event."""
+    """A network, and the share of every layer's channels that one event removes."""
 
     network: Network
     pictures: Tensor
@@ -126,7 +126,7 @@ class Task:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """What it returns, with its CPU and wall seconds."""
+    """The result of `work`, with its CPU and wall seconds."""
     gc.collect()
     cpu, wall = time.process_time(), time.perf_counter()
     result = work()
@@ -140,7 +140,7 @@ def keepk_event(trained: Trained, task: Task, *, optimizer: bool = True) -> Time
 
 
 def keepk_replay(trained: Trained, task: Task) -> Times:
-    """The replay alone, called by an event with replay=True just before it changes anything."""
+    """The replay alone, which an event with replay=True runs before it changes anything."""
     pruner = keepk_builder(trained, task, replay=True)()
     replays = list[tuple[float, float]]()
 
@@ -156,14 +156,15 @@ def keepk_replay(trained: Trained, task: Task) -> Times:
 
 def keepk_builder(trained: Trained, task: Task, *, optimizer: bool = True, replay: bool) -> Callable[[], keepk.Pruner]:
     found = keepk.trace(trained.model, task.pictures).groups
-    names = [group.module for group in found if not group.lossy and group.kind != "read"]  # a DenseNet: its sources
+    # A DenseNet is cut at its convolutions, not at the reads of its BatchNorms.
+    names = [group.module for group in found if not group.lossy and group.kind != "read"]
     spaces = [keepk.channels(name, prune=task.share, metric=keepk.metrics.l1) for name in names]
     chosen = trained.optimizer if optimizer else None
     return lambda: keepk.Pruner(trained.model, spaces, chosen, example=task.pictures, replay=replay)
 
 
 def torch_pruning_event(trained: Trained, task: Task) -> Times:
-    import torch_pruning  # noqa: PLC0415 - a child that measures keepk alone does without
+    import torch_pruning  # noqa: PLC0415 - not in the child processes, which measure keepk alone
 
     def build() -> Any:
         return torch_pruning.pruner.BasePruner(
@@ -180,20 +181,20 @@ def torch_pruning_event(trained: Trained, task: Task) -> Times:
         warnings.simplefilter("ignore")
         pruner, built = timed(build)
         _, stepped = timed(pruner.step)
-    if hasattr(trained.model, "conv_proj"):  # its example sets the width of a ViT by hand
+    if hasattr(trained.model, "conv_proj"):  # Torch-Pruning's example sets the width of a ViT by hand, too
         trained.model.hidden_dim = trained.model.get_submodule("conv_proj").out_channels
     return {"build": built, "step": stepped}
 
 
 def plain_copy(trained: Trained, _task: Task) -> Times:
-    """Read everything that an event cuts, and write it to new memory."""
+    """Copy all tensors that an event cuts to new memory."""
     tensors = trained.tensors()
     _, seconds = timed(lambda: [tensor.clone() for tensor in tensors])
     return {"copy": seconds}
 
 
 def least_work(trained: Trained, task: Task) -> Times:
-    """Read all weights, to rank; then write what an event leaves to memory that is there already."""
+    """Read all weights, as ranking must, then copy the tensors that an event leaves to allocated memory."""
     weights = [parameter.detach() for parameter in trained.copy().model.parameters()]
     keepk_event(trained, task)
     left = trained.tensors()
@@ -229,7 +230,7 @@ def forward(model: nn.Module, pictures: Tensor) -> tuple[float, float]:
 
 @contextmanager
 def counted_passes(kind: type[nn.Module]) -> Iterator[dict[str, int]]:
-    """How many forward passes of this class of network, copies too, and how many backward passes run inside."""
+    """Count the forward passes of this class of network, including its copies, and the backward passes."""
     counts = {"forward": 0, "backward": 0}
 
     def counting(function: Callable[..., Any], key: str) -> Callable[..., Any]:
@@ -248,7 +249,7 @@ def counted_passes(kind: type[nn.Module]) -> Iterator[dict[str, int]]:
 
 
 def passes_of(run: Callable[[], Any], kind: type[nn.Module]) -> dict[str, dict[str, int]]:
-    """Passes of each part of a contender's work; `timed` is where its parts begin and end."""
+    """The passes of each part of a contender's work; each call of `timed` is one part."""
     parts = list[dict[str, int]]()
 
     def watched(work: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
@@ -262,7 +263,7 @@ def passes_of(run: Callable[[], Any], kind: type[nn.Module]) -> dict[str, dict[s
 
 
 def facts(trained: Trained, task: Task, name: str) -> dict[str, Any]:
-    """What is not timed: the passes that a contender makes, how much it removes, and whether the rest runs."""
+    """Untimed facts: the number of passes, the share of parameters removed, and whether the shrunk network runs."""
     twin = trained.copy()
     before = sum(parameter.numel() for parameter in twin.model.parameters())
     passes = passes_of(lambda: CONTENDERS[name](twin, task), type(twin.model))
@@ -288,7 +289,7 @@ def measure(network: Network, share: float, repeats: int) -> dict[str, Any]:
         "network": network.name,
         "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
     }
-    for name in ("keepk", "keepk_replay", "torch_pruning"):  # this warms up, too
+    for name in ("keepk", "keepk_replay", "torch_pruning"):  # also the warm-up
         row[name] = facts(trained, task, name)
     row["keepk_weights"], row["limit"] = {}, {}
     runs: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -305,30 +306,31 @@ def measure(network: Network, share: float, repeats: int) -> dict[str, Any]:
 
 
 def resident_mb(field: str) -> float:
-    """VmRSS, what is resident, or VmHWM, its peak since it was last forgotten."""
+    """VmRSS, the resident memory, or VmHWM, its peak since the last reset, in MB."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 
 
 def measure_imports() -> dict[str, float]:
-    """In this process, which must be fresh: the trace of a tiny network, which imports torch's meta kernels."""
+    """Trace a tiny network, which imports torch's meta kernels. The process must be fresh."""
     tiny = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
     return traced(tiny, torch.randn(2, 3, 8, 8))
 
 
 def measure_first_trace() -> dict[str, float]:
-    """In this process, which must be fresh: the first trace of ResNet-50; torchvision has imported the kernels."""
+    """Trace ResNet-50 for the first time; torchvision has imported the kernels. The process must be fresh."""
     pictures = torch.randn(BATCH, 3, PICTURE, PICTURE)
     model = next(network for network in NETWORKS if network.name == "ResNet-50").build()
     return traced(model, pictures)
 
 
 def traced(model: nn.Module, pictures: Tensor) -> dict[str, float]:
-    """After a forward pass, a trace: its seconds, and the peak of its memory above what was resident."""
+    """Trace a model after a forward pass, and measure the time and the peak of the additional memory."""
     seconds, _ = forward(model, pictures)
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the forward pass freed would hide what the trace takes
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak; a child's ru_maxrss begins at its parent's
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the forward pass freed would hide what the trace allocates
+    # Reset the peak. ru_maxrss cannot be used, because a child inherits its parent's.
+    Path("/proc/self/clear_refs").write_text("5")
     before = resident_mb("VmRSS")
     graph, (cpu, wall) = timed(lambda: keepk.trace(model, pictures))
     return {
@@ -374,9 +376,9 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--share", type=float, default=0.05, help="of every layer's channels, what goes in an event")
-    parser.add_argument("--only", default="", help="names of networks, with commas between them")
-    parser.add_argument("--child", choices=CHILDREN, help="measure a first trace, in this process")
+    parser.add_argument("--share", type=float, default=0.05, help="share of every layer's channels removed by an event")
+    parser.add_argument("--only", default="", help="names of networks, separated by commas")
+    parser.add_argument("--child", choices=CHILDREN, help="measure a first trace in this process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

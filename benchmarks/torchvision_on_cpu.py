@@ -1,8 +1,8 @@
-"""Make torchvision importable beside a CPU build of torch.
+"""Make PyPI's torchvision importable with a CPU build of torch.
 
-The wheel that PyPI has is linked with CUDA: beside a CPU torch its library of C++ operators does not load, nobody
-declares ``torchvision::nms``, and ``import torchvision`` dies where it describes that operator. A declaration is
-enough: the zoo's networks never call it.
+PyPI's wheel is linked with CUDA. With a CPU build of torch its library of C++ operators does not load, so
+``torchvision::nms`` is not defined, and ``import torchvision`` fails when it registers a fake kernel for it. Defining
+the operator without a kernel is enough, because the zoo's networks never call it.
 """
 
 import importlib.util
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-_declarations: list[torch.library.Library] = []  # a library that is dropped takes its operators along
+_declarations: list[torch.library.Library] = []  # keep a reference: deleting a library removes its operators
 
 
 def make_importable() -> None:
-    """Declare the operators that ``import torchvision`` needs, if its own library cannot; to be called before it."""
+    """Define the operators that ``import torchvision`` needs, if torchvision's library does not load. Call it first."""
     spec = importlib.util.find_spec("torchvision")
     if _declarations or spec is None or spec.origin is None or _own_operators_load(Path(spec.origin).parent):
         return

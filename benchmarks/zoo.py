@@ -1,4 +1,4 @@
-"""Judge channel removal on real architectures and on random networks, by an oracle that knows no library.
+"""Judge channel removal on real architectures and on random networks, by an oracle that uses no pruning library.
 
     python benchmarks/zoo.py [--sources handwritten,vision] [--only NAME,...] [--random FROM:TO] [--onnx] [--reload]
                              [--limit 150] [--pruner keepk|torch-pruning|MODULE:FUNCTION] [--out FILE.jsonl]
@@ -10,16 +10,19 @@ in a child process with a time limit:
     eq      they equal those of the dense network with the removed slices set to zero (err, relative, < 1e-5)
     bwd     one training step has finite gradients
     tie     parameters that were shared are still shared
-    par     the share of the parameters that is left; above 0.95 the removal is called vacuous
+    par     the share of parameters left; above 0.95 the removal counts as vacuous
     onnx    torch.onnx.export and onnxruntime agree with the shrunk network
     reload  saved and loaded into a fresh dense network, it computes the same (keepk only)
 
-A pass is fwd, eq, bwd and tie, and not vacuous. Refused: the pruner raised and left the network as it was, or removed
-less than 5 %; no pass, but not wrong. Wrong: another output, a shrunk network that does not run, a lost tie. Failed:
-the pruner raised half-way, crashed or hung, or its work cannot be checked or trained.
+Each network has one of four outcomes:
 
-Install beside keepk: torch==2.13.0 first; then, with --no-deps, torchvision==0.28.0 and torch-pruning==1.6.1; then
-pillow transformers timm monai einops onnx onnxscript onnxruntime.
+    passed   fwd, eq, bwd and tie are ok, and the removal is not vacuous
+    wrong    the outputs differ, the shrunk network does not run, or a tie is lost
+    refused  the pruner raised an error and left the network as it was, or it removed less than 5 %
+    failed   the pruner raised an error half-way, crashed or hung, or its result cannot be checked or trained
+
+Install, in addition to keepk: torch==2.13.0 first; then, with --no-deps, torchvision==0.28.0 and torch-pruning==1.6.1;
+then pillow transformers timm monai einops onnx onnxscript onnxruntime.
 """
 
 import argparse
@@ -63,13 +66,16 @@ Prune = Callable[[Network, nn.Module, Inputs], object]
 
 
 def halve(model: nn.Module, inputs: Inputs) -> None:
-    """Remove half of the exact units. A network that compares a number takes the same path for all inputs here."""
+    """Remove half of the units that can be removed exactly.
+
+    Branches on values are accepted, because each network is judged on the inputs that it was traced with.
+    """
     graph = keepk.trace(model, with_two_rows(inputs), value_branches="accept")
     keepk.shrink(model, graph, graph.choose(0.5))
 
 
 def with_two_rows(inputs: Inputs) -> Inputs:
-    """The inputs twice if they are a batch of one, which `keepk.trace` refuses."""
+    """The inputs, repeated if they are a batch of one, which `keepk.trace` refuses."""
     tensors = [tensor for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor) and tensor.dim()]
     if any(len(tensor) != 1 for tensor in tensors):
         return inputs
@@ -79,7 +85,7 @@ def with_two_rows(inputs: Inputs) -> Inputs:
 
 def halve_with_torch_pruning(model: nn.Module, inputs: Inputs, output_layers: list[nn.Module]) -> None:
     """The peer without configuration: half of every group by magnitude, the output layers left alone."""
-    import torch_pruning  # noqa: PLC0415 - only who compares needs it
+    import torch_pruning  # noqa: PLC0415 - needed for the comparison only
 
     importance = torch_pruning.importance.GroupMagnitudeImportance()
     torch_pruning.pruner.BasePruner(
@@ -108,7 +114,7 @@ class Case:
 
     @torch.no_grad()
     def outputs(self, model: nn.Module) -> list[Tensor]:
-        """What one of the two computes."""
+        """The outputs of one of the two networks in eval mode."""
         return zoo_oracle.outputs(model.eval(), self.inputs)
 
 
@@ -117,7 +123,7 @@ def said(error: Exception) -> str:
 
 
 def attempt(key: str, check: Callable[[Case], Row], case: Case, *, failed: str = "FAIL", why: str = "why") -> Row:
-    """The check's verdict; what it raises is a verdict too."""
+    """The check's verdict; an error that it raises is a verdict, too."""
     try:
         return check(case)
     except Exception as error:
@@ -129,7 +135,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def ties(model: nn.Module) -> set[frozenset[str]]:
-    """The names of parameters that are one object."""
+    """The sets of names that refer to the same parameter object."""
     names: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -209,10 +215,10 @@ def reloaded(case: Case) -> Row:
 
 
 def verdict(network: Network, prune: Prune, *, onnx: bool = False, reload: bool = False) -> Row:
-    """All that is said about one network."""
+    """Prune one network and run all checks."""
     model, inputs = zoo_oracle.randomize(network.build()), network.inputs()
     case = Case(network, copy.deepcopy(model), model, inputs)
-    case.outputs(case.dense)  # a network that does not run is no pruner's fault
+    case.outputs(case.dense)  # outside the try: if the dense network does not run, the pruner is not to blame
     start = time.time()
     try:
         prune(network, model, inputs)
@@ -236,7 +242,7 @@ def verdict(network: Network, prune: Prune, *, onnx: bool = False, reload: bool 
 
 
 def silently(judge: Callable[[], Row], sender: Connection) -> None:
-    """In the child: send the verdict, and print nothing of what the libraries say."""
+    """Send the verdict from the child process, with the output of the libraries discarded."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -247,7 +253,7 @@ def silently(judge: Callable[[], Row], sender: Connection) -> None:
 
 
 def in_child(judge: Callable[[], Row], limit: float) -> Row:
-    """A verdict from a forked child; a crash and a hang are verdicts too."""
+    """The verdict of a forked child process; a crash and a time-out are verdicts, too."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=silently, args=(judge, sender))
@@ -264,7 +270,7 @@ def in_child(judge: Callable[[], Row], limit: float) -> Row:
 
 
 def outcome(row: Row) -> str:
-    """One of OUTCOMES."""
+    """The outcome of a network, one of OUTCOMES."""
     if row.get("eq") == "DIFF" or row.get("tie") == "BROKEN" or row.get("fwd", "ok") != "ok":
         return "wrong"
     if row["prune"] == "FAIL" or row.get("vacuous"):
@@ -292,7 +298,7 @@ def summary(rows: Iterable[Row]) -> str:
 
 
 def networks(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[Network]:
-    """The networks asked for; what cannot be had is refused before the first verdict."""
+    """The requested networks. Unknown names and missing packages are refused before the first verdict."""
     if args.random:
         return zoo_random.listing(args.random)
     sources = args.sources.split(",")
@@ -315,14 +321,16 @@ def seeds(text: str) -> range:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sources", default=",".join(zoo_networks.SOURCES), help="of the zoo; default: all")
-    parser.add_argument("--only", help="names, as printed")
-    parser.add_argument("--random", type=seeds, metavar="FROM:TO", help="random networks instead, by their seeds")
+    parser.add_argument(
+        "--sources", default=",".join(zoo_networks.SOURCES), help="libraries to draw from; default: all"
+    )
+    parser.add_argument("--only", help="names of networks, as printed, separated by commas")
+    parser.add_argument("--random", type=seeds, metavar="FROM:TO", help="random networks with these seeds instead")
     parser.add_argument("--pruner", default="keepk", help="keepk, torch-pruning or MODULE:FUNCTION")
     parser.add_argument("--onnx", action="store_true", help="also export each network")
     parser.add_argument("--reload", action="store_true", help="also save and load each network (keepk only)")
-    parser.add_argument("--limit", type=float, default=150, help="seconds for one network")
-    parser.add_argument("--out", type=Path, help="write one JSON line a network, in place of what was there")
+    parser.add_argument("--limit", type=float, default=150, help="time limit per network, in seconds")
+    parser.add_argument("--out", type=Path, help="write one line of JSON per network; replaces the file")
     return parser
 
 

@@ -1,8 +1,8 @@
-"""What a shrunk network has to compute, found without help from the library that shrank it.
+"""The expected outputs of a shrunk network, without help from the library that shrank it.
 
-Every weight of the dense network gets a value of its own before the cut, so what was kept is found by value. The
-shrunk network has to compute what the dense one computes with all removed slices set to zero; a norm over channels
-is evaluated on the slice that is left.
+Every weight of the dense network gets a unique value before the cut, so the kept slices are found by their values. The
+shrunk network must compute what the dense one computes with all removed slices set to zero; a norm over channels is
+evaluated on the kept channels.
 """
 
 import copy
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo_networks.network import Inputs
 
-SORTED_DRAW_LIMIT = 20_000_000  # beyond it a permutation costs too much, and equal values are rare enough
+SORTED_DRAW_LIMIT = 20_000_000  # for larger tensors a permutation takes too long, and random values rarely collide
 ROUNDING = 1e-6
 TINY = 1e-6
 
@@ -24,7 +24,7 @@ Kept = dict[str, list[list[int] | None]]
 
 @torch.no_grad()
 def randomize(model: nn.Module, seed: int = 7) -> nn.Module:
-    """Give every weight and every running statistic a value of its own, in place, at the scale of a trained net."""
+    """Give every weight and running statistic a unique value, in place, at the scale of a trained network."""
     generator = torch.Generator().manual_seed(seed)
     of_norms = {
         id(weight) for module in model.modules() if _is_norm(module) for weight in module.parameters(recurse=False)
@@ -46,7 +46,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _unequal_normals(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Quantiles of the normal distribution in random order: no two are equal."""
+    """Quantiles of the normal distribution in random order, so that no two are equal."""
     count = math.prod(shape)
     if count > SORTED_DRAW_LIMIT:
         return torch.randn(shape, generator=generator)
@@ -65,7 +65,7 @@ def _weight_like(name: str, weight: Tensor, normal: Tensor, *, of_norm: bool) ->
 
 
 def outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    """All float tensors of what the model returns, in order."""
+    """All float tensors in the model's output, in order."""
     return _float_tensors(model(*inputs))
 
 
@@ -84,7 +84,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def kept_indices(dense: nn.Module, shrunk: nn.Module) -> Kept:
-    """For each tensor that got smaller, what was kept of each axis; None for an axis of the old size."""
+    """The kept indices along each axis, for each tensor that got smaller; None for an axis of unchanged size."""
     small = _tensors(shrunk)
     kept: Kept = {}
     for name, tensor in _tensors(dense).items():
@@ -113,7 +113,7 @@ def _fibre(array: NDArray[np.float32], corner: tuple[int, ...], axis: int) -> ND
 
 
 def _matched(whole: NDArray[np.float32], part: NDArray[np.float32]) -> list[int] | None:
-    """Where the values of the part stand in the whole, or None if one is not there."""
+    """The indices of the values of `part` in `whole`, or None if a value is missing."""
     order = np.argsort(whole, kind="stable")
     places = np.minimum(np.searchsorted(whole[order], part), len(whole) - 1)
     return order[places].tolist() if np.array_equal(whole[order][places], part) else None
@@ -137,7 +137,7 @@ class _OnKeptSlice(nn.Module):
 
 @torch.no_grad()
 def zeroed(dense: nn.Module, shrunk: nn.Module, kept: Kept) -> nn.Module:
-    """A copy of the dense network, all that was removed set to zero."""
+    """A copy of the dense network with all removed slices set to zero."""
     model = copy.deepcopy(dense).eval()
     tensors, buffers = _tensors(model), dict(model.named_buffers())
     for name, axes in kept.items():
@@ -158,7 +158,7 @@ def _zero_others(tensor: Tensor, axis: int, indices: list[int]) -> None:
 
 
 def _narrow_norms(model: nn.Module, shrunk: nn.Module, kept: Kept) -> None:
-    """Let norms that mix channels see only the kept ones."""
+    """Make norms that mix channels see only the kept ones."""
     for name, norm in list(model.named_modules()):
         kind = type(norm).__name__.lower()
         axes = kept.get(f"{name}.weight" if name else "weight")
@@ -171,15 +171,15 @@ def _narrow_norms(model: nn.Module, shrunk: nn.Module, kept: Kept) -> None:
 
 @torch.no_grad()
 def error(dense: nn.Module, shrunk: nn.Module, inputs: Inputs) -> float:
-    """The largest difference of the shrunk and the zeroed network's outputs, relative to the largest output."""
+    """The largest difference between the outputs of the shrunk and the zeroed network, relative to the largest."""
     wanted, got = zeroed(dense, shrunk, kept_indices(dense, shrunk)), copy.deepcopy(shrunk).eval()
     single = difference(outputs(wanted, inputs), outputs(got, inputs))
     if not single > ROUNDING:
         return single
     exact = tuple(value.double() if value.is_floating_point() else value for value in inputs)
-    try:  # rounding or a real difference? float64 tells
+    try:  # in float64 a rounding error becomes smaller, and a real difference does not
         return difference(outputs(wanted.double(), exact), outputs(got.double(), exact))
-    except RuntimeError:  # a network that makes float32 tensors by itself
+    except RuntimeError:  # the network creates float32 tensors in its forward
         return single
 
 

@@ -1,10 +1,10 @@
-"""Take half of the channels out of a small convnet while it trains; save, load, export and measure what is left.
+"""Remove half of the channels of a small convnet while it trains; save, load, export and measure the result.
 
     python examples/prune_a_convnet.py [--channels 96] [--weights 100] [--dense-epochs 6] ...
 
-The data are scikit-learn's handwritten digits, which come with it: 1,797 pictures of 8 x 8 pixels, 400 of them held
-back for the test. Change `make_network`, `load_pictures` and the spaces in `prune`, and it is yours. Needs
-scikit-learn; the ONNX file is written if onnx, onnxscript and onnxruntime are installed.
+The data are the handwritten digits that come with scikit-learn: 1,797 images of 8 x 8 pixels, 400 of which are the test
+set. To adapt the script, change `make_network`, `load_pictures` and the spaces in `run`. It needs scikit-learn; the
+ONNX file is written only if onnx, onnxscript and onnxruntime are installed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TEST_PICTURES, BATCH, PRUNING_EPOCHS = 400, 64, 7
 
 
 def make_network() -> nn.Module:
-    """64 + 128 channels and 64 hidden neurons; the dense network, into which the small one is loaded as well."""
+    """The dense network, with 64 + 128 channels and 64 hidden neurons. `keepk.load` starts from it, too."""
     features = nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1, bias=False),
         nn.BatchNorm2d(64),
@@ -45,7 +45,7 @@ def make_network() -> nn.Module:
 
 
 def load_pictures() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test part."""
+    """The training and the test set."""
     pictures, labels = load_digits(return_X_y=True)
     images = torch.tensor(pictures / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     digits = torch.tensor(labels)
@@ -55,7 +55,7 @@ def load_pictures() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train_one_epoch(network: nn.Module, loader: Loader, optimizer: torch.optim.Optimizer) -> None:
-    """An ordinary epoch: it knows nothing of pruning."""
+    """Train for one epoch. Nothing here is specific to pruning."""
     network.train()
     for images, labels in loader:
         optimizer.zero_grad()
@@ -66,13 +66,13 @@ def train_one_epoch(network: nn.Module, loader: Loader, optimizer: torch.optim.O
 
 @torch.no_grad()
 def accuracy(network: nn.Module, part: TensorDataset) -> float:
-    """In percent."""
+    """The accuracy in percent."""
     images, labels = part.tensors
     return 100 * float((network.eval()(images).argmax(1) == labels).float().mean())
 
 
 def prune(network: nn.Module, spaces: list[Space], loader: Loader, optimizer: torch.optim.Optimizer) -> None:
-    """Anneal the network to exactly what the spaces say; it is smaller after every epoch, the optimizer with it."""
+    """Prune the network to exactly the requested counts; network and optimizer state shrink in every epoch."""
     example = next(iter(loader))[0][:2]
     pruner = keepk.Pruner(network, spaces, optimizer, epochs=PRUNING_EPOCHS, example=example)
     for name, counts in pruner.plan.items():
@@ -81,11 +81,11 @@ def prune(network: nn.Module, spaces: list[Space], loader: Loader, optimizer: to
         train_one_epoch(network, loader, optimizer)
         pruner.step()
     print(keepk.report(pruner))
-    print(keepk.compact(network, example, optimizer))  # hidden neurons that no weight reads any more
+    print(keepk.compact(network, example, optimizer))  # removes hidden neurons that no remaining weight reads
 
 
 def write(network: nn.Module, example: Tensor, folder: Path) -> nn.Module:
-    """Save the network, load it into a fresh dense one, and export it if ONNX is there; returns the loaded one."""
+    """Save the network, load it into a new dense one, export that if ONNX is installed, and return it."""
     keepk.save(network, folder / "small")
     loaded = keepk.load(make_network(), folder / "small").eval()
     assert torch.equal(loaded(example), network.eval()(example))
@@ -95,7 +95,7 @@ def write(network: nn.Module, example: Tensor, folder: Path) -> nn.Module:
 
 
 def run(*, channels: int, weights: int, dense_epochs: int, fine_tune_epochs: int, folder: Path) -> nn.Module:
-    """From a dense network to a small one on disk."""
+    """Train a dense network, prune it, fine-tune it, and write it to `folder`."""
     torch.manual_seed(0)
     train, test = load_pictures()
     loader = DataLoader(train, batch_size=BATCH, shuffle=True)
@@ -103,7 +103,7 @@ def run(*, channels: int, weights: int, dense_epochs: int, fine_tune_epochs: int
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     for _ in range(dense_epochs):
         train_one_epoch(network, loader, optimizer)
-    print(f"dense: {accuracy(network, test):.2f} % of the test pictures")
+    print(f"dense: test accuracy {accuracy(network, test):.2f} %")
 
     annealing = keepk.Annealing(p0=0.3, n1=3, nu=0.05)
     spaces: list[Space] = [
@@ -113,7 +113,7 @@ def run(*, channels: int, weights: int, dense_epochs: int, fine_tune_epochs: int
             schedule=annealing,
             name="channels",
             layer_floor=8,
-            metric=keepk.metrics.product,  # the default, BatchNorm scales, needs longer training than this
+            metric=keepk.metrics.product,  # the default ranks by BatchNorm scales, which need longer training
         ),
         keepk.weights("head.2.weight", keep=weights, schedule=keepk.Cubic(), name="weights"),
     ]
@@ -122,7 +122,7 @@ def run(*, channels: int, weights: int, dense_epochs: int, fine_tune_epochs: int
         group["lr"] /= 5
     for _ in range(fine_tune_epochs):
         train_one_epoch(network, loader, optimizer)
-    print(f"pruned: {accuracy(network, test):.2f} %")
+    print(f"pruned: test accuracy {accuracy(network, test):.2f} %")
 
     example = test.tensors[0][:2]
     small = write(network, example, folder)
@@ -133,20 +133,20 @@ def run(*, channels: int, weights: int, dense_epochs: int, fine_tune_epochs: int
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--channels", type=int, default=96, help="to keep, of 192")
-    parser.add_argument("--weights", type=int, default=100, help="of the last layer to keep, of 640")
+    parser.add_argument("--channels", type=int, default=96, help="channels to keep, of 192")
+    parser.add_argument("--weights", type=int, default=100, help="weights of the last layer to keep, of 640")
     parser.add_argument("--dense-epochs", type=int, default=6)
     parser.add_argument("--fine-tune-epochs", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="where to write; by default nothing is left behind")
+    parser.add_argument("--out", type=Path, help="folder to write to; by default a temporary one")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the network is too small for more
-    with tempfile.TemporaryDirectory() as nowhere:
+    with tempfile.TemporaryDirectory() as temporary:
         run(
             channels=options.channels,
             weights=options.weights,
             dense_epochs=options.dense_epochs,
             fine_tune_epochs=options.fine_tune_epochs,
-            folder=options.out or Path(nowhere),
+            folder=options.out or Path(temporary),
         )
 
 

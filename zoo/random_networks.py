@@ -1,8 +1,8 @@
-"""Random small networks for channel removal: from hypothesis, or from a seed for the long run.
+"""Random small networks for tests of channel removal, drawn by hypothesis or, in slow tests, from a seed.
 
-A network is a first convolution, a list of random operations, each on one of the latest values, and a linear head
-over the pixel means of all values that were left over. Every operation takes pictures [batch, channels, height, width]
-and an earlier value of the same height and width, and returns such pictures.
+A network is a convolution, a list of random operations, each on one of the latest values, and a linear head over the
+pixel means of all values that no operation reads. Every operation takes images [batch, channels, height, width] and an
+earlier value of the same height and width, and returns images of that height and width.
 """
 
 import random
@@ -19,9 +19,9 @@ SIZES = ((5, 5), (6, 6), (6, 5))
 
 
 class Operation(nn.Module):
-    """`Class(width, other_width, pick)` makes one with random settings; `self.width` is how many channels it returns.
+    """An operation with random settings: `Class(width, other_width, pick)`, if `Class.fits(width, other_width)`.
 
-    `Class.fits(width, other_width)` says whether it can be made.
+    `pick(options)` chooses a setting. `self.width` is the number of channels that it returns.
     """
 
     def __init__(self, width, _other, pick):
@@ -30,7 +30,7 @@ class Operation(nn.Module):
         self.build(width, pick)
 
     def build(self, width, pick):
-        """Make the layers, and set the width where it changes."""
+        """Create the layers, and set `self.width` if it differs from `width`."""
 
     @staticmethod
     def fits(_width, _other):
@@ -38,7 +38,7 @@ class Operation(nn.Module):
 
 
 class Even(Operation):
-    """An operation that halves, and leaves enough."""
+    """An operation that halves the channels, and leaves at least `NARROWEST`."""
 
     @staticmethod
     def fits(width, _other):
@@ -46,7 +46,7 @@ class Even(Operation):
 
 
 class Paired(Operation):
-    """An operation on two values of one width."""
+    """An operation on two values of the same width."""
 
     @staticmethod
     def fits(width, other):
@@ -66,7 +66,7 @@ def divides(width):
 
 
 def over_pixels(layer, x):
-    """A layer over the last axis, applied to the channels."""
+    """Apply a layer over the last axis to the channels."""
     return layer(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -197,7 +197,7 @@ class Attention(Operation):
 
 
 class Recurrent(Operation):
-    """An LSTM that walks down the rows; a trace follows every step, and all pixels would be 25 or more."""
+    """An LSTM over the rows. Over all pixels it would have 25 or more steps, and a trace follows each of them."""
 
     def build(self, width, pick):
         both = pick((True, False))
@@ -211,7 +211,7 @@ class Recurrent(Operation):
 
 
 class Tied(Operation):
-    """In by a matrix, out by its transpose."""
+    """A matrix, and then its transpose."""
 
     def build(self, width, pick):
         self.inner = nn.Linear(width, some_width(pick))
@@ -344,7 +344,7 @@ class Shuffle(Operation):
 
 
 class PixelShuffle(Operation):
-    """Widened fourfold by a convolution, then back by the shuffle."""
+    """A convolution to four times the channels, and a pixel shuffle that reduces them again."""
 
     def build(self, width, pick):
         self.width = pick((6, 7))
@@ -385,7 +385,7 @@ class Repeat(Operation):
 
 
 class Centered(Operation):
-    """What a reduction over the channels says, taken from each of them."""
+    """Subtracts a reduction over the channels from each of them."""
 
     def build(self, _width, pick):
         self.reduce = pick((torch.mean, torch.sum, torch.amax))
@@ -417,7 +417,7 @@ class Pairs(Operation):
 
 
 class PairsWithParameter(Operation):
-    """All pairs of channels and the entries of a parameter."""
+    """All pairs of channels and entries of a parameter."""
 
     def build(self, width, pick):
         self.table = nn.Parameter(torch.randn(4, pick((1, width)), 1, 1))
@@ -431,7 +431,7 @@ class PairsWithParameter(Operation):
 
 
 class InTraining(Operation):
-    """Something that is done in train mode only."""
+    """An operation that runs only in train mode."""
 
     def build(self, width, pick):
         self.drop, self.kind = nn.Dropout2d(0.2), pick(range(9 if width % 3 == 0 else 8))
@@ -456,7 +456,7 @@ class InTraining(Operation):
 
 
 class OnValues(Operation):
-    """A branch on the sign of the mean of a picture, or of an activation."""
+    """A branch on the sign of the mean of a channel."""
 
     def build(self, width, pick):
         self.left, self.right = nn.Conv2d(width, width, 1), nn.Conv2d(width, width, 3, padding=1)
@@ -476,7 +476,7 @@ class OnValues(Operation):
 
 
 class OnWidth(Operation):
-    """A branch on a number of channels that the trials of a trace may not reach."""
+    """A branch on a number of channels that the cut copies of a trace may not have."""
 
     def build(self, width, pick):
         self.border, self.kind = pick(range(1, width)), pick((0, 1, 2))
@@ -488,7 +488,7 @@ class OnWidth(Operation):
 
 
 class ArgumentFromWidth(Operation):
-    """A kernel, a dilation or a padding that follows the width and leaves the shape alone."""
+    """A kernel size, dilation or padding that is computed from the width and does not affect the shape."""
 
     def build(self, width, pick):
         self.part, self.kind = pick((2, 4, width)), pick((0, 1, 2))
@@ -541,7 +541,7 @@ TRAPS = (Pairs, PairsWithParameter, InTraining, OnValues, OnWidth, ArgumentFromW
 
 
 class RandomNetwork(nn.Module):
-    """What `pick(options)` chooses: the operations, what each of them works on, and their settings."""
+    """A network whose operations, their inputs and their settings are chosen by `pick(options)`."""
 
     def __init__(self, count, pick, traps=()):
         super().__init__()
@@ -554,7 +554,7 @@ class RandomNetwork(nn.Module):
             latest = range(len(widths))[-3:]
             source, other = pick(latest), pick(latest)
             sizes = widths[source], widths[other]
-            # Traps and ordinary operations take turns, so that there is something around each trap.
+            # Traps and ordinary operations alternate, so that each trap has ordinary operations around it.
             kinds = traps if traps and len(widths) % 2 else OPERATIONS
             kind = pick([operation for operation in kinds if operation.fits(*sizes)])
             self.operations.append(kind(*sizes, pick))
@@ -572,7 +572,7 @@ class RandomNetwork(nn.Module):
 
 
 def built(pick, count, size, seed, traps=()):
-    """The network in float64 with its example."""
+    """A network in float64, and its example."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = RandomNetwork(count, pick, traps).double()
@@ -581,20 +581,20 @@ def built(pick, count, size, seed, traps=()):
 
 
 def random_network(seed):
-    """The network of a seed, with its example."""
+    """The network of a seed, and its example."""
     source = random.Random(seed)
     return built(source.choice, source.randint(4, 10), source.choice(SIZES), seed)
 
 
 def random_trap(seed):
-    """A network of a seed with operations that are easily cut wrong, with its example."""
+    """The network of a seed with operations that are easily cut wrong, and its example."""
     source = random.Random(seed)
     return built(source.choice, source.randint(3, 7), source.choice(SIZES), seed, TRAPS)
 
 
 @st.composite
 def random_networks(draw):
-    """Networks with their examples; hypothesis makes a failing one as short as it can."""
+    """Networks and their examples; hypothesis shrinks a failing one."""
     return built(
         lambda options: draw(st.sampled_from(options)),
         draw(st.integers(4, 10)),

@@ -1,7 +1,7 @@
-"""Random small networks, one a seed: convolutions of every kind, residuals, splits, shuffles, attention.
+"""Random small networks, one per seed: all kinds of convolutions, residuals, splits, shuffles, attention.
 
-A network is a list of values, each made from one or two earlier ones by an operation of the table ``OPERATIONS``.
-Sizes that an operation needs are bound as constants, as they are in much code: no attribute tells them.
+A network is a list of values, each computed from one or two earlier ones by an operation of the table ``OPERATIONS``.
+Sizes that an operation needs are bound as constants, as in much code, so no attribute reveals them.
 """
 
 import random
@@ -30,31 +30,31 @@ class Apply(nn.Module):
         self.function = function
 
     def forward(self, *values: Tensor) -> Tensor:
-        """The function's own result."""
+        """Call the function."""
         return self.function(*values)
 
 
 class ChannelsLast(nn.Module):
-    """A layer that works on the last axis, used on pictures."""
+    """A layer over the last axis, applied to the channels of images."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, maps: Tensor) -> Tensor:
-        """[N, C, H, W] there and back."""
+        """[N, C, H, W] -> [N, C', H, W]."""
         return self.layer(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 class SqueezeExcite(nn.Module):
-    """A gate per channel, from the channels' means."""
+    """A gate per channel, computed from the means of the channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.gate = nn.Sequential(nn.Conv2d(width, 4, 1), nn.ReLU(), nn.Conv2d(4, width, 1), nn.Sigmoid())
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Each channel times its gate."""
+        """Multiply each channel by its gate."""
         return maps * self.gate(maps.mean((2, 3), keepdim=True))
 
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(8, width)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """The maps plus what their pixels say to each other."""
+        """The input plus the attention over its pixels."""
         batch, width, rows, columns = maps.shape
         pixels = maps.flatten(2).transpose(1, 2)
         query, key, value = (
@@ -82,14 +82,14 @@ class Attention(nn.Module):
 
 
 class PerHalf(nn.Module):
-    """One linear layer used on both halves of the channels."""
+    """One linear layer, applied to both halves of the channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layer = nn.Linear(width // 2, 6)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Two halves through one layer, side by side again."""
+        """Apply the layer to both halves and concatenate the results."""
         batch, width, rows, columns = maps.shape
         halves = maps.flatten(2).transpose(1, 2).reshape(batch, rows * columns, 2, width // 2)
         return self.layer(halves).flatten(2).transpose(1, 2).reshape(batch, -1, rows, columns)
@@ -151,7 +151,7 @@ def interleaved(left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Draft:
-    """A network half drawn: the dice, the width of every value so far, and the value to go on from."""
+    """A partly drawn network: the random generator, the width of every value, and the value to continue from."""
 
     dice: random.Random
     widths: list[int]
@@ -159,25 +159,25 @@ class Draft:
 
     @property
     def width(self) -> int:
-        """The channels of the value to go on from."""
+        """The channels of the value to continue from."""
         return self.widths[self.source]
 
     def choose(self, *options: Choice) -> Choice:
-        """One of them, by the dice."""
+        """A random one of the options."""
         return self.dice.choice(options)
 
     def groups(self) -> int:
-        """A number of groups that the width allows."""
+        """A random number of groups that divides the width."""
         return self.choose(*([groups for groups in (2, 3, 4) if self.width % groups == 0] or [1]))
 
     def alike(self) -> list[int]:
-        """The values of the same width, but the input."""
+        """The values of the same width, without the input."""
         return [value for value in range(1, len(self.widths)) if self.widths[value] == self.width]
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation drawn: its module, the values that it reads, the width of what it makes."""
+    """One drawn operation: its module, the values that it reads, and the width of its result."""
 
     module: nn.Module
     reads: tuple[int, ...]
@@ -218,12 +218,12 @@ def per_half(draft: Draft) -> Step:
 
 
 def layer(make: Callable[[int], nn.Module]) -> Operation:
-    """An operation that keeps the width, with parameters made for it."""
+    """An operation with parameters that keeps the width."""
     return lambda draft: Step(make(draft.width), (draft.source,), draft.width)
 
 
 def function(apply: Callable[[Tensor], Tensor], *, times: int = 1, over: int = 1) -> Operation:
-    """An operation without parameters, which makes ``times / over`` of the width."""
+    """An operation without parameters, which multiplies the width by ``times / over``."""
     return lambda draft: Step(Apply(apply), (draft.source,), times * draft.width // over)
 
 
@@ -232,7 +232,7 @@ def one_half(draft: Draft) -> Step:
 
 
 def gate(draft: Draft) -> Step:
-    draft.choose(0, 1)  # drawn for nothing, but a seed's later draws depend on it
+    draft.choose(0, 1)  # unused, but the later draws of a seed depend on it
     return Step(Apply(gated_linear_unit), (draft.source,), draft.width // 2)
 
 
@@ -241,7 +241,7 @@ def channel_shuffle(draft: Draft) -> Step:
 
 
 def with_another(apply: Callable[[Tensor, Tensor], Tensor]) -> Operation:
-    """An operation on two different values of one width."""
+    """An operation on two different values of the same width."""
 
     def draw(draft: Draft) -> Step | None:
         others = [value for value in draft.alike() if value != draft.source]
@@ -260,7 +260,7 @@ def interleaving(draft: Draft) -> Step:
 
 
 def when(fits: Callable[[int], bool], operation: Operation) -> Operation:
-    """The operation where the width fits; nothing elsewhere."""
+    """The operation if the width fits, else None."""
     return lambda draft: operation(draft) if fits(draft.width) else None
 
 
@@ -272,7 +272,7 @@ def halves(width: int) -> bool:
     return even(width) and width >= 8
 
 
-# The order is part of a seed's meaning.
+# Do not reorder: the network of a seed depends on the order.
 OPERATIONS: dict[str, Operation] = {
     "convolution": convolution,
     "grouped convolution": grouped_convolution,
@@ -308,7 +308,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 class RandomNetwork(nn.Module):
-    """A stem, some random operations, and a classifier of the last two values."""
+    """A convolution, some random operations, and a classifier that reads the last two values."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class RandomNetwork(nn.Module):
         self.classifier = nn.Linear(widths[-1] + widths[-2], CLASSES)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """The classes' scores."""
+        """The logits."""
         values = [pictures]
         for module, reads in zip(self.modules_in_order, self.reads, strict=True):
             values.append(module(*(values[index] for index in reads)))
@@ -335,7 +335,7 @@ class RandomNetwork(nn.Module):
 
 
 def make(seed: int) -> nn.Module:
-    """The network of a seed, in eval mode, its BatchNorms as if they had been trained."""
+    """The network of a seed in eval mode, with random BatchNorm statistics as after training."""
     torch.manual_seed(seed)
     network = RandomNetwork(seed).eval()
     for norm in network.modules():

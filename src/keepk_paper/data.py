@@ -1,6 +1,7 @@
-"""The data folder, and MNIST: 50,000 images for training, 10,000 for validation, 10,000 for testing.
+"""The data folder, MNIST, and data sets that are published as several files.
 
-Data sets of several files: read from the data folder, loose or inside their archive, or downloaded.
+MNIST has 50,000 images for training, 10,000 for validation and 10,000 for testing. `Published` reads a data set of
+several files from the data folder, loose or inside their archive, and downloads missing ones.
 """
 
 import gzip

@@ -133,8 +133,8 @@ class DemoReport:
             *(_row(it.name, it.total, it.kept, asked=f"{it.asked:,}") for it in self.kept.spaces),
             ("test error", f"{before.test_error:.2f}%", "", f"{after.test_error:.2f}%", ""),
             _row("parameters", before.parameters, after.parameters),
-            _row("  of them not masked", before.parameters, self.kept.parameters),
-            _row("MACs a picture", before.macs, after.macs),
+            _row("  of which not masked", before.parameters, self.kept.parameters),
+            _row("MACs per image", before.macs, after.macs),
             (
                 "file size, kB",
                 f"{before.file_bytes / KILO:,.1f}",
@@ -265,7 +265,7 @@ def epochs_in_all(recipe: Recipe, parity: Setting) -> int:
 
 
 def make_ready(folder: Path) -> None:
-    """Check before training for errors that would occur after it: missing packages, an unwritable folder."""
+    """Fail before training if a package is missing or the folder cannot be written, and not after it."""
     try:
         for package in ("sklearn", "matplotlib"):
             importlib.import_module(package)

@@ -1,14 +1,14 @@
 """DenseNet-40 on CIFAR-10, CIFAR-100 and SVHN: the paper's Tables 4 and 5.
 
-Every layer of a dense block reads all channels in front of it through a BatchNorm of its own, so a unit is one such
-read; a channel is removed with its last read.
+Every layer of a dense block reads all earlier channels through a separate BatchNorm. A unit is one such read, and a
+channel is removed with its last read.
 
 ==========================  ========================================================================================
-dense, control, keepk-60    growth rate 4, a third of the pictures: 16 epochs from scratch; 14 more from there, dense
-                            and pruned; trained-M-P are others at other rates
-one-run-*                   growth rate 6, all pictures, one run under one learning-rate curve; see `one_run`
-full-*                      the paper's own sizes and lengths, as in `vgg`, with alpha = 1, which the paper found to be
-                            as good as other values here
+dense, control, keepk-60    growth rate 4, a third of the images: 16 epochs from scratch; 14 more from there, dense
+                            and pruned; trained-M-P have other metrics and rates
+one-run-*                   growth rate 6, all images, one run under one learning-rate curve; see `one_run`
+full-*                      the paper's sizes and lengths, as in `vgg`, with alpha = 1, which the paper found to be as
+                            good as other values here
 ==========================  ========================================================================================
 """
 

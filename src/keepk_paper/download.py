@@ -285,7 +285,7 @@ def _length(path: Path) -> int:
 
 
 def _digest(path: Path, algorithm: str) -> str:
-    # Some data sets publish MD5 only, which a FIPS build of OpenSSL allows with this flag alone.
+    # Some data sets publish only an MD5, which a FIPS build of OpenSSL refuses without this flag.
     digest = hashlib.new(algorithm, usedforsecurity=False)
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):

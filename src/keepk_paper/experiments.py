@@ -1,4 +1,4 @@
-"""The paper's experiments: every recipe with every seed, each killed run going on where it stood."""
+"""Run the paper's experiments: every recipe with every seed. A killed run resumes from its last epoch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,27 +31,29 @@ DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
 }
 PARITY = "parity"
 SHARED_OPTIONS: dict[str, Any] = {"recipe": None, "results": Path("results"), "threads": 1}
-# The options of a run of recipes, and of one of parity, with what they are if nobody says.
+# The options of `run` and their defaults: for experiments made of recipes, and for parity.
 OPTIONS = {**SHARED_OPTIONS, "seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2, "full": False}
 PARITY_OPTIONS = {**SHARED_OPTIONS, "seeds": parity.DRAWS, "inits": parity.INITS, "figure": None}
 
 
 def run(experiment: str, options: Mapping[str, Any]) -> Path:
-    """Run an experiment, parity or another, and return its result file.
+    """Run an experiment and return the path of its result file.
 
     Args:
-        experiment: Its name.
-        options: By the names of `OPTIONS` or `PARITY_OPTIONS`; None is what stands there. What is of the other kind of
-            experiment is refused.
+        experiment: A name of `EXPERIMENTS`, or `PARITY`.
+        options: Values for the names in `OPTIONS`, or in `PARITY_OPTIONS` for parity. None means the default.
+
+    Raises:
+        DataError: If an option does not belong to this experiment, or a recipe is unknown.
     """
     known = PARITY_OPTIONS if experiment == PARITY else OPTIONS
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in known:
             other = "another experiment" if experiment == PARITY else PARITY
-            raise DataError(f"run: --{name} is no option of {experiment}. Leave it out, or run {other}.")
+            raise DataError(f"run: --{name} is not an option of {experiment}. Leave it out, or run {other}.")
     chosen = {**known, **given}
-    recipes = chosen.pop("recipe") or None  # none named: all of them
+    recipes = chosen.pop("recipe") or None  # an empty list means all recipes, too
     return (_parity if experiment == PARITY else partial(_run_recipes, experiment))(recipes=recipes, **chosen)
 
 
@@ -74,16 +76,16 @@ def _run_recipes(
     threads: int,
     full: bool,
 ) -> Path:
-    """Run every recipe with seeds 1, 2, ... and add the points to the experiment's result file, which is returned.
+    """Run every recipe with seeds 1, 2, ..., append the points to the experiment's result file and return its path.
 
-    A seed that was killed goes on from its last epoch; one that is finished is not run again. `jobs` seeds run at a
-    time, each in a process with `threads` threads. A recipe that needs another one waits for it. Without names, all
-    recipes are run that two cores can carry; `full` takes the paper's own networks instead.
+    A killed seed resumes from its last epoch, and a finished one is skipped. `jobs` seeds run at a time, each in a
+    process with `threads` threads. A recipe waits for the recipes that it needs. If `recipes` is None, those that two
+    cores can train are run, or with `full` those of the paper's size.
     """
     for name, value in (("seeds", seeds), ("jobs", jobs), ("threads", threads)):
         count(value, f"experiment {experiment!r}: {name}", DataError, least=1)
     chosen = _with_starts(experiment, recipes or _usual(experiment, full))
-    DATA[experiment](data)  # found or fetched once, before the workers look for it
+    DATA[experiment](data)  # download once, before several workers try to
     work = partial(_one_seed, experiment, data=data, results=results, runs=runs, threads=threads)
     pool = ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn"))
     try:
@@ -91,15 +93,15 @@ def _run_recipes(
             tasks = [pool.submit(work, name, seed) for name in names for seed in range(1, seeds + 1)]
             for finished in as_completed(tasks):
                 finished.result()
-    finally:  # a seed that failed, or Ctrl-C: those that wait need not start
+    finally:  # after a failed seed or Ctrl-C, do not start the waiting ones
         pool.shutdown(cancel_futures=True)
     return results / f"{experiment}.jsonl"
 
 
 def _usual(experiment: str, full: bool) -> list[str]:
-    """The recipes of a run without names: those that two cores can train, or with `full` those of the paper's size.
+    """The recipes to run by default: those that two cores can train, or with `full` those of the paper's size.
 
-    Recipes that are compared with those, several dozen, are trained only by name.
+    The several dozen recipes for comparison are left out, and run only by name.
     """
     names = [name for name, recipe in EXPERIMENTS[experiment].items() if not recipe.only_by_name]
     if not any(name.startswith(FULL) for name in names):
@@ -108,7 +110,7 @@ def _usual(experiment: str, full: bool) -> list[str]:
 
 
 def _with_starts(experiment: str, names: Sequence[str]) -> list[str]:
-    """The recipes, and those that they need, first."""
+    """The named recipes, preceded by the recipes that they need."""
     known = EXPERIMENTS[experiment]
     for name in names:
         if name not in known:
@@ -120,7 +122,7 @@ def _with_starts(experiment: str, names: Sequence[str]) -> list[str]:
 
 
 def _in_turn(experiment: str, names: Sequence[str]) -> list[list[str]]:
-    """The recipes in groups, each of which needs only recipes of the groups before it."""
+    """The recipes in groups; each group needs only recipes of earlier groups."""
     known, done, groups = EXPERIMENTS[experiment], set[str](), list[list[str]]()
     while left := [name for name in dict.fromkeys(names) if name not in done]:
         groups.append([name for name in left if not {*known[name].needs} - done])
@@ -150,7 +152,7 @@ def _one_seed(
         load_checkpoint(start, model=model)
         trained = by_quality(chosen, model)
     run_of_seed = Run(trained, seed, DATA[experiment](data), folder, start)
-    versions = result_files.versions()  # of the code that runs, not of a checkout that has moved on when it ends
+    versions = result_files.versions()  # now: the checkout may have moved on by the end of the run
     commits = run_of_seed.progress.commits
     if (commit := versions.get("commit")) and commit not in commits:
         commits.append(commit)
@@ -169,7 +171,7 @@ def _one_seed(
 def _dense_error(
     points: Sequence[dict[str, Any]], start: Path | None, runs: Path, control: str | None, seed: int
 ) -> float | None:
-    """The test error of the dense network that a run began with, or of its control; None if that is not finished."""
+    """The test error of the control, or of the dense network at the start; None if the control is not finished."""
     if control is not None and not (runs / f"{control}-{seed}" / "finished").exists():
         return None
     if control is not None:

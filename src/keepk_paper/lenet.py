@@ -1,14 +1,14 @@
-"""The MNIST experiments: LeNet-300-100 and LeNet-5, the paper's way and ours (Tables 1 and 2).
+"""The MNIST experiments: LeNet-300-100 and LeNet-5, by the paper's recipe and by ours (Tables 1 and 2).
 
-``paper`` is the paper's text taken literally. It leaves the dense training open: here, plain SGD with batches of 64 and
-a learning rate of 0.1, until the error is the paper's. ``keepk`` is our recipe. It is compared with two rivals that
-start from the same kind of dense network and train for as many epochs as ``keepk`` does:
+``paper`` follows the text of the paper literally. The text does not describe the dense training; here it is plain SGD
+with batches of 64 and a learning rate of 0.1, until the error matches the paper's. ``keepk`` is our recipe. It is
+compared with two rivals that start from the same dense training and have as many epochs:
 
 ==============  ====================================================================================================
 one-shot-K      all weights but K are pruned at one event
-han-1, -2, -3   Han et al. 2015, in three rounds: the weights of each layer below its standard deviation are pruned, so
-                that K is an outcome, and the network is retrained. The retraining is ours, so that only the choice of
-                weights differs; K is counted before it, and the weights are pruned after its first epoch
+han-1, -2, -3   Han et al. 2015, in three rounds: the weights of each layer that are smaller than its standard deviation
+                are pruned, so that K is an outcome, and the network is retrained. The retraining is ours, so that only
+                the choice of weights differs; K is counted before it, and the weights are pruned after its first epoch
 ==============  ====================================================================================================
 """
 
@@ -37,7 +37,7 @@ LENET_300_PAPER = Recipe(
     ],
 )
 
-# Down in rounds: each takes a part of the weights in half of its epochs or so, while the rate falls from .05 to zero.
+# Pruned in rounds. Each removes weights in its first third to five eighths; the rate falls from .05 to zero in each.
 LENET_300_OURS = Recipe(
     name="keepk",
     network=LeNet300,

@@ -1,7 +1,7 @@
 """The paper's networks: LeNet-300-100, LeNet-5, VGG-16 and DenseNet-40.
 
-VGG-16 is the version for images of 32 x 32 of Li et al. (2017), DenseNet-40 that of Huang et al. (2017) without
-bottlenecks and compression. `printed_parameters` counts parameters as the paper's tables do.
+VGG-16 is Li et al.'s version for images of 32 x 32 (2017). DenseNet-40 is Huang et al.'s (2017), without bottlenecks
+and compression. `printed_parameters` counts parameters as the paper's tables do.
 """
 
 from collections.abc import Sequence
@@ -106,8 +106,8 @@ class VGG16(nn.Module):
     Args:
         classes: The number of outputs.
         width: A factor for the number of channels and hidden nodes; 0.25 gives 16, 16, 32, ... 128.
-        filters: The number of filters of each of the 13 convolutions instead, as a pruned network has them; `width`
-            still sets the hidden nodes.
+        filters: The number of filters of each of the 13 convolutions, which overrides `width` there; `width` still sets
+            the hidden nodes.
 
     >>> network = VGG16(width=0.25)
     >>> [layer.out_channels for layer in network.features if isinstance(layer, nn.Conv2d)]
@@ -217,11 +217,10 @@ class DenseNet40(nn.Module):
 
 
 def printed_parameters(network: nn.Module) -> int:
-    """The number of parameters to compare with the paper's.
+    """The number of parameters, counted as the paper's tables count them.
 
-    Counted are, for LeNet and DenseNet-40, all parameters: weights, biases, and scales and shifts of BatchNorm. For
-    VGG-16 they are the weights of convolutions and the weights and biases of fully connected layers, but neither
-    BatchNorm's parameters nor the biases of convolutions: 14.98M fits only so.
+    For LeNet and DenseNet-40 this is all parameters: weights, biases, and BatchNorm's scales and shifts. For VGG-16 it
+    excludes BatchNorm's parameters and the biases of convolutions; only that count gives the paper's 14.98M.
 
     >>> f"{printed_parameters(VGG16()):,}", f"{printed_parameters(VGG16(classes=100)):,}"
     ('14,978,250', '15,024,420')

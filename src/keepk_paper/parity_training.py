@@ -1,16 +1,14 @@
 """Train all networks of the parity figure at once: every initialisation and every number of nodes, in one stack.
 
-Networks with the same initialisation and different numbers of nodes to keep are identical as long as their plans agree.
-Until then they are trained once: one line of the stack represents all of them, and splits at the event at which their
-plans differ.
+Data (`draw`): the label is the product of five of fifty signs, and one label in ten is wrong.
 
-Many networks with one hidden layer, stacked into one module and trained together by one optimizer.
+Stack (`Stack`): many networks with one hidden layer in one module, trained together by one optimizer. Every member sees
+the same batches, so the first layers of all members are one matrix product. Pruned nodes are removed. Members with
+fewer nodes than the widest are padded with nodes of zeros, which stay zero: tanh(0) = 0, so neither their incoming nor
+their outgoing weights ever get a gradient.
 
-Every member sees the same batches, so the first layers of all members are one matrix product. Pruned nodes are removed.
-Members with fewer nodes than the widest are padded with nodes of zeros, which stay zero: tanh(0) = 0, so neither their
-incoming nor their outgoing weights ever get a gradient.
-
-Parity with noise: the label is the product of five of fifty signs, and one label in ten is wrong.
+Lines (`Line`, `split`): networks with the same initialisation and different numbers of nodes to keep are identical
+until the event at which their plans differ. Until then one member of the stack represents all of them; then it splits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +29,7 @@ from keepk.plan.schedules import AnySchedule, plan
 
 INPUTS, PARITY, NOISE = 50, 5, 0.1
 SIZES = (15_000, 5_000, 5_000)
-NEAR = 0.2  # percent above the noise floor that count as reaching it
+NEAR = 0.2  # percentage points above the noise floor that still count as reaching it
 
 
 def at_floor(error: float, floor: float) -> bool:

@@ -1,12 +1,8 @@
 """Data sets of colour images: CIFAR-10, CIFAR-100 and SVHN, and random crops of their batches.
 
-Data sets of colour images: kept in memory as uint8, converted to float batch by batch.
-
-CIFAR-10 and CIFAR-100: 45,000 images for training, 5,000 for validation, 10,000 for testing.
-
-Read from the binary version, because the Python version is pickled.
-
-SVHN, cropped digits: the published training file divided into training and validation, and the test file.
+Images are kept in memory as uint8 and converted to float batch by batch. CIFAR-10 and CIFAR-100 have 45,000 images for
+training, 5,000 for validation and 10,000 for testing; they are read from the binary version, because the Python version
+is pickled. SVHN is the version with cropped digits, whose training file is divided into training and validation.
 """
 
 import zlib

@@ -1,7 +1,7 @@
 """Recipes: how a network of the paper is trained, pruned and fine-tuned, as plain values.
 
-A recipe is a row of stages. The dense training is the first stage, so that one `keepk.Pruner`, one optimizer and one
-plan go from the fresh network to the last point; each stage that ends at a number of weights is a point to report.
+A recipe is a sequence of stages. Dense training is the first stage, so that one `keepk.Pruner`, one optimizer and one
+plan cover the whole run. Each stage with ``report=True`` ends in a point of the result file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,35 +25,36 @@ Metric: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def saliency(weight: Tensor) -> Tensor:
-    r"""|w| times the root mean square of its gradients in the epoch, which training leaves in ``.grad``.
+    r"""|w| times the root mean square of its gradients over the epoch, which training writes to ``.grad``.
 
     .. math:: R(w) = |w| \sqrt{E[g^2]}
 
-    The square is, but for a factor, what the loss gains if w goes, by a second-order expansion with the diagonal of
-    the empirical Fisher matrix in the place of the Hessian (LeCun's optimal brain damage).
+    Up to a factor, the square is the increase of the loss if w is removed, by a second-order expansion with the
+    diagonal of the empirical Fisher matrix instead of the Hessian (LeCun's optimal brain damage).
     """
-    assert weight.grad is not None  # put there before every event
+    assert weight.grad is not None  # `train.MeanSquares` writes it before every event
     return (weight * weight.grad).abs()
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A span of epochs with one way of training.
+    """A span of epochs with fixed training settings.
 
     Args:
-        epochs: How long it is.
-        lr: The learning rate at its start.
-        flat: For how many epochs the learning rate stays there, before it falls to zero as a cosine; None: always.
-        warmup: For how many epochs the learning rate first rises from zero to `lr`, in a straight line. They count as
-            part of `flat`, or of the cosine where `flat` is shorter.
+        epochs: The number of epochs.
+        lr: The peak learning rate.
+        flat: The number of epochs at `lr` before it decays to zero as a cosine; None keeps it constant.
+        warmup: The number of epochs in which the learning rate first rises linearly from zero to `lr`. They count as
+            part of `flat`, or of the cosine if `flat` is shorter.
         decay: Weight decay.
-        momentum: 0 is plain SGD; otherwise with `nesterov` or without.
+        momentum: Momentum; 0 is plain SGD.
+        nesterov: Whether the momentum is Nesterov's.
         dropout: The rates of the model's dropout layers.
-        keep: By space, how many weights are left at the end, and the schedule that gets there.
-        freeze: Globs of parameters that get no update.
-        report: Whether its end is a point of the experiment.
-        metric: Ranks the weights at its events.
-        first_event: The epoch at whose end the schedule has its first event.
+        keep: The number of units to keep and the schedule that reaches it, by space.
+        freeze: Globs of parameters that are not updated.
+        report: Whether the end of the stage is a point of the experiment.
+        metric: Ranks the weights at the events of the stage.
+        first_event: The epoch that ends with the first event.
         scale_l1: The L1 penalty on the scales of BatchNorms (Network Slimming).
     """
 
@@ -89,29 +90,29 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """An experiment's way from a fresh network to its points.
+    """The settings of a run, from initialisation to its last point.
 
     Args:
-        name: What it is called in results.
-        network: Makes the fresh network.
-        spaces: By name, the glob of each space.
-        stages: What is done, in order.
-        batch: Pictures per step.
+        name: The name in result files.
+        network: The class of the network.
+        spaces: The glob of each space, by name.
+        stages: The stages, in order.
+        batch: Images per step.
         options: Arguments of the network.
-        units: What spaces are of: "weights", or channels counted at the "output" or the "input" of modules.
-        metric: Ranks channels; None is the library's own choice. `taylor` and `random` are given as they are: a run
-            calls them with its own statistics or seed. Weights are ranked by their stage's metric.
-        start: The recipe whose last network this one goes on with.
-        smoothing: Of the labels.
-        pictures: How many of the training pictures are used, the first ones; None is all.
-        layer_floor: The least that stays of every layer's channels: a count, or a share.
-        control: The recipe whose last network is the dense one that results are compared with, if it is not `start`.
-        like: The recipe whose finished run of the same seed this one imitates.
+        units: The units of the spaces: "weights", or channels at the "output" or the "input" of modules.
+        metric: Ranks channels; None is the library's default. For `taylor` and `random`, give the factory itself: each
+            run calls it with its statistics or its seed. Weights are ranked by their stage's metric.
+        start: The recipe whose final network this one starts from.
+        smoothing: Label smoothing.
+        pictures: Train on this many images, the first of the training set; None is all.
+        layer_floor: The minimum number of channels kept in each layer, as a count or a share.
+        control: The recipe whose final network is the dense baseline, if it is not `start`.
+        like: The recipe whose finished run with the same seed this one imitates.
         match: The property in which it imitates that run: "widths", "macs" or CPU "seconds"; see `keepk_paper.one_run`.
         quality: Of each space, keep the weights of the network of `start` whose magnitude is at least this many
             standard deviations of the space's nonzero weights (Han et al. 2015). The counts go into the stages that
             prune, whose `keep` names the spaces and the schedule, with any number; see `by_quality`.
-        only_by_name: Whether a run of the whole experiment leaves this recipe out: there are dozens of comparisons.
+        only_by_name: Whether a run of the whole experiment skips this recipe. There are dozens of comparisons.
     """
 
     name: str
@@ -139,7 +140,7 @@ class Recipe:
         return [name for name in (self.start, self.like, control) if name]
 
     def fingerprint(self) -> str:
-        """A hash of every number of this recipe, which a checkpoint of another recipe does not share.
+        """A hash of every setting that affects the result, by which a checkpoint is matched to its recipe.
 
         Fields that have their default value are left out, so that a field added later does not invalidate the
         checkpoints of the recipes that do not use it.
@@ -158,21 +159,21 @@ class Recipe:
 
     @property
     def epochs(self) -> int:
-        """The length of all stages."""
+        """The total number of epochs."""
         return sum(stage.epochs for stage in self.stages)
 
     def phases(self) -> list[Phase] | None:
-        """Each stage as a phase of the pruner; None if no stage prunes."""
+        """The phases of the pruner, one or two per stage; None if no stage prunes."""
         if not any(stage.keep for stage in self.stages):
             return None
         return [phase for stage in self.stages for phase in _phases(stage)]
 
     def weight_spaces(self, totals: Mapping[str, int], metric: Metric = magnitude) -> list[WeightSpace]:
-        """Each space with the plan that goes through all of its points."""
+        """The spaces of weights, each with one plan for all of its stages."""
         return [self._space(name, glob, totals[name], metric) for name, glob in self.spaces.items()]
 
     def channel_spaces(self, metric: Callable[..., Any] | None) -> list[ChannelSpace]:
-        """Each space with the goal of the stage that prunes it; without one it keeps all of its channels."""
+        """The spaces of channels. A space that no stage prunes keeps all of its channels."""
         assert self.units != "weights"
         goals = {name: goal for stage in self.stages for name, goal in stage.keep.items()}
         space = partial(channels, at=self.units, metric=metric, layer_floor=self.layer_floor)
@@ -220,7 +221,7 @@ def by_quality(recipe: Recipe, model: nn.Module) -> Recipe:
 
 
 def _phases(stage: Stage) -> list[Phase]:
-    """A stage as a phase, or as two if its events begin later."""
+    """A stage as one phase, or as two if its first event is not at the end of its first epoch."""
     before = stage.first_event - 1 if stage.keep else 0
     dense = [Phase(before, freeze=stage.freeze)] if before else []
     return [*dense, Phase(stage.epochs - before, prune=tuple(stage.keep), freeze=stage.freeze)]
@@ -236,7 +237,7 @@ FC = ("classifier.*",)  # the fully connected layers, which the paper freezes wh
 
 
 def paper_dense(network: type[nn.Module], spaces: Mapping[str, str], units: At) -> Recipe:
-    """The dense training of the paper's text: 250 epochs of SGD at .1, a fifth of it after each quarter."""
+    """Dense training as in the paper's text: 250 epochs of SGD at .1, divided by five after each quarter."""
     quarters = zip((62, 63, 62, 63), (0.1, 0.02, 0.004, 0.0008), strict=True)
     stages = [Stage(epochs, lr=lr, flat=None, nesterov=False, decay=5e-4, report=False) for epochs, lr in quarters]
     stages[-1] = replace(stages[-1], report=True)
@@ -244,7 +245,7 @@ def paper_dense(network: type[nn.Module], spaces: Mapping[str, str], units: At) 
 
 
 def paper_pruned(dense: Recipe, name: str, keep: int, annealing: int, metric: Callable[..., Any]) -> Recipe:
-    """The pruning of the paper's text, from the dense network: 250 epochs at .005, halved after each quarter.
+    """Pruning the dense network as in the paper's text: 250 epochs at .005, halved after each quarter.
 
     Channels are removed in the first `annealing` epochs, with the fully connected layers frozen.
     """

@@ -1,4 +1,4 @@
-"""Training a recipe: whole data sets as tensors, batches as rows of indices, every epoch resumable."""
+"""Train one seed of a recipe. Data sets are tensors in memory, batches are row indices; every epoch is resumable."""
 
 import time
 from base64 import b64encode
@@ -31,24 +31,24 @@ from keepk_paper.recipes import Recipe, Stage, saliency
 
 @dataclass
 class Progress:
-    """Where a run stands: of which recipe, the epochs behind it, what they cost, and the points reached."""
+    """The progress of a run: the recipe's fingerprint, completed epochs, their cost, and the points reached."""
 
     recipe: str
     epoch: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     points: list[dict[str, Any]] = field(default_factory=list)
-    commits: list[str] = field(default_factory=list)  # of the code that trained it, the first one first
+    commits: list[str] = field(default_factory=list)  # of the code that trained it, oldest first
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an epoch reads, and the part of the model that it goes through.
+    """The input of an epoch, and the part of the model that it is fed to.
 
     Attributes:
-        batch: From rows of the training part to what goes in.
-        labels: Of the training part.
-        forward: What it goes into.
+        batch: Maps row indices of the training set to a batch.
+        labels: The labels of the training set.
+        forward: The model, or its trainable part.
     """
 
     batch: Callable[[Tensor], Tensor]
@@ -57,27 +57,35 @@ class Inputs:
 
 
 class MeanSquares:
-    """The mean squares of all gradients of an epoch, for a metric that looks at ``.grad``."""
+    """The root mean square of each gradient over an epoch, for a metric that reads ``.grad``."""
 
     def __init__(self, model: nn.Module) -> None:
         self._sums = {parameter: torch.zeros_like(parameter) for parameter in model.parameters()}
         self._batches = 0
 
     def add(self) -> None:
-        """Take in the gradients of one batch."""
+        """Add the gradients of one batch."""
         self._batches += 1
         for parameter, total in self._sums.items():
             if parameter.grad is not None:
                 total.addcmul_(parameter.grad, parameter.grad)
 
     def leave_roots(self) -> None:
-        """Leave their roots in ``.grad``."""
+        """Write the root mean squares to ``.grad``."""
         for parameter, total in self._sums.items():
             parameter.grad = total.div_(self._batches).sqrt_()
 
 
 class Run:
-    """One seed of a recipe. Killed at any moment, it goes on from its last whole epoch and ends bit-equal."""
+    """One seed of a recipe. Killed at any moment, it resumes from its last complete epoch and ends bit-equal.
+
+    Args:
+        recipe: The recipe.
+        seed: Seed of the weights, the batches and a random metric.
+        data: The data set, already on the device to train on.
+        folder: The folder of the checkpoint. A checkpoint found there is resumed.
+        start: The folder of the finished run whose network this one starts from.
+    """
 
     def __init__(
         self, recipe: Recipe, seed: int, data: Mnist | Pictures, folder: Path, start: Path | None = None
@@ -85,7 +93,7 @@ class Run:
         torch.manual_seed(seed)
         self.recipe, self.data, self.folder = recipe, data, folder
         self.model = recipe.network(**recipe.options).to(data.train.images.device)
-        # Convolutions on a CPU take half the time in this format.
+        # In this memory format convolutions on a CPU take half the time.
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=recipe.stages[0].lr)
         self._stage = recipe.stages[0]
@@ -114,7 +122,7 @@ class Run:
         return random(seed) if self.recipe.metric is random else self.recipe.metric
 
     def finish(self, report: Callable[[Progress, Pruner], None]) -> list[dict[str, Any]]:
-        """Train what is left; returns the points of all stages."""
+        """Train the remaining epochs, calling `report` after each, and return the points of all stages."""
         first = 0
         for stage in self.recipe.stages:
             if self.progress.epoch < first + stage.epochs:
@@ -126,8 +134,8 @@ class Run:
     def _resumed(self, saved: dict[str, Any]) -> Progress:
         if saved.get("recipe") != self.progress.recipe:
             raise DataError(
-                f"{self.folder}: holds a run of another recipe {self.recipe.name!r}, so it cannot go on. "
-                f"Remove the folder to start anew."
+                f"{self.folder}: holds a run of another recipe {self.recipe.name!r}, so it cannot be resumed. "
+                f"Remove the folder to start over."
             )
         return Progress(**saved)
 
@@ -156,7 +164,7 @@ class Run:
             layer.p = rate
 
     def _inputs(self, stage: Stage) -> Inputs:
-        """The training pictures, or what frozen convolutions make of them, worked out once for the whole stage."""
+        """The training images, or the features that frozen convolutions compute from them, once per stage."""
         train = self.data.train
         if isinstance(self.model, LeNet5) and matches("conv1.weight", stage.freeze):
             self.model.eval()
@@ -168,7 +176,7 @@ class Run:
     def _train_epoch(self, stage: Stage, epoch: int, inputs: Inputs) -> None:
         self.model.train()
         size, total = self.recipe.batch, self.recipe.pictures or len(inputs.labels)
-        # Full batches only: the few rows left over sit this epoch out.
+        # Only full batches: the remaining rows are skipped in this epoch.
         rows = torch.randperm(total, generator=self.order).to(inputs.labels.device)[: total - total % size]
         batches = torch.split(rows, size)
         due = self._is_event_due()
@@ -193,7 +201,7 @@ class Run:
             squares.leave_roots()
 
     def _is_event_due(self) -> bool:
-        """Whether something goes at the end of this epoch, so that a metric may need what its gradients were like."""
+        """Whether units are removed at the end of this epoch, so that a metric may need the gradients."""
         pruner, kept = self.pruner, self.pruner.kept
         return any(counts[pruner.epoch] < kept[name] for name, counts in pruner.plan.items())
 
@@ -211,7 +219,7 @@ class Run:
             "epochs": self.progress.epoch,
             "seconds": round(self.progress.seconds, 1),
             "cpu_seconds": round(self.progress.cpu_seconds, 1),
-            "test_wrong": packed_flags(wrong),  # two runs are compared picture by picture
+            "test_wrong": packed_flags(wrong),  # for comparing two runs image by image
         }
 
     def _weights_left(self) -> dict[str, Any]:
@@ -219,7 +227,7 @@ class Run:
         return {"layers": {layer.name: [layer.kept, layer.total] for layer in layers}}
 
     def _costs(self) -> dict[str, Any]:
-        """Of one picture."""
+        """Widths, parameters, and MACs for one image."""
         costs = layer_costs(self.model, self.data.seen(self.data.test.images[:1]))
         parameters, macs = sum(layer.parameters for layer in costs), sum(layer.macs for layer in costs)
         counted = {"parameters": parameters, "printed_parameters": printed_parameters(self.model), "macs": macs}
@@ -229,7 +237,7 @@ class Run:
         return {"layers": layers, **counted}
 
     def _score(self, weight: Tensor) -> Tensor:
-        """The metric of the stage that is under way."""
+        """The scores by the current stage's metric. One pruner runs all stages, and a space has one metric."""
         return self._stage.metric(weight)
 
     def _parts(self) -> dict[str, Any]:
@@ -244,14 +252,14 @@ class Run:
 def error_percent(
     model: nn.Module, split: Split, seen: Callable[[Tensor], Tensor] = Tensor.detach, *, batch: int = 2_000
 ) -> float:
-    """The share of a split that the model gets wrong, in percent; it gets what `seen` makes of the pictures."""
+    """The error on a split in percent. `seen` maps images to the network's input."""
     return 100 * int(wrong_pictures(model, split, seen, batch=batch).sum()) / len(split.labels)
 
 
 def wrong_pictures(
     model: nn.Module, split: Split, seen: Callable[[Tensor], Tensor] = Tensor.detach, *, batch: int = 2_000
 ) -> Tensor:
-    """Which pictures of a split the model, in eval mode, gets wrong: bool [N]."""
+    """The images of a split that the model misclassifies in eval mode, as bool [N]."""
     model.eval()
     with torch.no_grad():
         pairs = zip(torch.split(split.images, batch), torch.split(split.labels, batch), strict=True)
@@ -259,7 +267,7 @@ def wrong_pictures(
 
 
 def packed_flags(flags: Tensor) -> str:
-    """Booleans as base64, eight in a byte, the first in the highest bit; `numpy.unpackbits` undoes it.
+    """Booleans packed into base64, eight per byte, the first in the highest bit, as `numpy.unpackbits` expects.
 
     >>> packed_flags(torch.tensor([True, False, False, False, False, False, False, True]))
     'gQ=='
@@ -276,7 +284,7 @@ def _totals(model: nn.Module, recipe: Recipe) -> dict[str, int]:
 
 
 def _widths(model: nn.Module, units: str) -> dict[str, int]:
-    """By layer, the channels that it puts out, or those that its BatchNorm reads."""
+    """The output channels of each convolution, or the channels that each BatchNorm reads."""
     if units == "output":
         return {name: it.out_channels for name, it in model.named_modules() if isinstance(it, nn.Conv2d)}
     return {name: it.num_features for name, it in model.named_modules() if isinstance(it, nn.BatchNorm2d)}

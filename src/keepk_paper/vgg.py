@@ -5,20 +5,20 @@ Families of recipes:
 ==========================  ========================================================================================
 dense, control              width 1/4: 50 epochs from scratch; 24 more from there, the control of the next two
 keepk-P, blend-70           from ``dense``: 12 epochs with events, then 12 of fine-tuning. ``blend-70`` ranks by the
-                            paper's blend with norms that are sums, which thin out the first layers: a norm shrinks
-                            with the layer in front
-trained-M-P, paper-M-P      from ``dense`` by other metrics and at other rates; and by the paper's text: learning rate
+                            paper's blend with norms that are sums. It removes too many channels of the first layers,
+                            because a norm that is a sum shrinks with the number of channels in front
+trained-M-P, paper-M-P      from ``dense``, with other metrics and rates; and as in the paper's text: learning rate
                             .005, halved after each quarter, no weight decay
 trained-M-S-70, alpha-*     as trained-M-70 with another schedule S (one event, cubic, equal events, other values of mu)
                             or with one space per layer; and with alpha = 0, for norms that are sums and means
 untrained-M-70              as one-run-M-70, with events from the first epoch on
 one-run-*                   one run under one learning-rate curve, with its controls and rivals; see `one_run`
-full-*                      the paper's own sizes and lengths: 250 epochs of SGD at .1 for the dense network, a fifth
-                            of it after each quarter; then 250 at .005, halved after each quarter, no weight decay
+full-*                      the paper's sizes and lengths: 250 epochs of SGD at .1 for the dense network, divided by
+                            five after each quarter; then 250 at .005, halved after each quarter, no weight decay
 ==========================  ========================================================================================
 
-The paper found p0, N^c and alpha by a grid search and does not report all of them. Here p0 = .5, nu = .02 or .04, and
-``full-*`` and ``keepk-*`` take alpha = 1, the BatchNorm's scale, which the paper found best for VGG-16.
+The paper chose p0, N^c and alpha by a grid search and does not report all of them. Here p0 = .5, nu = .02 or .04, and
+``full-*`` and ``keepk-*`` use alpha = 1, the BatchNorm's scale, which the paper found best for VGG-16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ from keepk_paper.models import VGG16
 from keepk_paper.one_run import FAST, METRICS, SLOW, Setting
 from keepk_paper.recipes import FC, Recipe, Stage, paper_dense, paper_pruned
 
-# The weights' norm as a sum. It has no influence with alpha = 1, but checkpoints know the recipes by this value.
+# The weights' norm is a sum. With alpha = 1 it has no influence, but it is part of the fingerprint in old checkpoints.
 GAMMA = blend(alpha=1.0, weights=l1_l2)
 SUMS = blend(alpha=0.5, weights=l1_l2)
 vgg = partial(Recipe, network=VGG16, spaces={"conv": "features.*"}, units="output", batch=128, smoothing=0.1)

@@ -146,7 +146,7 @@ def test_an_option_of_another_experiment_is_refused(experiment, option, other, t
     result = call(f"paper run {experiment} {option} --recipe nope --results '{tmp_path}/results'")
     assert result.exit_code == 1
     word = option.split()[0]
-    assert f"run: {word} is no option of {experiment}. Leave it out, or run {other}." in result.stderr
+    assert f"run: {word} is not an option of {experiment}. Leave it out, or run {other}." in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -120,8 +120,8 @@ def test_the_table_says_asked_before_and_after(report):
     assert rows["head weights"] == ("33,482", "900", "900", "37x")
     assert rows["test error"] == (f"{before.test_error:.2f}%", "", f"{after.test_error:.2f}%", "")
     assert rows["parameters"][:3] == ("255,882", "", f"{after.parameters:,}")
-    assert rows["of them not masked"][:3] == ("255,882", "", f"{report.kept.parameters:,}")
-    assert rows["MACs a picture"][:3] == ("7,148,160", "", f"{after.macs:,}")
+    assert rows["of which not masked"][:3] == ("255,882", "", f"{report.kept.parameters:,}")
+    assert rows["MACs per image"][:3] == ("7,148,160", "", f"{after.macs:,}")
     assert rows["file size, kB"][2] == f"{after.file_bytes / 1000:,.1f}"
     assert rows["ms for a batch of 256"][2] == f"{report.latency.rows[1].model.median:.3g}"
     assert [line for line in str(report).splitlines() if "33,482" in line] != []

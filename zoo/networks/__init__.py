@@ -3,7 +3,7 @@
 from networks import attention, convolutions, joins, masks, moves, numbers, paths, recurrent, refused, two_axes, weights
 from networks.registry import EXPECTED, NETWORKS, Expected, spread
 
-# As declared beside each network, so that collecting tests needs no trace; test_shrunk_is_masked.py compares them.
+# Taken from the declarations, so that collecting tests needs no trace; test_shrunk_is_masked.py verifies them.
 WITHOUT_EXACT_UNITS = tuple(name for name, it in EXPECTED.items() if it.only and it.verdict != "exact")
 WITH_EXACT_UNITS = tuple(name for name in NETWORKS if name not in WITHOUT_EXACT_UNITS)
 

@@ -1,4 +1,4 @@
-"""Attention: by hand, fused, grouped queries, and torch's own modules."""
+"""Attention: written by hand, fused, with grouped queries, and in torch's own modules."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -93,9 +93,12 @@ class GroupedQueryAttention(nn.Module):
 
 
 class SharedKeys(nn.Module):
-    """All heads of queries share one head of keys and values. Of heads and places in them, the more numerous go."""
+    """All query heads share one head of keys and values.
 
-    attend: Callable[..., torch.Tensor]  # of the subclass
+    Either heads or positions inside a head could be units; the six heads are, because there are more of them.
+    """
+
+    attend: Callable[..., torch.Tensor]  # defined by subclasses
 
     def __init__(self):
         super().__init__()
@@ -143,7 +146,7 @@ class TorchAttention(nn.Module):
 
 @network("cross_attention", "exact", "attention.v_proj_weight", 0, example=two_sequences)
 class CrossAttention(nn.Module):
-    """Keys and values come from another width, so that each has a weight of its own."""
+    """Keys and values have different widths, so that each has a separate weight."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +171,7 @@ class EncoderLayer(nn.Module):
 
 @network("scale_from_shape", "inexact", "query.weight", 0, example=sequences)
 class ScaleFromShape(nn.Module):
-    """A narrower query changes the temperature: 1 / sqrt(d) is read from the shape."""
+    """The temperature 1 / sqrt(d) is read from the shape, so a narrower query changes it."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +188,7 @@ class ScaleFromShape(nn.Module):
 
 @network("scale_from_tensor", "inexact", "query.weight", 0, example=sequences)
 class ScaleFromTensor(ScaleFromShape):
-    """The scale is a tensor that is made of the size."""
+    """The scale is a tensor that is computed from the size."""
 
     def forward(self, x):
         query, key, value = self.query(x), self.key(x), self.value(x)
@@ -195,7 +198,7 @@ class ScaleFromTensor(ScaleFromShape):
 
 @network("rotated_pairs", "exact", "value.weight", 0, example=sequences)
 class RotatedPairs(nn.Module):
-    """Rotary positions over pairs of neighbours: places within a head stay, heads may go."""
+    """Rotary positions over pairs of neighbours: only whole heads can be removed."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +220,7 @@ class RotatedPairs(nn.Module):
 
 @network("scale_from_default", "inexact", "query.weight", 0, example=sequences)
 class ScaleFromDefault(nn.Module):
-    """The same temperature, inside torch's fused attention."""
+    """The same temperature, computed inside torch's fused attention."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +236,7 @@ class ScaleFromDefault(nn.Module):
 
 @network("reshape_that_copies", "exact", "qkv.weight", 0, example=sequences)
 class ReshapeThatCopies(nn.Module):
-    """The width of all heads is an attribute of its own, and the reshape that uses it is a clone and a view."""
+    """The total width of the heads is a separate attribute, and the reshape that uses it is a clone and a view."""
 
     def __init__(self):
         super().__init__()
@@ -250,7 +253,7 @@ class ReshapeThatCopies(nn.Module):
 
 @network("one_norm_for_all_heads", "exact", "value.weight", 0, example=sequences)
 class OneNormForAllHeads(nn.Module):
-    """With one of two heads left, the norm's weight has the shape of what it scales."""
+    """All heads share the weight of a norm. With one of two heads left, its shape equals that of its input."""
 
     def __init__(self):
         super().__init__()
@@ -268,7 +271,7 @@ class OneNormForAllHeads(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention whose number of heads and width of all heads are kept elsewhere."""
+    """Attention that gets the number of heads and their total width from another object."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +286,7 @@ class Attending(nn.Module):
 
 
 class Sizes(nn.Module):
-    """A module without parameters that others ask."""
+    """A module without parameters that holds sizes for other modules."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +294,7 @@ class Sizes(nn.Module):
 
 
 class WithSizes(Attending):
-    heads: int  # set where `sizes` is deleted
+    heads: int  # set by the network that deletes `sizes`
     width: int
 
     def __init__(self, sizes):
@@ -303,7 +306,7 @@ class WithSizes(Attending):
 
 
 class Blocks(nn.Module):
-    """Two attentions between two layers."""
+    """Blocks with residual connections, between two linear layers."""
 
     def __init__(self, *blocks):
         super().__init__()
@@ -324,7 +327,7 @@ class HeadsInAChild(Blocks):
 
 @network("heads_in_a_shared_child", "exact", "blocks.1.value.weight", 0, example=sequences)
 class HeadsInASharedChild(Blocks):
-    """Both blocks have one number of heads, so they lose equally many."""
+    """Both blocks use the same number of heads, so they lose equal numbers."""
 
     def __init__(self):
         sizes = Sizes()
@@ -333,7 +336,7 @@ class HeadsInASharedChild(Blocks):
 
 @network("heads_in_a_config", "exact", "blocks.1.value.weight", 0, example=sequences)
 class HeadsInAConfig(Blocks):
-    """One object for both blocks: each gets a copy of its own, so that they may keep different heads."""
+    """Both blocks use one object. Each gets a copy of it, so that they may keep different numbers of heads."""
 
     def __init__(self):
         sizes = SimpleNamespace(heads=4, width=24, layers=2)
@@ -368,7 +371,7 @@ class HeadsInADict(Blocks):
 
 
 def angles(size, length):
-    """The complex numbers by which pairs of neighbours are turned, as Llama's reference code makes them."""
+    """The complex numbers that rotate pairs of neighbours, computed as in Llama's reference code."""
     steps = 1.0 / 10_000 ** (torch.arange(0, size, 2).double() / size)
     turns = torch.outer(torch.arange(length).double(), steps)
     return torch.polar(torch.ones_like(turns), turns)
@@ -376,7 +379,7 @@ def angles(size, length):
 
 @network("complex_rotary", "exact", "wv.weight", 0, example=sequences)
 class ComplexRotary(nn.Module):
-    """Llama's reference code: rotary positions by complex numbers, keys that groups of queries share."""
+    """Llama's reference code: rotary positions by complex numbers, and keys shared by groups of queries."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Linear layers, convolutions of every kind, and the norms between them."""
+"""Linear layers, all kinds of convolutions, and the norms between them."""
 
 import torch
 import torch.nn.functional as F
@@ -120,7 +120,7 @@ class Conv3d(nn.Module):
 
 @network("group_norm", "exact", "first.weight", 0)
 class GroupNorm(Pictured):
-    """Whole groups can go exactly."""
+    """Whole groups can be removed exactly."""
 
     def __init__(self):
         super().__init__(12, 12)

@@ -1,4 +1,4 @@
-"""Channels that meet: residuals, concatenations, gates, several heads."""
+"""Channels of several layers that meet: residuals, concatenations, gates, several heads."""
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class PreActivationResidual(Pictured):
 
 @network("concat", "exact", "down.weight", 0)
 class Concat(Pictured):
-    """A U-Net of one level."""
+    """A U-Net with one level."""
 
     def __init__(self):
         super().__init__(8, 7)
@@ -60,7 +60,7 @@ class Concat(Pictured):
 
 @network("dense_block", "exact", "norms.1.weight", 0)
 class DenseBlock(Pictured):
-    """Each BatchNorm reads the concatenation of all that came before: its reads can go one by one."""
+    """Each BatchNorm reads the concatenation of all earlier outputs, and its reads can be removed one by one."""
 
     def __init__(self):
         super().__init__(8, 20)
@@ -113,7 +113,7 @@ class TwoBranchProduct(Pictured):
 
 @network("summed_branches", "exact", "left.weight", 0)
 class SummedBranches(Pictured):
-    """What is stacked and summed up again must stay aligned."""
+    """Branches that are stacked and summed must keep the same channels."""
 
     def __init__(self):
         super().__init__(8, 12)
@@ -152,7 +152,7 @@ class SelectiveKernel(Pictured):
 
 @network("unit_length", "exact", "first.weight", 0)
 class UnitLength(Pictured):
-    """The length is expanded to the shape of what it divides."""
+    """The norm is expanded to the shape of the tensor that it divides."""
 
     def __init__(self):
         super().__init__(12, 12)
@@ -163,7 +163,7 @@ class UnitLength(Pictured):
 
 @network("expanded_gate", "exact", "first.weight", 0)
 class ExpandedGate(Pictured):
-    """One number a pixel, expanded over the channels."""
+    """One number per pixel, expanded over the channels."""
 
     def __init__(self):
         super().__init__(12, 12)
@@ -175,7 +175,7 @@ class ExpandedGate(Pictured):
 
 @network("padded_shortcut", "exact", "inner.weight", 0)
 class PaddedShortcut(Pictured):
-    """A shortcut that is widened by channels of zeros: it may be fixed, what is inside the block is not."""
+    """A shortcut that is padded with channels of zeros. It may be fixed, but the inside of the block is not."""
 
     def __init__(self):
         super().__init__(8, 12)
@@ -218,7 +218,7 @@ class DictOutputs(nn.Module):
 
 @network("python_branch", "exact", "first.weight", 0)
 class PythonBranch(Pictured):
-    """A branch on the data. Both sides of it read the same channels."""
+    """A branch on the data, both sides of which read the same channels."""
 
     def __init__(self):
         super().__init__(8, 7)
@@ -233,7 +233,7 @@ class PythonBranch(Pictured):
 
 @network("caches", "exact", "first.weight", 0)
 class Caches(Pictured):
-    """A buffer of one number per channel, and coordinates kept in a plain dict."""
+    """Buffers with one number per channel, and coordinates cached in a plain dict."""
 
     def __init__(self):
         super().__init__(8, 8)
@@ -250,7 +250,7 @@ class Caches(Pictured):
 
 @network("batch_norms_of_sequences", "exact", "inner.0.weight", 0, example=sequences)
 class BatchNormsOfSequences(nn.Module):
-    """Linear layers behind transposed BatchNorms: the strides decide whether one is an addmm, or a bmm and a sum."""
+    """Linear layers after transposed BatchNorms: strides decide whether they run as an addmm, or a bmm and a sum."""
 
     def __init__(self):
         super().__init__()

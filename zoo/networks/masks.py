@@ -1,4 +1,4 @@
-"""Masks and indices of tokens that are spread over channels, which they do not know."""
+"""Masks and token indices that are broadcast over channels, and so are independent of them."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ def masked_sequences():
 
 
 def edges():
-    """Nine messages to four nodes."""
+    """Nine messages, and the node out of four that each is sent to."""
     return torch.randn(9, 7), torch.tensor([0, 3, 1, 1, 2, 0, 3, 3, 1])
 
 
@@ -24,7 +24,7 @@ class OneHidden(nn.Module):
 
 @network("mean_over_tokens", "exact", "first.weight", 0, example=masked_sequences)
 class MeanOverTokens(OneHidden):
-    """As sentence embeddings are pooled."""
+    """A masked mean over tokens, as in the pooling of sentence embeddings."""
 
     def forward(self, x, there):
         x = self.first(x)
@@ -34,7 +34,7 @@ class MeanOverTokens(OneHidden):
 
 @network("mask_that_is_counted", "inexact", "first.weight", 0, example=vectors, only=True)
 class MaskThatIsCounted(OneHidden):
-    """How many elements a mask lets pass depends on the number of channels."""
+    """The number of elements that a mask selects depends on the number of channels."""
 
     def forward(self, x):
         y = self.first(x)
@@ -44,7 +44,7 @@ class MaskThatIsCounted(OneHidden):
 
 @network("masked_heads", "exact", "value.weight", 0, example=masked_sequences)
 class MaskedHeads(nn.Module):
-    """The mask is spread over the heads and then folded with them."""
+    """The mask is broadcast over the heads, and both are then folded into the batch."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ class MessagesAveraged(OneHidden):
 
 @network("messages_by_channel", "fixed", "first.weight", 0, example=edges, only=True)
 class MessagesByChannel(OneHidden):
-    """Each channel goes to a node of its own."""
+    """Each channel of a message is sent to a different node."""
 
     def forward(self, x, nodes):
         x = self.first(x)
@@ -90,7 +90,7 @@ class MessagesByChannel(OneHidden):
 
 @network("messages_in_part", "fixed", "first.weight", 0, example=edges, only=True)
 class MessagesInPart(OneHidden):
-    """To the first of more channels."""
+    """The messages have 6 channels, and are added to the first 6 of 8."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class MessagesInPart(OneHidden):
 
 @network("tokens_picked", "exact", "first.weight", 0, example=sequences)
 class TokensPicked(OneHidden):
-    """The tokens that another layer scores best."""
+    """Selects the tokens with the best scores of another layer."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ class TokensPicked(OneHidden):
 
 @network("tokens_picked_by_channel", "exact", "second.weight", 0, example=sequences)
 class TokensPickedByChannel(OneHidden):
-    """Each channel of one layer says which token of the other's is taken."""
+    """Each channel of one layer selects the token that the same channel of the other layer takes."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class TokensPickedByChannel(OneHidden):
 
 @network("normalised_rows", "exact", "head.weight", 1, example=vectors)
 class NormalisedRows(OneHidden):
-    """A weight whose rows have length 1; their lengths are spread over its columns."""
+    """A weight whose rows are normalised to length 1; the lengths are expanded over the columns."""
 
     def forward(self, x):
         weight = self.head.weight

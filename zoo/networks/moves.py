@@ -1,4 +1,4 @@
-"""Data that moves between axes and comes through: splits, shuffles, stacks, copies."""
+"""Channels that move between axes and can still be removed: splits, shuffles, stacks, copies."""
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class Chunk(Pictured):
 
 @network("split_sizes", "exact", "first.weight", 0)
 class SplitSizes(Pictured):
-    """The sizes are attributes, so that they can follow."""
+    """The sizes are attributes, so they can change with the widths."""
 
     def __init__(self):
         super().__init__(12, 7)
@@ -77,7 +77,7 @@ class SplitByWidth(Pictured):
 
 @network("one_number_for_two", "exact", "left.weight", 0)
 class OneNumberForTwo(Pictured):
-    """Two widths that one attribute stands for: they stay equal."""
+    """Two widths share one attribute, so they must stay equal."""
 
     def __init__(self):
         super().__init__(8, 12)
@@ -93,7 +93,7 @@ class OneNumberForTwo(Pictured):
 
 @network("another_width", "fixed", "second.weight", 0, only=True)
 class AnotherWidth(Pictured):
-    """A width that is read from another tensor, and is equal by chance."""
+    """A width that is read from another tensor and is equal by coincidence."""
 
     def __init__(self):
         super().__init__(8, 8)
@@ -105,7 +105,7 @@ class AnotherWidth(Pictured):
 
 @network("halves_of_two_moments", "exact", "first.weight", 0)
 class HalvesOfTwoMoments(Pictured):
-    """As the read-out of a bidirectional LSTM: one half of the last row, and the other half of the first."""
+    """Two halves of the channels at different positions, as in the read-out of a bidirectional LSTM."""
 
     half: int  # type: ignore[assignment]  # hides the method that casts to float16
 
@@ -119,7 +119,7 @@ class HalvesOfTwoMoments(Pictured):
 
 @network("rows_of_a_table", "exact", "first.weight", 0)
 class RowsOfATable(Pictured):
-    """The rows are counted by the program; their entries are channels."""
+    """Python indexes the rows of a table; the entries of a row are channels."""
 
     def __init__(self):
         super().__init__(12, 12)
@@ -135,7 +135,7 @@ class RowsOfATable(Pictured):
 
 @network("row_by_width", "inexact", "first.weight", 0, only=True)
 class RowByWidth(Pictured):
-    """Which row of pixels is read depends on the number of channels."""
+    """The number of channels decides which row of pixels is read."""
 
     def __init__(self):
         super().__init__(12, 12)
@@ -146,7 +146,7 @@ class RowByWidth(Pictured):
 
 @network("kernels_of_each_picture", "fixed", "kernel", 1)
 class KernelsOfEachPicture(Pictured):
-    """A batch of convolutions as one grouped convolution, with weights that are made for each picture."""
+    """A grouped convolution with one group per image, whose weights are computed from that image."""
 
     def __init__(self):
         super().__init__(6, 8)
@@ -223,7 +223,7 @@ class StackFlatten(Pictured):
 
 @network("expand", "exact", "second.weight", 0)
 class Expand(Pictured):
-    """Every channel twice, neighbours: a copy by broadcasting."""
+    """Every channel is copied next to itself, by broadcasting."""
 
     def __init__(self):
         super().__init__(8, 12)
@@ -236,7 +236,7 @@ class Expand(Pictured):
 
 @network("repeat", "exact", "second.weight", 0)
 class Repeat(Pictured):
-    """All channels, and all again behind them."""
+    """All channels, followed by a copy of all of them."""
 
     def __init__(self):
         super().__init__(8, 12)
@@ -258,7 +258,7 @@ class Flip(Pictured):
 
 @network("zero_preserving_sum", "exact", "first.weight", 0)
 class ZeroPreservingSum(Pictured):
-    """A sum over channels that are zero when removed loses nothing."""
+    """A sum over channels is unchanged if the removed ones are zero."""
 
     def __init__(self):
         super().__init__(8, 1)

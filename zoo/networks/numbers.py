@@ -1,4 +1,4 @@
-"""Channels that are taken by their numbers, and values that are made of a size."""
+"""Channels that are selected by their index, and values that are computed from a size."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from networks.registry import Pictured, network, vectors
 
 
 def hidden(name, verdict):
-    """Register a network in which a function does something to sixteen hidden channels."""
+    """Register a network that applies a function to its sixteen hidden channels."""
 
     def register(change):
         class Hidden(nn.Module):
@@ -32,7 +32,7 @@ def written(x, place, value):
     return x
 
 
-# The channel stays; the others go where its number stays the same without them.
+# An indexed channel is kept. Others can be removed if it still has that index afterwards.
 hidden("the_first_channel", "exact")(lambda x: x * x[:, 0, None].sigmoid())
 hidden("a_slice_of_the_first", "exact")(lambda x: x * x[:, :1].sigmoid())
 hidden("a_slice_of_the_last", "exact")(lambda x: x * x[:, -1:].sigmoid())
@@ -48,7 +48,7 @@ hidden("two_in_the_middle", "fixed")(lambda x: x * x[:, 3:5].sum(-1, keepdim=Tru
 hidden("all_but_the_ends", "fixed")(lambda x: x * x[:, 1:15].sum(-1, keepdim=True))
 hidden("two_near_the_end", "fixed")(lambda x: x * x[:, -4:-2].sum(-1, keepdim=True))
 
-# Another width is another value, however it gets into a tensor.
+# A value that is computed from the width changes with it, however it gets into a tensor.
 hidden("divided_by_the_size", "inexact")(lambda x: x / x.shape[-1])
 hidden("size_in_full", "inexact")(lambda x: x / torch.full((1,), x.shape[-1]))
 hidden("size_in_full_like", "inexact")(lambda x: x / torch.full_like(x[:, :1], x.shape[-1]))
@@ -77,17 +77,17 @@ hidden("size_as_a_number_of_copies", "inexact")(
     lambda x: x * x.sum(-1, keepdim=True)[None].expand(x.shape[-1], -1, -1).sum(0)
 )
 
-# The smallest of all is 0 where a channel is masked.
+# The minimum over channels is 0 if one of them is masked.
 hidden("norm_of_negative_order", "inexact")(
     lambda x: x * torch.linalg.vector_norm(x, ord=-torch.inf, dim=-1, keepdim=True)
 )
 
-# Whole groups would be grouped anew.
+# With fewer channels, the same number of groups would group them differently.
 hidden("groups_in_a_literal", "fixed")(lambda x: F.group_norm(x, 4))
 
 
 class OwnGroupNorm(nn.Module):
-    """A norm of the user's own, with affine weights."""
+    """A hand-written group norm with affine weights."""
 
     def __init__(self, groups, channels):
         super().__init__()
@@ -120,7 +120,7 @@ class AGroupForEachChannel(nn.Module):
 
 @network("norm_of_two_halves", "exact", "layer.weight", 0)
 class NormOfTwoHalves(nn.Module):
-    """One layer makes both halves; a group goes where it is of a half that goes or of channels that go."""
+    """One layer computes both halves. A group of the norm is removed with its half or with its channels."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class NormOfTwoHalves(nn.Module):
 
 
 class WidthInArguments(Pictured):
-    """An argument that changes no shape is computed from a number of channels."""
+    """An argument that does not affect shapes is computed from the number of channels."""
 
     def __init__(self):
         super().__init__(16, 16)
@@ -173,7 +173,7 @@ class PaddingFromWidth(WidthInArguments):
 
 @network("kernel_from_another_width", "lossy", "first.weight", 0, only=True)
 class KernelFromAnotherWidth(WidthInArguments):
-    """The channels that say how large the kernel is do not go through the pool."""
+    """The kernel size is computed from channels that are not pooled themselves."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ class ConstantKernel(WidthInArguments):
 
 
 def beside_input(name, verdict, **options):
-    """Register a network in which a function of sixteen hidden channels and the input makes the outputs."""
+    """Register a network whose output is a function of its sixteen hidden channels and of the input."""
 
     def register(change):
         class BesideInput(nn.Module):
@@ -254,7 +254,7 @@ def through_data(h, change):
     return written.sum(1)[:, None]
 
 
-# A width decides what is done to a tensor that has no channels.
+# The width is an argument of an operation on a tensor without channels.
 beside_input("a_slice_of_the_input", "inexact")(lambda net, h, x: net.head(h) * x[:, : h.shape[1] // 4].sum(1)[:, None])
 beside_input("a_list_as_an_index", "inexact")(lambda net, h, x: net.head(h) * x[:, [h.shape[1] // 4]])
 beside_input("an_array_as_an_index", "inexact")(lambda net, h, x: net.head(h) * x[:, np.array([h.shape[1] // 4])])
@@ -277,14 +277,14 @@ beside_input("fixed_parts_of_the_input", "exact")(
     lambda net, h, x: net.head(h) * x[:, :4].sum(1)[:, None] * x[:, [2]] * x.as_strided((len(x), 1), (7, 1))
 )
 
-# A width decides which of two results goes on.
+# The width decides which of two results is used.
 beside_input("the_size_picks_a_result", "inexact")(lambda net, h, _: net.head(by_width(h, 2 * h, 3 * h)))
 beside_input("the_size_picks_one_of_two_results", "inexact")(lambda net, h, _: two_results(net, h))
 beside_input("the_size_picks_an_output", "inexact")(lambda net, h, _: two_outputs(net, h))
 beside_input("the_size_ends_the_gradient", "inexact")(lambda net, h, _: net.head(by_width(h, h.detach(), h)))
 beside_input("a_part_without_gradient", "exact")(lambda net, h, _: net.head(h + h.detach()))
 
-# A width decides what training does.
+# The width decides what happens in train mode.
 beside_input("training_scales_small_ones", "inexact")(
     lambda net, h, _: net.head(2 * h if net.training and h.shape[1] < 16 else h)
 )
@@ -295,7 +295,7 @@ beside_input("training_takes_another_channel", "exact")(
     lambda net, h, _: net.head(h) * (h[:, -1:] if net.training else h[:, :1]).exp()
 )
 
-# Zero is zero as a number, not as a position or a match.
+# A removed channel is the number zero, which does not make a comparison or a position zero.
 beside_input("a_match_with_zeros", "inexact")(
     lambda net, h, x: net.head(h) + (h == torch.relu(x[:, :1])).double().sum(1)[:, None]
 )

@@ -1,4 +1,4 @@
-"""Forward passes with more than one path: code that runs in training only, branches on values, branches on widths."""
+"""Forward passes with more than one path: code that runs only in training, branches on values, branches on widths."""
 
 import random
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from networks.registry import network, vectors
 
 
 class Hidden(nn.Module):
-    """Twelve hidden channels, `a`, read by `o`. Whatever is random has the rate of `drop`."""
+    """Twelve hidden channels of `a`, read by `o`. `drop` has the rate of all random operations."""
 
-    in_training: Callable[..., torch.Tensor]  # of the subclass
+    in_training: Callable[..., torch.Tensor]  # defined by subclasses
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class ActivityPenalty(Hidden):
 
 @network("sum_of_squares_in_training", "exact", "a.weight", 0, example=vectors)
 class SumOfSquares(Hidden):
-    """A sum over channels does not notice those that are zero."""
+    """A sum over channels is unchanged by channels that are zero."""
 
     def forward(self, x):
         h = F.relu(self.a(x))
@@ -105,7 +105,7 @@ class AlphaDropout(Hidden):
 
 @network("alpha_dropout_summed", "lossy", "a.weight", 0, example=vectors, only=True)
 class AlphaDropoutSummed(Hidden):
-    """Alpha dropout does not keep zeros: what is dropped has a value of its own."""
+    """Alpha dropout replaces dropped values by a nonzero constant."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class AuxiliaryHead(Hidden):
 
 @network("cumulative_batch_norm", "exact", "a.weight", 0, example=vectors)
 class CumulativeBatchNorm(Hidden):
-    """Without a momentum, BatchNorm reads how many batches it has seen."""
+    """Without a momentum, BatchNorm reads the number of batches that it has seen."""
 
     def __init__(self):
         super().__init__()
@@ -222,7 +222,7 @@ class LoopUntilSmall(Branching):
 
 @network("either_of_two_values", "lossy", "a.weight", 0, example=vectors)
 class EitherOfTwo(Branching):
-    """The branch that is never taken needs both to be false."""
+    """The other branch runs only if both values are false."""
 
     def decides(self, x, h):  # noqa: ARG002
         return (x > -1e6).any() or (x < 1e6).any()
@@ -254,7 +254,7 @@ class ByEqual(Branching):
 
 @network("number_in_a_buffer", "exact", "a.weight", 0, example=vectors)
 class NumberInBuffer(Hidden):
-    """A number that no input changes is as good as one in Python."""
+    """A number in a buffer that no input changes is treated as a constant."""
 
     power: torch.Tensor
 
@@ -274,7 +274,7 @@ CACHE: dict[Any, torch.Tensor] = {}
 
 @network("global_cache", "exact", "a.weight", 0, example=vectors)
 class GlobalCache(Hidden):
-    """The first forward pass does more than the second one."""
+    """The first forward pass fills a cache, so it does more than later ones."""
 
     def forward(self, x):
         key = (len(x), x.device, x.dtype, random.Random(3).random())

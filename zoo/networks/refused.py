@@ -1,4 +1,4 @@
-"""What cannot be removed exactly: the axis is fixed or its units are lossy, and the tool has to say so."""
+"""Channels that cannot be removed exactly: they must be reported as fixed or as lossy."""
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class MeanOverChannels(Pictured):
 
 @network("softmax_gate", "lossy", "gate.weight", 0, only=True)
 class SoftmaxGate(Pictured):
-    """A removed channel still takes its share exp(0) while it is only zeroed."""
+    """A channel that is only set to zero still contributes exp(0) to the softmax."""
 
     def __init__(self):
         super().__init__(8, 8)
@@ -100,7 +100,7 @@ class SortOverChannels(Pictured):
 
 @network("literal_sizes", "fixed", "first.weight", 0, example=sequences, only=True)
 class LiteralSizes(nn.Module):
-    """Sizes written into the forward method: there is no attribute that could follow."""
+    """Sizes are literals in forward, so there is no attribute that could change with the width."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ class IndexByTensor(Pictured):
 
 @network("output", "fixed", "head.weight", 0)
 class Output(Pictured):
-    """What the caller sees keeps its size."""
+    """The outputs of a model keep their size."""
 
     def __init__(self):
         super().__init__(8, 8)

@@ -1,4 +1,4 @@
-"""The table of small networks: each is registered beside what channel removal must say about it."""
+"""The table of small networks, each registered with the verdict that channel removal must reach on it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ EXPECTED: "dict[str, Expected]" = {}
 class Expected(NamedTuple):
     """The verdict on one axis of one tensor.
 
-    exact    a unit that can be removed exactly has a slice there
+    exact    it has a unit that can be removed exactly
     lossy    it has units, each with a reason why removing it is not exact
-    inexact  it has no exact unit: lossy or fixed, whichever the tool can tell
-    fixed    it has no unit, and a record says why
+    inexact  it has no unit that can be removed exactly; it may be lossy or fixed
+    fixed    it has no units, and the reason is recorded
     """
 
     verdict: str
     tensor: str
     axis: int
-    only: bool  # the network has no other channels
+    only: bool  # whether this axis has all of the network's channels
 
 
 def pictures():
@@ -43,7 +43,7 @@ def words():
 
 
 def network(name, verdict, tensor, axis, *, example=pictures, only=False):
-    """Register a class under a name: `NETWORKS[name]()` is a float64 model with its example."""
+    """Register a class and the verdict on one axis of it: `NETWORKS[name]()` is a float64 model with its example."""
 
     def register(cls):
         assert name not in NETWORKS, f"two networks are called {name!r}"
@@ -72,7 +72,7 @@ def in_float64(example):
 
 @torch.no_grad()
 def spread(model):
-    """Distinct biases, scales and statistics: zeros and ones would hide a slice that was left behind."""
+    """Make biases, scales and statistics distinct: zeros and ones would hide a slice that was not cut."""
     for parameter in model.parameters():
         if parameter.dim() < 2 or parameter.unique().numel() == 1:
             parameter.uniform_(0.4, 1.2).mul_(torch.randint(0, 2, parameter.shape) * 2 - 1)
@@ -84,9 +84,9 @@ def spread(model):
 
 
 class Pictured(nn.Module):
-    """first (convolution), ReLU, the pattern, the mean over all pixels, head."""
+    """A convolution `first`, ReLU, the subclass's `pattern`, the mean over all pixels, and a linear `head`."""
 
-    pattern: Callable[..., torch.Tensor]  # of the subclass
+    pattern: Callable[..., torch.Tensor]  # defined by subclasses
 
     def __init__(self, width, out):
         super().__init__()

@@ -1,6 +1,6 @@
 """Products over two axes: a removed channel may be zero along one axis and not along the other.
 
-Each network comes with a twin in which both factors are zero for a removed channel, and which must stay exact.
+Most networks have a counterpart in which both factors are zero for a removed channel, which must stay exact.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from networks.registry import network, vectors
 
 
 class TwoAxes(nn.Module):
-    """`a` and `b` make a matrix of all pairs of their channels, which the pattern reduces to `b`'s or `a`'s width."""
+    """`pattern` combines all pairs of channels of `a` and `b`, and reduces one of the two axes."""
 
-    pattern: Callable[..., torch.Tensor]  # of the subclass
+    pattern: Callable[..., torch.Tensor]  # defined by subclasses
 
     def __init__(self, out=8):
         super().__init__()
@@ -75,7 +75,7 @@ class PairwiseDistance(TwoAxes):
 
 @network("product_cut_off_above", "exact", "b.weight", 0)
 class CutOffProduct(TwoAxes):
-    """A product that is cut off above keeps its zeros."""
+    """Clamping a product from above preserves its zeros."""
 
     def pattern(self, a, b):
         return (torch.relu(a)[:, None] * torch.relu(b)[:, :, None]).clamp(max=1.0).sum(1)
@@ -110,16 +110,16 @@ class ExpandedPairs(TwoAxes):
 
 @network("copies_that_are_summed", "inexact", "b.weight", 0, only=True)
 class SummedCopies(TwoAxes):
-    """A tensor repeated once for each channel of another is as many times too large."""
+    """A tensor is repeated for each channel of another and summed, so the sum depends on their number."""
 
     def pattern(self, a, b):
         return torch.relu(a)[:, None].expand(-1, b.shape[1], -1, -1, -1).sum(1) + b.sum(1, keepdim=True)
 
 
 class MixedGates(nn.Module):
-    """Experts that share one input, mixed by gates: [expert, channel] sums over experts."""
+    """Experts that share one input and are mixed by gates: a sum over the experts of [expert, channel]."""
 
-    mixed: Callable[..., torch.Tensor]  # of the subclass
+    mixed: Callable[..., torch.Tensor]  # defined by subclasses
 
     def __init__(self):
         super().__init__()
@@ -144,7 +144,7 @@ class ReluGates(MixedGates):
 
 @network("activation_times_parameter", "exact", "gates.weight", 0, example=vectors)
 class TimesParameter(MixedGates):
-    """The table's rows are zero with the gates, whatever the gates are."""
+    """Removing a gate removes its row of the table, so the product is zero even where the gate is not."""
 
     def mixed(self, gates, values):
         return (torch.sigmoid(gates)[:, :, None] * self.table).sum(1) * F.relu(values)
@@ -152,7 +152,7 @@ class TimesParameter(MixedGates):
 
 @network("activation_plus_parameter", "exact", "gates.weight", 0, example=vectors)
 class PlusParameter(MixedGates):
-    """Both terms are zero along the gates; along the table's columns only one of them is."""
+    """For a removed gate both terms are zero; for a removed column of the table only one of them is."""
 
     def mixed(self, gates, values):
         return F.relu(F.relu(gates)[:, :, None] + self.table).sum(1) * F.relu(values)
@@ -160,7 +160,7 @@ class PlusParameter(MixedGates):
 
 @network("activation_times_shared_parameter", "lossy", "gates.weight", 0, example=vectors)
 class TimesSharedParameter(nn.Module):
-    """A parameter over the other axis does not know the gates."""
+    """A parameter without an axis for the gates, so that no slice of it is removed with a gate."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ class TimesSharedParameter(nn.Module):
 
 @network("in_place_on_a_slice", "lossy", "first.weight", 0, example=vectors, only=True)
 class InPlaceOnSlice(nn.Module):
-    """The slice that is written is memory of the whole."""
+    """A write into a slice changes the whole tensor."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ class InPlaceThatKeepsZero(InPlaceOnSlice):
 
 @network("dynamic_kernel", "lossy", "first.weight", 0)
 class DynamicKernel(nn.Module):
-    """A kernel made from the picture is not zero where the input's channels are removed."""
+    """A kernel that is computed from the image is not zero for removed channels of its input."""
 
     def __init__(self):
         super().__init__()

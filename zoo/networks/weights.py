@@ -80,7 +80,7 @@ class Einsum(nn.Module):
 
 @network("bmm_experts", "exact", "inner", 2, example=sequences)
 class BmmExperts(nn.Module):
-    """Three experts, each with its own matrices, and a gate that weighs them."""
+    """Three experts, each with its own matrices, mixed by a gate."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class BmmExperts(nn.Module):
 
 @network("weight_norm", "exact", "second.parametrizations.weight.original0", 0)
 class WeightNorm(Pictured):
-    """What a weight-normed layer reads is part of its norm; what it writes is not."""
+    """The norm runs over the layer's inputs, so only its outputs can be removed exactly."""
 
     def __init__(self):
         super().__init__(8, 12)
@@ -129,7 +129,7 @@ class Parametrized(Pictured):
 
 @network("spectral_norm", "exact", "second.parametrizations.weight.original", 0)
 class SpectralNorm(Pictured):
-    """The largest singular value is estimated by two buffers, u and v, which lose the entries of removed channels."""
+    """The largest singular value is estimated with buffers u and v, whose entries are removed with their channels."""
 
     def __init__(self):
         super().__init__(8, 12)
@@ -175,7 +175,7 @@ class Bilinear(nn.Module):
 
 @network("bilinear_inputs", "exact", "right.weight", 0, example=vectors)
 class BilinearInputs(nn.Module):
-    """Both inputs have channels that are not zero where they are removed; the weight's slices are."""
+    """Neither input is zero for a removed channel, but the slices of the weight are."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
-"""The zoo: small networks with random weights that judge channel removal.
+"""The networks of ``benchmarks/zoo.py``, small and with random weights.
 
-A source is one module of this package, with its table ``NETWORKS``; it is imported when it is asked for, so that
-a missing library hides only its own networks.
+A source is one module of this package with a table ``NETWORKS``. It is imported only when it is requested, so that a
+missing library affects only its own networks.
 """
 
 import importlib

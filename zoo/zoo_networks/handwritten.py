@@ -1,4 +1,4 @@
-"""Networks written by hand, one for each thing that makes channels hard to remove."""
+"""Hand-written networks, one for each construct that makes channels hard to remove."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ def conv_bn_relu(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
 
 
 class Perceptron(nn.Module):
-    """Fully connected layers behind a view."""
+    """Fully connected layers after a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class VGG(nn.Module):
 
 
 class FlattenedBatchNorm(nn.Module):
-    """A reshape to a product of three sizes, behind a BatchNorm."""
+    """A reshape to a product of three sizes, after a BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class FlattenedBatchNorm(nn.Module):
 
 
 def prelu_network() -> nn.Module:
-    """A PReLU per channel, and one for all."""
+    """A PReLU with one parameter per channel, and one with a single parameter."""
     first = [conv3(3, 16), nn.PReLU(16), conv3(16, 32, 2), nn.PReLU(32), conv3(32, 32, 2), nn.PReLU()]
     return nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, CLASSES))
 
@@ -103,7 +103,7 @@ def instance_norm(channels: int) -> nn.Module:
 
 
 class NormedResiduals(nn.Module):
-    """Residual blocks with another norm than BatchNorm."""
+    """Residual blocks with norms that are not BatchNorm."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = group_norm) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class NormedResiduals(nn.Module):
 
 
 class SplitAndGate(nn.Module):
-    """Two halves of one output go two ways; a gated linear unit pairs two halves of another."""
+    """Two halves of one output take different paths; a gated linear unit pairs two halves of another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class SplitAndGate(nn.Module):
 
 
 class GroupShuffle(nn.Module):
-    """Grouped convolutions with a channel shuffle and a depthwise one between them, and a residual around."""
+    """Grouped convolutions with a channel shuffle and a depthwise one between them, in a residual block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class PictureTranslator(nn.Module):
 
 
 class UNet(nn.Module):
-    """Concatenations of what went down with what comes up."""
+    """A U-Net, which concatenates the encoder's features with the decoder's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class UNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The cells of an LSTM, GRU or plain RNN, one way or both."""
+    """An LSTM, GRU or plain RNN, one-directional or bidirectional."""
 
     def __init__(self, kind: Callable[..., nn.RNNBase] = nn.LSTM, *, both_ways: bool = False, layers: int = 2) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Recurrent(nn.Module):
 
 
 class ConvolutionalRecurrent(nn.Module):
-    """Channels and heights flattened into the inputs of a two-way LSTM."""
+    """Channels and heights are flattened into the inputs of a bidirectional LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class ConvolutionalRecurrent(nn.Module):
 
 
 class TiedAutoencoder(nn.Module):
-    """The decoder's weights are the encoder's, transposed."""
+    """The decoder uses the encoder's weights, transposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class Volumes(nn.Module):
 
 
 class TorchEncoder(nn.Module):
-    """torch's own transformer layers, which hold nn.MultiheadAttention."""
+    """torch's transformer layers, which contain nn.MultiheadAttention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ class TinyGPT(nn.Module):
 
 
 class BareParameters(nn.Module):
-    """A convolution of parameters that no layer holds, and a gain per channel."""
+    """A convolution with parameters that do not belong to a layer, and a gain per channel."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Networks of transformers: language models above all, and what else that library has of their kind."""
+"""Networks of the library transformers: language models, and some for speech and images."""
 
 from collections.abc import Callable
 from functools import partial
@@ -52,7 +52,7 @@ def network(family: str, task: str, *, decoder: bool = False, **settings: Any) -
 
 
 def eager(family: str, task: str, **settings: Any) -> Callable[[], nn.Module]:
-    """The same, its attention written out in products and a softmax."""
+    """The same with eager attention, written as matrix products and a softmax."""
     return network(family, task, attn_implementation="eager", **settings)
 
 

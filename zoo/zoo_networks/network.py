@@ -1,4 +1,4 @@
-"""One network of the zoo: how it is made, what it is fed, and which layers make its output."""
+"""One network of the zoo: how to build it, its inputs, and its output layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-CLASSES = 13  # numbers that no hidden layer has, so that output layers are found by their width
+CLASSES = 13  # widths that no hidden layer has, so that output layers are found by their width
 VOCABULARY = 211
 
 Inputs = tuple[Tensor, ...]
@@ -23,7 +23,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Network:
-    """A recipe: the same network and the same inputs each time.
+    """How to build a network and draw its inputs, reproducibly.
 
     ``heads`` names the output layers; None finds them by their width.
     """
@@ -44,13 +44,13 @@ class Network:
         return self.make().eval().requires_grad_(True)
 
     def inputs(self, seed: int = 1) -> Inputs:
-        """Its positional arguments."""
+        """The positional arguments of a forward pass."""
         torch.manual_seed(seed)
         drawn = self.draw()
         return (drawn,) if isinstance(drawn, Tensor) else drawn
 
     def output_layers(self, model: nn.Module) -> list[nn.Module]:
-        """The layers whose width is the task's and has to stay."""
+        """The layers whose width is given by the task and must not change."""
         if self.heads is not None:
             return [model.get_submodule(name) for name in self.heads]
         return [module for module in model.modules() if _width(module) in (CLASSES, VOCABULARY)]
@@ -62,15 +62,15 @@ def _width(module: nn.Module) -> int | None:
 
 
 def images(size: int = 64, *, channels: int = 3, batch: int = 2) -> Callable[[], Tensor]:
-    """Draws square pictures."""
+    """A function that draws square images."""
     return lambda: torch.randn(batch, channels, size, size)
 
 
 def noise(*shape: int) -> Callable[[], Tensor]:
-    """Draws a tensor of any shape."""
+    """A function that draws a tensor of this shape."""
     return lambda: torch.randn(*shape)
 
 
 def tokens(length: int = 12, *, batch: int = 2) -> Callable[[], Tensor]:
-    """Draws sentences of token numbers."""
+    """A function that draws sequences of token ids."""
     return lambda: torch.randint(0, VOCABULARY, (batch, length))

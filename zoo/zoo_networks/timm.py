@@ -1,4 +1,4 @@
-"""Networks of timm: its main families, in their smallest variants and with small pictures."""
+"""Networks of timm: its main families, in their smallest variants and with small images."""
 
 from collections.abc import Callable
 from functools import partial

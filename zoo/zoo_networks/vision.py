@@ -24,7 +24,7 @@ PLAIN = (
 
 
 class RetinaHead(nn.Module):
-    """A feature pyramid, and one head that all of its levels share."""
+    """A feature pyramid, and a head shared by all of its levels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def segmenter(name: str) -> Callable[[], nn.Module]:
 
 
 def with_small_classifier(name: str, layers: Callable[[], list[nn.Module]]) -> Callable[[], nn.Module]:
-    """The network with narrow fully connected layers: the published ones have 100 million weights."""
+    """The network with narrow fully connected layers, because the published ones have 100 million weights."""
 
     def make() -> nn.Module:
         model: nn.Module = getattr(models, name)(weights=None)
