@@ -3,16 +3,22 @@
 They join the `keepk` command through the entry point group ``keepk.commands`` (see pyproject.toml).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from keepk.errors import DataError
 from keepk.reports.tables import layer_table, whole
 from keepk.reports.terminal import epoch_progress
+
+if TYPE_CHECKING:
+    from keepk_paper.experiments import Report  # imports torch
 
 
 class Experiment(str, Enum):
@@ -29,6 +35,7 @@ class Experiment(str, Enum):
     DENSENET40_CIFAR100 = "densenet40-cifar100"
     DENSENET40_SVHN = "densenet40-svhn"
     PARITY = "parity"
+    ALL = "all"
 
 
 def demo(
@@ -115,6 +122,19 @@ def run(
             show_default=False,
         ),
     ] = None,
+    quick: Annotated[
+        bool | None,
+        typer.Option(
+            "--quick",
+            help="Train a few epochs on a few images, to see that everything works; results go to a folder quick.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="Device to train on, such as cuda.", show_default="cpu")] = None,
+    amp: Annotated[
+        bool | None,
+        typer.Option("--amp", help="Train in mixed precision with bfloat16. Not for parity.", show_default=False),
+    ] = None,
     inits: Annotated[int | None, typer.Option(help="parity: initialisations per data draw.", show_default="10")] = None,
     figure: Annotated[Path | None, typer.Option(help="parity: write the figure to this PNG file.")] = None,
 ) -> None:
@@ -126,13 +146,61 @@ def run(
     from keepk_paper.tables import pages as tables  # noqa: PLC0415 - the other commands start faster without it
 
     # None means "not given": an option that the experiment does not have is refused only if it was given.
-    options = {"data": data, "seeds": seeds, "recipe": recipe, "results": results, "runs": runs, "jobs": jobs}
+    options: dict[str, Any] = {
+        "data": data,
+        "seeds": seeds,
+        "recipe": recipe,
+        "results": results,
+        "runs": runs,
+        "jobs": jobs,
+    }
     options |= {"threads": threads, "full": full, "inits": inits, "figure": figure}
-    written = experiments.run(experiment.value, options)
+    options |= {"quick": quick, "device": device, "amp": amp}
     console = Console(highlight=False)
-    for table in tables.experiment_tables(written):
-        console.print(table)
-    console.print(f"Results: {written}", soft_wrap=True, markup=False)
+    try:
+        with run_progress(console) as watch:
+            written = experiments.run(experiment.value, options, watch)
+    except KeyboardInterrupt:
+        console.print("Interrupted. The same command resumes every run from its last epoch.")
+        raise typer.Exit(130) from None
+    for file in written:
+        for table in tables.experiment_tables(file):
+            console.print(table)
+        console.print(f"Results: {file}", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def run_progress(console: Console) -> "Iterator[Callable[[Report], None]]":
+    """Show a bar for each run that trains, with its error so far and the time left; lines if not on a terminal.
+
+    Yields:
+        A callback for the reports of `keepk_paper.experiments.run`.
+    """
+    if not console.is_terminal:
+        yield lambda report: console.print(str(report), markup=False, soft_wrap=True)
+        return
+    columns = (
+        TextColumn("[bold]{task.description}", markup=True),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[words]}", style="cyan", markup=False),
+        TimeRemainingColumn(),
+    )
+    bars = dict[str, TaskID]()
+    with Progress(*columns, console=console) as progress:
+
+        def watch(report: "Report") -> None:
+            if report.note or report.epoch == report.epochs:
+                progress.console.print(str(report), markup=False)
+                if report.who in bars:
+                    progress.remove_task(bars.pop(report.who))
+                return
+            words = f"kept {report.kept:,}  {report.errors}"
+            if report.who not in bars:
+                bars[report.who] = progress.add_task(report.who, total=report.epochs, words=words)
+            progress.update(bars[report.who], completed=report.epoch, words=words)
+
+        yield watch
 
 
 def report(

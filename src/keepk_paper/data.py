@@ -46,6 +46,10 @@ class Split:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def first(self, number: int) -> "Split":
+        """The first images and their labels."""
+        return Split(self.images[:number], self.labels[:number])
+
     def to(self, device: torch.device | str) -> "Split":
         """Copy the images and labels to another device."""
         return Split(self.images.to(device), self.labels.to(device))
@@ -61,6 +65,10 @@ class Mnist:
     train: Split
     validation: Split
     test: Split
+
+    def to(self, device: torch.device | str) -> "Mnist":
+        """Copy the data set to another device."""
+        return Mnist(*(part.to(device) for part in (self.train, self.validation, self.test)))
 
     def training_batch(self, rows: Tensor, generator: torch.Generator) -> Tensor:  # noqa: ARG002 - `Pictures` draws from it
         """The network's input for these training images. MNIST is not augmented, so nothing is random."""

@@ -1,9 +1,13 @@
 """Run the paper's experiments: every recipe with every seed. A killed run resumes from its last epoch."""
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,14 @@ from keepk.checkpoint.checkpoint import load_checkpoint
 from keepk.errors import DataError
 from keepk.plan.names import nearest
 from keepk.plan.numbers import count
+from keepk.plan.schedules import Cubic
 from keepk.run.pruner import Pruner
 from keepk_paper import densenet, lenet, parity, vgg
 from keepk_paper import results as result_files
 from keepk_paper.data import Mnist, mnist
 from keepk_paper.one_run import settled
 from keepk_paper.pictures import Pictures, cifar10, cifar100, svhn
-from keepk_paper.recipes import Recipe, by_quality
+from keepk_paper.recipes import Recipe, Stage, by_quality
 from keepk_paper.train import Progress, Run
 
 FULL = "full-"
@@ -29,23 +34,79 @@ DATA: dict[str, Callable[[Path | None], Mnist | Pictures]] = {
     **dict.fromkeys(lenet.EXPERIMENTS, mnist),
     **{name: LOADERS[name.rpartition("-")[2]] for name in (*vgg.EXPERIMENTS, *densenet.EXPERIMENTS)},
 }
-PARITY = "parity"
-SHARED_OPTIONS: dict[str, Any] = {"recipe": None, "results": Path("results"), "threads": 1}
+PARITY, ALL = "parity", "all"
+SHARED_OPTIONS: dict[str, Any] = {
+    "recipe": None,
+    "results": Path("results"),
+    "threads": 1,
+    "device": "cpu",
+    "quick": False,
+}
 # The options of `run` and their defaults: for experiments made of recipes, and for parity.
-OPTIONS = {**SHARED_OPTIONS, "seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2, "full": False}
+OPTIONS = {**SHARED_OPTIONS, "seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2, "full": False, "amp": False}
 PARITY_OPTIONS = {**SHARED_OPTIONS, "seeds": parity.DRAWS, "inits": parity.INITS, "figure": None}
+# A quick run trains on this many images and tests on as many; it shows that everything works, not how well.
+QUICK_IMAGES, QUICK_EPOCHS, QUICK_PARITY = 256, 3, (1_000, 500, 500)
 
 
-def run(experiment: str, options: Mapping[str, Any]) -> Path:
-    """Run an experiment and return the path of its result file.
+@dataclass(frozen=True)
+class Report:
+    """The progress of one run, at the end of an epoch.
+
+    Attributes:
+        who: The experiment, the recipe and the seed.
+        epoch: The number of epochs trained.
+        epochs: The number of epochs of the whole run.
+        kept: The number of units left.
+        seconds: The time so far, also before an interruption.
+        train_error: The error of the last epoch in percent, on augmented images.
+        test_error: The test error in percent, if the epoch ends at a point of the experiment.
+        note: A message in place of all that, for a run that is not trained.
+    """
+
+    who: str
+    epoch: int = 0
+    epochs: int = 0
+    kept: int = 0
+    seconds: float = 0.0
+    train_error: float | None = None
+    test_error: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        """A line for a log file."""
+        if self.note:
+            return f"{self.who}: {self.note}"
+        return f"{self.who}  epoch {self.epoch}/{self.epochs}  kept {self.kept:,}  {self.seconds:.0f} s  {self.errors}"
+
+    @property
+    def errors(self) -> str:
+        """The errors that are known."""
+        known = (("train", self.train_error), ("test", self.test_error))
+        return "  ".join(f"{name} {error:.2f} %" for name, error in known if error is not None)
+
+
+Watch = Callable[[Report], None]
+
+
+def _print(report: Report) -> None:
+    print(report, flush=True)
+
+
+def run(experiment: str, options: Mapping[str, Any], watch: Watch = _print) -> list[Path]:
+    """Run an experiment and return the paths of its result files.
 
     Args:
-        experiment: A name of `EXPERIMENTS`, or `PARITY`.
-        options: Values for the names in `OPTIONS`, or in `PARITY_OPTIONS` for parity. None means the default.
+        experiment: A name of `EXPERIMENTS`, `PARITY`, or `ALL`.
+        options: Values for the names in `OPTIONS`, or in `PARITY_OPTIONS` for parity. None means the default. With
+            `quick`, every run is cut short, and results and checkpoints go to a folder `quick` of their folders.
+        watch: Called at the end of every epoch of every run.
 
     Raises:
         DataError: If an option does not belong to this experiment, or a recipe is unknown.
     """
+    if experiment == ALL:
+        return _run_all(options, watch)
     known = PARITY_OPTIONS if experiment == PARITY else OPTIONS
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
@@ -54,11 +115,45 @@ def run(experiment: str, options: Mapping[str, Any]) -> Path:
             raise DataError(f"run: --{name} is not an option of {experiment}. Leave it out, or run {other}.")
     chosen = {**known, **given}
     recipes = chosen.pop("recipe") or None  # an empty list means all recipes, too
-    return (_parity if experiment == PARITY else partial(_run_recipes, experiment))(recipes=recipes, **chosen)
+    if chosen["quick"]:
+        chosen |= {name: chosen[name] / "quick" for name in ("results", "runs") if name in chosen}
+        chosen["seeds"] = given.get("seeds", 1)
+    if experiment == PARITY:
+        return [_parity(recipes=recipes, **chosen)]
+    return [_run_recipes(experiment, recipes=recipes, watch=watch, **chosen)]
 
 
-def _parity(*, seeds: int, figure: Path | None, **options: Any) -> Path:
-    written = parity.run_parity(draws=seeds, **options)
+def _run_all(options: Mapping[str, Any], watch: Watch) -> list[Path]:
+    """Every experiment, with the options that it has."""
+    refused = [name for name in ("recipe", "inits", "figure") if options.get(name)]
+    if refused:
+        raise DataError(f"run: --{refused[0]} is not an option of {ALL}. Leave it out, or name an experiment.")
+    written = list[Path]()
+    for experiment in (*EXPERIMENTS, PARITY):
+        known = PARITY_OPTIONS if experiment == PARITY else OPTIONS
+        written += run(experiment, {name: value for name, value in options.items() if name in known}, watch)
+    return written
+
+
+def quick_version(recipe: Recipe) -> Recipe:
+    """The same network and the same counts in a few epochs of few images."""
+
+    def short(stage: Stage) -> Stage:
+        return replace(
+            stage,
+            epochs=QUICK_EPOCHS,
+            flat=None if stage.flat is None else min(stage.flat, QUICK_EPOCHS - 1),
+            first_event=min(stage.first_event, 2),
+            keep={name: (keep, Cubic(epochs=2)) for name, (keep, _) in stage.keep.items()},
+        )
+
+    return replace(recipe, stages=list(map(short, recipe.stages)), batch=64, pictures=None)
+
+
+def _parity(*, seeds: int, figure: Path | None, quick: bool, inits: int, **options: Any) -> Path:
+    if quick:
+        options["sizes"], inits = QUICK_PARITY, 1
+    written = parity.run_parity(draws=seeds, inits=inits, **options)
     if figure is not None:
         parity.save_figure(written, figure)
     return written
@@ -75,6 +170,10 @@ def _run_recipes(
     jobs: int,
     threads: int,
     full: bool,
+    device: str,
+    amp: bool,
+    quick: bool,
+    watch: Watch,
 ) -> Path:
     """Run every recipe with seeds 1, 2, ..., append the points to the experiment's result file and return its path.
 
@@ -86,16 +185,54 @@ def _run_recipes(
         count(value, f"experiment {experiment!r}: {name}", DataError, least=1)
     chosen = _with_starts(experiment, recipes or _usual(experiment, full))
     DATA[experiment](data)  # download once, before several workers try to
-    work = partial(_one_seed, experiment, data=data, results=results, runs=runs, threads=threads)
-    pool = ProcessPoolExecutor(max_workers=jobs, mp_context=get_context("spawn"))
+    where: dict[str, Any] = {"data": data, "results": results, "runs": runs}
+    work = partial(_one_seed, experiment, threads=threads, device=device, amp=amp, quick=quick, **where)
+    context = get_context("spawn")
+    reports: SimpleQueue[Report] = context.SimpleQueue()
+    pool = ProcessPoolExecutor(
+        max_workers=jobs, mp_context=context, initializer=_start_worker, initargs=(reports, os.getpid())
+    )
     try:
         for names in _in_turn(experiment, chosen):
             tasks = [pool.submit(work, name, seed) for name in names for seed in range(1, seeds + 1)]
-            for finished in as_completed(tasks):
-                finished.result()
+            _follow(tasks, reports, watch)
     finally:  # after a failed seed or Ctrl-C, do not start the waiting ones
         pool.shutdown(cancel_futures=True)
     return results / f"{experiment}.jsonl"
+
+
+def _follow(tasks: Iterable[Future[None]], reports: "SimpleQueue[Report]", watch: Watch) -> None:
+    """Pass on the workers' reports until all tasks are done; raises the error of a task that failed."""
+    waiting = {*tasks}
+    while waiting:
+        done, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+        while not reports.empty():
+            watch(reports.get())
+        for task in done:
+            task.result()
+
+
+# In a worker: where its reports go, and the process that started it.
+_reports: "SimpleQueue[Report] | None" = None
+_parent: int | None = None
+
+
+def _start_worker(reports: "SimpleQueue[Report]", parent: int) -> None:
+    global _reports, _parent  # a pool gives its workers nothing but this call
+    _reports, _parent = reports, parent
+    # Ctrl-C reaches every process of the terminal. The main process reports it; workers stop without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _tell(report: Report) -> None:
+    """Report from a worker to the main process, or print if there is no other process."""
+    if _reports is None:
+        _print(report)
+        return
+    if os.getppid() != _parent:
+        # The main process was killed. A new one may already train the same run from the same checkpoint.
+        raise SystemExit(1)
+    _reports.put(report)
 
 
 def _usual(experiment: str, full: bool) -> list[str]:
@@ -132,14 +269,27 @@ def _in_turn(experiment: str, names: Sequence[str]) -> list[list[str]]:
 
 
 def _one_seed(
-    experiment: str, recipe: str, seed: int, *, data: Path | None, results: Path, runs: Path, threads: int
+    experiment: str,
+    recipe: str,
+    seed: int,
+    *,
+    data: Path | None,
+    results: Path,
+    runs: Path,
+    threads: int,
+    device: str = "cpu",
+    amp: bool = False,
+    quick: bool = False,
 ) -> None:
     torch.set_num_threads(threads)
+    who = f"{experiment} {recipe} seed {seed}"
     folder = runs / experiment / f"{recipe}-{seed}"
     chosen = EXPERIMENTS[experiment][recipe]
+    if quick:
+        chosen = quick_version(chosen)
     finished = folder / "finished"
     if finished.exists() and finished.read_text() == chosen.fingerprint():
-        print(f"{experiment} {recipe} seed {seed}: finished before; remove {folder} to run it again", flush=True)
+        _tell(Report(who, note=f"finished before; remove {folder} to run it again"))
         return
     start = runs / experiment / f"{chosen.start}-{seed}" if chosen.start else None
     trained = chosen
@@ -151,18 +301,23 @@ def _one_seed(
         model = chosen.network(**chosen.options)
         load_checkpoint(start, model=model)
         trained = by_quality(chosen, model)
-    run_of_seed = Run(trained, seed, DATA[experiment](data), folder, start)
+    images = DATA[experiment](data)
+    if quick:
+        few = {name: getattr(images, name).first(QUICK_IMAGES) for name in ("train", "validation", "test")}
+        images = replace(images, **few)
+    run_of_seed = Run(trained, seed, images.to(device), folder, start, amp=amp)
     versions = result_files.versions()  # now: the checkout may have moved on by the end of the run
     commits = run_of_seed.progress.commits
     if (commit := versions.get("commit")) and commit not in commits:
         commits.append(commit)
-    points = run_of_seed.finish(partial(_say, f"{experiment} {recipe} seed {seed}"))
+    points = run_of_seed.finish(lambda progress, pruner: _tell(_report(who, progress, pruner)))
     shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
     about = {
         "dense_test_error": _dense_error(points, start, runs / experiment, chosen.control, seed),
         "threads": threads,
         "versions": versions,
         "commits": commits,
+        **({"device": device, "amp": amp} if (device, amp) != ("cpu", False) else {}),
     }
     result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
     finished.write_text(chosen.fingerprint())
@@ -191,9 +346,8 @@ def _finished_point(runs: Path, recipe: str | None, seed: int) -> dict[str, Any]
     return point
 
 
-def _say(who: str, progress: Progress, pruner: Pruner) -> None:
+def _report(who: str, progress: Progress, pruner: Pruner) -> Report:
     point: dict[str, Any] = progress.points[-1] if progress.points else {}
-    reached = f"  test {point['test_error']:.2f} %" if point.get("epochs") == progress.epoch else ""
+    test_error = point["test_error"] if point.get("epochs") == progress.epoch else None
     kept = sum(pruner.kept.values())
-    spent = f"{progress.seconds:.0f} s"
-    print(f"{who}  epoch {progress.epoch}/{pruner.epochs}  kept {kept:,}  {spent}{reached}", flush=True)
+    return Report(who, progress.epoch, pruner.epochs, kept, progress.seconds, progress.train_error, test_error)

@@ -53,12 +53,14 @@ def run_parity(
     inits: int = INITS,
     results: Path,
     recipes: Sequence[str] | None = None,
+    sizes: tuple[int, int, int] = SIZES,
     device: torch.device | str = "cpu",
     threads: int = 1,
 ) -> Path:
     """Run every recipe on data draws 1, 2, ... and append the points to the result file.
 
-    Recipes and draws whose points are in the file already are skipped.
+    Recipes and draws whose points are in the file already are skipped. `sizes` are the numbers of training, validation
+    and test rows.
 
     Returns:
         The path of the result file.
@@ -79,7 +81,7 @@ def run_parity(
                 print(f"parity {recipe.name} draw {seed}: in {path} already", flush=True)
                 continue
             with _threads(threads):
-                result_files.append(path, points(recipe, seed=seed, inits=inits, device=device))
+                result_files.append(path, points(recipe, seed=seed, inits=inits, sizes=sizes, device=device))
     return path
 
 

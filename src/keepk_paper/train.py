@@ -38,6 +38,7 @@ class Progress:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     points: list[dict[str, Any]] = field(default_factory=list)
+    train_error: float | None = None  # of the last epoch, in percent, on augmented images and changing weights
     commits: list[str] = field(default_factory=list)  # of the code that trained it, oldest first
 
 
@@ -88,10 +89,17 @@ class Run:
     """
 
     def __init__(
-        self, recipe: Recipe, seed: int, data: Mnist | Pictures, folder: Path, start: Path | None = None
+        self,
+        recipe: Recipe,
+        seed: int,
+        data: Mnist | Pictures,
+        folder: Path,
+        start: Path | None = None,
+        *,
+        amp: bool = False,
     ) -> None:
         torch.manual_seed(seed)
-        self.recipe, self.data, self.folder = recipe, data, folder
+        self.recipe, self.data, self.folder, self._amp = recipe, data, folder, amp
         self.model = recipe.network(**recipe.options).to(data.train.images.device)
         # In this memory format convolutions on a CPU take half the time.
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
@@ -183,9 +191,13 @@ class Run:
         squares = MeanSquares(self.model) if due and stage.metric is saliency else None
         statistics = self._statistics if due else None
         scales = [it.weight for it in self.model.modules() if isinstance(it, nn.BatchNorm2d) and stage.scale_l1]
+        wrong = torch.zeros((), dtype=torch.int64, device=inputs.labels.device)
         for number, chosen in enumerate(batches):
             self.optimizer.param_groups[0]["lr"] = stage.learning_rate(epoch + number / len(batches))
-            scores = inputs.forward(inputs.batch(chosen))
+            with torch.autocast(wrong.device.type, torch.bfloat16, enabled=self._amp):
+                scores = inputs.forward(inputs.batch(chosen))
+            scores = scores.float() if self._amp else scores
+            wrong += (scores.detach().argmax(1) != inputs.labels[chosen]).sum()
             loss = F.cross_entropy(scores, inputs.labels[chosen], label_smoothing=self.recipe.smoothing)
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
@@ -199,6 +211,7 @@ class Run:
             self.optimizer.step()
         if squares:
             squares.leave_roots()
+        self.progress.train_error = 100 * int(wrong) / len(rows)
 
     def _is_event_due(self) -> bool:
         """Whether units are removed at the end of this epoch, so that a metric may need the gradients."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -151,15 +152,18 @@ def test_an_option_of_another_experiment_is_refused(experiment, option, other, t
 
 
 def test_options_that_nobody_gives_are_those_of_the_experiment(monkeypatch, tmp_path):
-    asked = []
+    asked: list[Any] = []
     file = tmp_path / "none.jsonl"
     monkeypatch.setattr(experiments, "_run_recipes", lambda name, **options: asked.append((name, options)) or file)
     monkeypatch.setattr(parity, "run_parity", lambda **options: asked.append(options) or file)
     monkeypatch.setattr(tables, "experiment_tables", lambda _: [])
     assert [call(line).exit_code for line in ("paper run lenet-5 --full", "paper run parity --seeds 7")] == [0, 0]
     given = {"seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2}
-    shared = {"recipes": None, "results": Path("results"), "threads": 1}
-    assert asked == [("lenet-5", {**shared, **given, "full": True}), {**shared, "draws": 7, "inits": 10}]
+    shared = {"recipes": None, "results": Path("results"), "threads": 1, "device": "cpu"}
+    (name, options), options_of_parity = asked
+    assert callable(options.pop("watch"))
+    assert (name, options) == ("lenet-5", {**shared, **given, "full": True, "amp": False, "quick": False})
+    assert options_of_parity == {**shared, "draws": 7, "inits": 10}
 
 
 def test_help_names_the_defaults_that_the_experiments_have():
@@ -254,4 +258,4 @@ def test_main_is_the_command():
 
 
 def test_every_experiment_can_be_named_on_the_command_line():
-    assert {one.value for one in Experiment} == {*experiments.EXPERIMENTS, experiments.PARITY}
+    assert {one.value for one in Experiment} == {*experiments.EXPERIMENTS, experiments.PARITY, experiments.ALL}

@@ -1,6 +1,7 @@
 """A run of a recipe: exact counts, resumed bit-equal, the same as a plain training loop; and its result lines."""
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -8,7 +9,9 @@ import sys
 from base64 import b64decode
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from math import cos, pi
+from multiprocessing import get_context
 from typing import cast
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -24,7 +28,8 @@ import keepk
 from keepk.cli.commands import app
 from keepk.errors import DataError
 from keepk.metrics.weights import magnitude
-from keepk_paper import experiments, results, vgg
+from keepk.plan.schedules import plan
+from keepk_paper import cli, experiments, results, vgg
 from keepk_paper.data import MNIST_FILES, Mnist, Split
 from keepk_paper.models import LeNet5, LeNet300
 from keepk_paper.recipes import Recipe, Stage, saliency
@@ -486,3 +491,82 @@ def test_a_recipe_has_the_same_fingerprint_in_every_process():
     there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert there == [recipe.fingerprint() for recipe in recipes.values()]
     assert len({*there, vgg.CONTROL.fingerprint()}) == 3
+
+
+def test_quick_versions_keep_the_network_and_the_counts():
+    for named in experiments.EXPERIMENTS.values():
+        for recipe in named.values():
+            quick = experiments.quick_version(recipe)
+            assert (quick.network, quick.options, quick.spaces) == (recipe.network, recipe.options, recipe.spaces)
+            assert quick.epochs == experiments.QUICK_EPOCHS * len(recipe.stages)
+            for short, stage in zip(quick.stages, recipe.stages, strict=True):
+                assert {name: keep for name, (keep, _) in short.keep.items()} == {
+                    name: keep for name, (keep, _) in stage.keep.items()
+                }
+                for keep, schedule in short.keep.values():
+                    length = short.epochs - short.first_event + 1
+                    assert plan(schedule, 10 * (keep + 1), keep, epochs=length)[-1] == keep
+                assert all(short.learning_rate(epoch) >= 0 for epoch in range(short.epochs))
+
+
+def test_a_quick_run_trains_a_few_images_into_folders_of_its_own(published, tmp_path):
+    """Through the command and a worker process."""
+    folders = ["--data", str(published), "--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    command = ["paper", "run", "lenet-300-100", "--recipe", "paper", "--quick", "--jobs", "1", *folders]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200", "TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    file = tmp_path / "results" / "quick" / "lenet-300-100.jsonl"
+    lines = results.read(file)
+    assert [(line["seed"], line["kept"], line["epochs"]) for line in lines] == [(1, 266_610, 3), (1, 17_329, 6)]
+    assert all(len(b64decode(line["test_wrong"])) * 8 == experiments.QUICK_IMAGES for line in lines)
+    said = [line.split() for line in result.stdout.splitlines() if line.startswith("lenet-300-100 paper seed 1")]
+    assert [line[5] for line in said] == [f"{epoch}/6" for epoch in range(1, 7)]
+    assert said[-1][-7:-5] == ["s", "train"]
+    assert said[-1][-3:] == ["test", f"{lines[-1]['test_error']:.2f}", "%"]
+    assert f"Results: {file}" in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results", "runs"]
+
+
+def test_a_worker_whose_main_process_was_killed_stops(monkeypatch):
+    queue = get_context("spawn").SimpleQueue()
+    monkeypatch.setattr(experiments, "_reports", queue)
+    monkeypatch.setattr(experiments, "_parent", os.getppid())
+    experiments._tell(experiments.Report("a", 1, 2))
+    assert queue.get().epoch == 1
+    monkeypatch.setattr(experiments, "_parent", os.getppid() + 1)
+    with pytest.raises(SystemExit):
+        experiments._tell(experiments.Report("a", 2, 2))
+    assert queue.empty()
+
+
+def test_a_terminal_shows_a_bar_for_each_run():
+    written = StringIO()
+    terminal = Console(file=written, force_terminal=True, width=120, legacy_windows=False, color_system=None)
+    with cli.run_progress(terminal) as watch:
+        watch(experiments.Report("vgg a seed 1", 1, 4, 90, 2.0, 50.0))
+        watch(experiments.Report("vgg a seed 2", 3, 4, 80, 2.0, 40.0))
+        watch(experiments.Report("vgg a seed 3", note="finished before"))
+        watch(experiments.Report("vgg a seed 1", 2, 4, 70, 4.0, 30.0))
+        watch(experiments.Report("vgg a seed 2", 4, 4, 80, 9.0, 20.0, 25.5))
+    shown = written.getvalue()
+    assert "kept 70  train 30.00 %" in shown
+    assert "vgg a seed 2  epoch 4/4  kept 80  9 s  train 20.00 %  test 25.50 %" in shown
+    assert "vgg a seed 3: finished before" in shown
+    *_, last = (line for line in shown.splitlines() if "vgg" in line)  # the bars as they were drawn last
+    assert ("vgg a seed 1" in last, "2/4" in last, "seed 2" in last) == (True, True, False)
+
+
+@pytest.mark.parametrize("option", ["recipe", "inits", "figure"])
+def test_options_of_one_experiment_are_refused_for_all(option):
+    with pytest.raises(DataError, match=f"--{option} is not an option of all"):
+        experiments.run("all", {option: ["x"]})
+
+
+def test_all_runs_every_experiment_with_its_options(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(experiments, "_run_recipes", lambda name, **options: asked.append((name, options)) or tmp_path)
+    monkeypatch.setattr(experiments, "_parity", lambda **options: asked.append(("parity", options)) or tmp_path)
+    experiments.run("all", {"quick": True, "jobs": 3, "results": tmp_path})
+    assert [name for name, _ in asked] == [*experiments.EXPERIMENTS, "parity"]
+    assert {(options["seeds"], options["results"]) for _, options in asked} == {(1, tmp_path / "quick")}
+    assert {options.get("jobs") for _, options in asked} == {3, None}
