@@ -35,7 +35,7 @@ from keepk.cut.record import record_of
 from keepk.errors import CheckpointError, StateError
 from pictures import picture
 
-pytestmark = pytest.mark.xdist_group("test_channel_resume")  # one process runs the fixture
+pytestmark = pytest.mark.xdist_group("test_channel_resume")  # run the fixture in one process only
 
 
 @pytest.fixture(scope="module")
