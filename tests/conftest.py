@@ -1,4 +1,4 @@
-"""One thread a worker, and property tests that repeat."""
+"""One thread per worker, and reproducible property tests."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Examples in documentation give no warning of any kind: the exceptions for tests are not for what users copy.
+    """Make every warning in a documentation example an error, because users copy them, and tests have exceptions.
 
-    The cases of one network meet in one process, which traces it once (`traced_once.py`).
+    Also group the cases of each network into one process, which traces it once (`traced_once.py`).
     """
     for item in items:
         if isinstance(item, pytest.DoctestItem):

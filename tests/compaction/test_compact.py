@@ -1,4 +1,4 @@
-"""Laws of `compact`: the same function, the fixed point of counting degrees, nothing left to do, nothing half done."""
+"""Laws of `compact`: equal outputs, the fixed point of counting degrees, idempotence, all or nothing."""
 
 import copy
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-10
 
 @torch.no_grad()
 def outputs(model, example):
-    """On the example, on other numbers, and on another batch size, in eval mode."""
+    """The outputs in eval mode for the example, for other values, and for another batch size."""
     generator = torch.Generator().manual_seed(5)
     others = [torch.randn(size, *example.shape[1:], generator=generator).to(example) * 3 for size in (len(example), 5)]
     was = model.training
@@ -51,7 +51,7 @@ def test_the_function_stays_and_nothing_is_left_to_do(network):
 
 @torch.no_grad()
 def silence_rows(model, seed):
-    """Zero half of the rows of every weight, the first among them, with their biases: much has no input then."""
+    """Zero half of the rows of every weight, including the first, and their biases, so that many get no input."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
@@ -62,10 +62,10 @@ def silence_rows(model, seed):
                 parameter[rows] = 0
 
 
-# Fewer than were masked. Of a dense block 2 of 30 stay; of weight norm, whose zeros are in the length, all.
+# Fewer units are removed than were masked: a dense block keeps 2 of 30, and weight norm, whose zeros are in g, all.
 LEAST = {"dense_block": 28, "weight_norm": 0}
 
-# Their forward branches on values, so that nothing of theirs can be proved dead.
+# Their forward branches on values, so nothing can be proved dead.
 NOT_FOLLOWED = (
     "python_branch",
     "branch_on_the_input",
@@ -83,10 +83,10 @@ NOT_FOLLOWED = (
 
 @pytest.mark.parametrize("name", [name for name in WITH_EXACT_UNITS if name not in NOT_FOLLOWED])
 def test_no_wiring_computes_anything_else_afterwards(name):
-    """Nor does a dead unit stay: half of all exact units are masked, and nothing gets larger than if these were cut.
+    """Half of all exact units are masked. All of them are removed: the result is at most as large as after a cut.
 
-    Masking an exact unit is removing it, whatever the wiring: the oracle knows nothing of how `compact` finds the dead.
-    Other rows are zero too, of which some are constants that have to be folded.
+    Masking an exact unit equals removing it for every wiring, so the oracle is independent of how `compact` works.
+    Other rows are zero as well, some of which are constants that must be folded.
     """
     model, example, graph = traced_network(name)
     silence_rows(model.eval(), seed=1)
@@ -139,7 +139,7 @@ def test_a_chain_loses_what_counting_degrees_finds(sizes, activation, share, see
 
 
 def reader_case(reader, *, between=(), constant=0.5, channels=(4, 5)):
-    """A convolution whose first filter is zero with a bias, and a layer that reads it."""
+    """A convolution whose first filter is zero but has a bias, and a layer that reads it."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Conv2d(3, channels[0], 3), *between, reader, nn.Flatten()).double().eval()
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_a_constant_zero_goes_wherever_it_is_read(name):
 
 
 class SumsToo(nn.Module):
-    """Nobody reads the channels by weights, but a sum does."""
+    """The channels are read by a sum and not by weights."""
 
     def __init__(self):
         super().__init__()
@@ -202,28 +202,28 @@ class SumsToo(nn.Module):
 
 
 class Twice(SumsToo):
-    """One layer called twice: what is constant in one call is none in the other."""
+    """One layer is called twice, and a value that is constant in one call varies in the other."""
 
     def forward(self, x):
         return self.two(torch.sigmoid(self.one(x))) + self.two(torch.relu(self.one(x)))
 
 
 class Tied(SumsToo):
-    """The reader's weight has another reader."""
+    """The reader shares its weight with another layer."""
 
     def forward(self, x):
         return self.two(torch.sigmoid(self.one(x))) @ self.two.weight.abs()
 
 
 class SumsTheBatch(SumsToo):
-    """A constant for each batch size is none."""
+    """A value that depends on the batch size is not a constant."""
 
     def forward(self, x):
         return self.two(torch.sigmoid(self.one(x)).sum(0, keepdim=True)) + x[:, :3]
 
 
 class InTraining(SumsToo):
-    """A second head that only training uses."""
+    """A second head that is used only in training."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +235,7 @@ class InTraining(SumsToo):
 
 
 class WithData(SumsToo):
-    """The same memory through another object."""
+    """The same memory is accessed through another object."""
 
     def forward(self, x):
         x = self.one(x)
@@ -318,7 +318,7 @@ def test_the_optimizer_goes_on_as_with_the_dead_left_in(make):
     prune(model, 0.6, 4)
     example = torch.randn(7, 6, dtype=torch.float64)
     optimizer = make(model.parameters(), **options)
-    optimizer.param_groups[0]["lr"] = 0.0  # state without a change, so that zeros stay
+    optimizer.param_groups[0]["lr"] = 0.0  # creates state without changing weights, so that zeros stay
     model(example).square().sum().backward()
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.05
@@ -347,7 +347,7 @@ def test_followers_stay_copies():
 
 
 def test_a_follower_on_another_device_follows():
-    """An average in the CPU's memory beside a model elsewhere; here the other way round, with the meta device."""
+    """Usually an average on the CPU of a model on a GPU; here an average on the meta device."""
     torch.manual_seed(0)
     model = mlp([6, 9, 8, 4], "sigmoid")
     prune(model, 0.7, 2)
@@ -412,7 +412,7 @@ def tire(_module, _arguments):
 
 
 def test_a_failure_in_a_later_round_takes_the_earlier_ones_back(monkeypatch):
-    """With one head left, places within the head are units of their own: a second round."""
+    """With one head left, the positions within it become separate units, which takes a second round."""
     model, example = NETWORKS["attention_by_hand"]()
     prune(model, 0.9, 3)
     model.register_forward_pre_hook(tire)

@@ -1,4 +1,4 @@
-"""What a saved model says about the run that made it: by space, what there was, was asked for and is kept."""
+"""The certificate of a saved model: the total, requested and kept units of each space."""
 
 import copy
 import json
@@ -102,7 +102,7 @@ def test_copies_and_pickles_have_it_and_it_is_their_own(tmp_path, copied, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_it_says_what_is_kept_at_every_event(tmp_path, name):
-    """A model that is saved on the way says that it is on the way."""
+    """The certificate of a model that is saved during the plan has the counts of that epoch."""
     for events in range(4):
         model, pruner = ran(name, events=events)
         with nullcontext() if events else pytest.warns(keepk.KeepkWarning, match="has not made a step yet"):
@@ -138,7 +138,7 @@ def test_a_model_that_no_run_made_has_none(tmp_path):
 
 
 def test_a_load_brings_the_saved_run_in_place_of_the_models_own(tmp_path):
-    """A model whose weights were pruned is still of its dense shape, so that another can be loaded into it."""
+    """A model with pruned weights has its dense shape, so a saved model can be loaded into it."""
     keepk.save(built(), tmp_path / "dense")
     keepk.save(ran("channels")[0], tmp_path / "channels")
     for folder in ("dense", "channels"):
@@ -223,12 +223,12 @@ def test_a_file_from_before_there_were_certificates_is_read(tmp_path):
 
 
 def test_after_compaction_masks_are_held_and_the_certificate_says_what_is_alive(tmp_path):
-    """Fine-tuning goes on in the smaller network: what was pruned stays zero, what was folded stays."""
+    """Fine-tuning continues in the smaller network: pruned weights stay zero, and folded constants are kept."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 12), nn.Sigmoid(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 4))
     with torch.no_grad():
-        model.get_parameter("0.weight")[:3] *= 1e-3  # no input will reach these three,
-        model.get_parameter("2.weight")[:, :3] += 2  # which others read
+        model.get_parameter("0.weight")[:3] *= 1e-3  # these three will get no input
+        model.get_parameter("2.weight")[:, :3] += 2  # but have readers
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2)
     pruner = keepk.Pruner(model, keepk.weights("*", keep=40, name="weights"), optimizer)
     pruner.step()
@@ -258,13 +258,13 @@ def test_after_compaction_masks_are_held_and_the_certificate_says_what_is_alive(
 
 @pytest.mark.parametrize("sweep", ["compact", "shrink", "shrink twice"])
 def test_a_kept_weight_that_is_zero_stays_kept_when_the_model_is_cut(sweep):
-    """The mask says what is kept, not the value: also after somebody else has cut the model."""
+    """The mask, not the value, says what is kept, also after other code has cut the model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 1, groups=2), nn.ReLU(), nn.Conv2d(8, 6, 1), nn.ReLU(), nn.Conv2d(6, 3, 1))
     images = torch.randn(2, 4, 5, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
-        model.get_parameter("2.weight")[:, ::4] = 0  # two of its eight inputs are read by nobody
+        model.get_parameter("2.weight")[:, ::4] = 0  # two of its eight inputs are not read
     keep_all_biases = lambda weight, name: weight.abs() + (1e3 if name.endswith("bias") else 0)  # noqa: E731
     pruner = keepk.Pruner(model, keepk.weights("*", keep=50, metric=keep_all_biases, name="weights"), optimizer)
     pruner.step()
@@ -291,7 +291,7 @@ def test_a_kept_weight_that_is_zero_stays_kept_when_the_model_is_cut(sweep):
 
 
 def test_a_cut_by_hand_after_the_run_is_told_in_the_certificate(tmp_path):
-    """What was kept when the run ended is not what is there now."""
+    """The counts at the end of the run differ from the current ones."""
     model = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     spaces = [keepk.channels("0", keep=8, name="hidden", metric=keepk.metrics.l1)]
@@ -308,7 +308,7 @@ def test_a_cut_by_hand_after_the_run_is_told_in_the_certificate(tmp_path):
 
 
 def test_weights_that_came_back_are_not_certified(tmp_path):
-    """A model that was loaded and trained on has no masks any more."""
+    """A model that was loaded and trained further no longer has masks."""
     model, _ = ran("weights")
     keepk.save(model, tmp_path / "pruned")
     loaded = keepk.load(built(), tmp_path / "pruned")
@@ -341,7 +341,7 @@ def test_an_average_has_the_certificate_of_its_model(begun):
 
 @pytest.mark.parametrize("masks", [False, True])
 def test_a_report_and_a_certificate_count_what_was_swept(masks, tmp_path):
-    """The channels that compaction takes are gone, and no fresh model could take a state without them."""
+    """Channels removed by compaction are not counted, and no checkpoint can be made afterwards."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 12), nn.ReLU(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -349,7 +349,7 @@ def test_a_report_and_a_certificate_count_what_was_swept(masks, tmp_path):
     pruner = keepk.Pruner(model, spaces + [keepk.weights("*", keep=40, name="w")] * masks, optimizer, example=example())
     pruner.step()
     with torch.no_grad():
-        model.get_parameter("2.weight")[:, :2] = 0  # two that nobody reads
+        model.get_parameter("2.weight")[:, :2] = 0  # two that are not read
     swept = keepk.compact(model, example(), optimizer)
     left = sum(cast(nn.Linear, model[place]).out_features for place in (0, 2))
     assert left == 14 - swept.units < 14

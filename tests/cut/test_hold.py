@@ -1,4 +1,4 @@
-"""Masks are held wherever the weights go."""
+"""Masks are held through casts and moves of the weights."""
 
 import torch
 from hypothesis import given
@@ -12,7 +12,7 @@ from strategies import DTYPES, seeds
 
 @given(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=4), st.booleans(), seeds)
 def test_a_mask_is_held_through_casts(dtypes, widened, seed):
-    """After each cast the weights have new memory, and perhaps words of another size."""
+    """After each cast the weights have new memory, and possibly a different word size."""
     generator = torch.Generator().manual_seed(seed)
     parameter = nn.Parameter(torch.randn(5, 7, generator=generator))
     dead = torch.rand(5, 7, generator=generator) < 0.5

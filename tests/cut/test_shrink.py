@@ -1,4 +1,4 @@
-"""Shrink: all or nothing, the same objects, losses from before, and clear refusals."""
+"""`keepk.shrink`: all or nothing, the same objects, losses computed before the cut, and clear refusals."""
 
 import copy
 import gc
@@ -27,14 +27,14 @@ from shrinking import KINDS, TOLERANCE, Stubborn, backward, check_gradients, lef
 
 
 class Interrupt(BaseException):
-    """As Ctrl-C is: not an Exception."""
+    """Like KeyboardInterrupt, not a subclass of Exception."""
 
 
 FILES = (edits, module_edits, record, shrinking_module)
 
 
 class InterruptAtLine:
-    """A trace function that raises at the n-th line that is run while changes are being made."""
+    """A trace function that raises at the n-th executed line while changes are being made."""
 
     files = tuple(module.__file__ for module in FILES)
 
@@ -54,7 +54,7 @@ class InterruptAtLine:
 
 
 def interrupted(number, shrink):
-    """Whether the shrink was cut off at that line."""
+    """Whether the shrink was interrupted at that line."""
     before = sys.gettrace()
     sys.settrace(InterruptAtLine(number))
     try:
@@ -70,7 +70,7 @@ def interrupted(number, shrink):
     ("name", "stride"), [("linears", 2), ("multihead_attention", 11), ("dense_block", 37), ("lstm", 37)]
 )
 def test_a_shrink_that_is_interrupted_at_any_line_did_nothing(name, stride):
-    """Up to the last line, after which all is done."""
+    """Tries every line up to the last, after which the shrink is complete."""
     model, example, graph, units = traced(name)
     optimizer = torch.optim.Adam(model.parameters())
     step(model, example, optimizer)
@@ -100,7 +100,7 @@ def check_whole(model, optimizer, average, values):
 @pytest.mark.parametrize("method", ["index_select", "contiguous", "detach"])
 @pytest.mark.parametrize("name", ["conv_bn_flatten", "multihead_attention", "lstm"])
 def test_a_shrink_that_runs_out_of_memory_did_nothing(name, method, monkeypatch):
-    """Whichever call of torch fails."""
+    """Tries every call of torch that could fail."""
     model, example, graph, units = traced(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step(model, example, optimizer)
@@ -140,7 +140,7 @@ def test_a_follower_that_fails_half_way_leaves_all_as_it_was():
 
 
 class FixedWidth(nn.Linear):
-    """A module that accepts no other size."""
+    """A module whose size cannot be changed."""
 
     @property
     def out_features(self):
@@ -174,7 +174,7 @@ def plain(module):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("with_grad", [True, False])
 def test_tensors_and_gradients_keep_what_is_left(name, with_grad):
-    """Against the dense model, index by index."""
+    """Compared with the dense model, index by index."""
     model, example, graph, units = traced(name)
     if with_grad:
         backward(model, example)
@@ -221,7 +221,7 @@ class Recurrent(nn.Module):
 
 
 def test_parameters_in_one_piece_of_memory_can_be_cut():
-    """As cuDNN lays out recurrent layers: neighbours, but no number is shared."""
+    """As in cuDNN's layout of recurrent layers: adjacent memory, but no shared entries."""
     model, example = NETWORKS["linears"]()
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     start = 0
@@ -269,7 +269,7 @@ def test_contiguous_stays_contiguous(name):
 
 
 def test_frozen_parameters_stay_frozen_and_can_be_thawed():
-    """Though a loss from before the cut is still around."""
+    """Even if a loss from before the cut still exists."""
     model, example, graph, units = traced()
     loss = backward(model, example)
     model.requires_grad_(requires_grad=False)
@@ -326,7 +326,7 @@ def test_a_loss_that_is_still_in_scope_does_no_harm(name, propagated):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_loss_from_before_the_cut_is_refused(name):
-    """And leaves no gradient of a shape that does not fit."""
+    """It leaves no gradient of a wrong shape."""
     model, example, graph, units = traced(name)
     loss = sum(leaf.square().mean() for leaf in leaves(call(without_dropout(model), example)))
     keepk.shrink(model, graph, units)
@@ -339,7 +339,7 @@ def test_a_loss_from_before_the_cut_is_refused(name):
 
 
 def test_a_loss_that_needs_no_weight_is_refused_by_name():
-    """Its graph saved nothing that changed: only the guard can tell."""
+    """Its autograd graph saved no tensor that changed, so only keepk's guard can detect it."""
     bias, weight = nn.Linear(3, 4), nn.Linear(4, 2)
     model = nn.Sequential(bias, weight)
     graph = keepk.trace(model, torch.randn(5, 3))
@@ -353,7 +353,7 @@ def test_a_loss_that_needs_no_weight_is_refused_by_name():
 
 
 def test_a_loss_through_frozen_weights_is_refused():
-    """No gradient goes to what was cut, but it was saved to pass gradients on: torch says that it changed."""
+    """The cut weights get no gradient but were saved for backward, so torch detects the change."""
     model, example, graph, units = traced()
     model.second.requires_grad_(requires_grad=False)
     model.head.requires_grad_(requires_grad=False)
@@ -406,10 +406,10 @@ def compiled_inside(model, backend):
     return model
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at them all
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads .grad
 @pytest.mark.parametrize("how", [compiled_module, compiled_in_place, compiled_inside])
 def test_ten_shrinks_of_a_compiled_model(how):
-    """Left to itself, torch gives up compiling after eight shapes."""
+    """By default torch stops compiling after eight shapes."""
     compiled = []
 
     def backend(graph, _inputs):
@@ -435,7 +435,7 @@ def test_ten_shrinks_of_a_compiled_model(how):
 
 
 def test_a_model_under_ddp():
-    """Refused while the wrapper lives; see `shrink_under_ddp.py`."""
+    """Refused while the wrapper exists; see `shrink_under_ddp.py`."""
     script = Path(__file__).parents[1].joinpath("support", "shrink_under_ddp.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -446,7 +446,7 @@ def test_a_model_under_ddp():
 
 
 def refuses(words, model, graph, units, error=ShrinkError, **more):
-    """The words, and nothing changed."""
+    """Check the message, and that nothing changed."""
     before = picture([model, graph])
     with pytest.raises(error, match=words):
         keepk.shrink(model, graph, units, **more)
@@ -527,7 +527,7 @@ def test_a_layer_in_the_place_of_one_without_weights_is_refused():
 
 
 def test_a_counter_may_come_into_the_model():
-    """A number of no dims has no channels."""
+    """A tensor without dimensions has no channels."""
     model, _, graph, units = traced()
     model.register_buffer("seen", torch.tensor(0))
     keepk.shrink(model, graph, units)
@@ -595,7 +595,7 @@ def test_what_is_no_model_or_graph_is_refused(model, graph, words):
 
 
 def test_a_model_with_the_tensors_but_not_the_modules_is_refused():
-    """Names and shapes fit, but there is nobody whose sizes could follow."""
+    """Names and shapes fit, but there are no modules whose sizes could be updated."""
     model, _, graph, units = traced()
 
     class Bag(nn.Module):
@@ -675,7 +675,7 @@ def test_nothing_of_the_old_size_stays_in_memory():
 
 
 def test_copies_of_a_shrunk_model_do_not_visit_every_index():
-    """Each index was once an int object, which every deepcopy of the model looked at."""
+    """A regression test: each index was an int object, which every deepcopy of the model visited."""
     net = nn.Sequential(nn.Linear(1, 100_000), nn.ReLU(), nn.Linear(100_000, 1))
     graph = keepk.trace(net, torch.zeros(2, 1))
     keepk.shrink(net, graph, np.arange(0, 100_000, 2))

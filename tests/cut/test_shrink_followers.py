@@ -1,4 +1,4 @@
-"""Who follows a shrink: optimizers, averages, teachers and dicts of tensors; copies, and attention that lost heads."""
+"""Followers of a shrink (optimizers, averages, teachers, dicts of tensors), copies, and attention that lost heads."""
 
 import copy
 import io
@@ -35,7 +35,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["linears", "conv_bn_flatten", "tied_embedding"])
 def test_the_optimizer_goes_on_as_with_the_masked_network(name, kind):
-    """It holds exactly the model's parameters and state of their shapes, and moves each as the masked twin's does."""
+    """It holds exactly the model's parameters, with state of their shapes, and updates them like the masked copy's."""
     model, example, graph, units = traced(name)
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     for _ in range(2):
@@ -48,12 +48,12 @@ def test_the_optimizer_goes_on_as_with_the_masked_network(name, kind):
     step(dense, example, its_optimizer)
     check_holds(optimizer, model)
     for (path, now), old, (_, wanted) in zip(model.named_parameters(), before, dense.named_parameters(), strict=True):
-        assert not torch.equal(now, old) or now.grad.abs().max() < TOLERANCE, path  # a bias in front of a BatchNorm
+        assert not torch.equal(now, old) or now.grad.abs().max() < TOLERANCE, path  # a bias before a BatchNorm
         assert relative_error(left(wanted.detach(), path, graph, units), now) < 1e-8, path
 
 
 def masked_twin(kind, model, optimizer, graph, units):
-    """A copy with its own optimizer, whose state is zero where the weights are; the history of LBFGS starts anew."""
+    """A copy with a separate optimizer, whose state is zero where the weights are; LBFGS restarts its history."""
     if kind == "lbfgs":
         dense = copy.deepcopy(model)
         its_optimizer = OPTIMIZERS[kind](list(dense.parameters()))
@@ -161,7 +161,7 @@ def test_optimizer_state_of_another_shape_is_refused_by_name():
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Every second step goes half way back to slow weights, which lie in the inner optimizer's state or in its own."""
+    """Every second step moves half-way back to slow weights, stored in the inner optimizer's state or in its own."""
 
     def __init__(self, inner, *, own_state):
         super().__init__(inner.param_groups, {})
@@ -203,7 +203,7 @@ def test_an_optimizer_around_another_one_is_refused():
 
 @pytest.mark.parametrize("own_state", [True, False])
 def test_both_optimizers_or_the_inner_one_alone_follow(own_state):
-    """As the masked twin: the slow weights of what goes go along."""
+    """The slow weights are cut as well, and training equals that of the masked copy."""
     outputs = []
     for shrink in ("each", "never"):
         model, example = NETWORKS["linears"]()
@@ -225,7 +225,7 @@ def test_both_optimizers_or_the_inner_one_alone_follow(own_state):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_moving_average_follows(name):
-    """It is cut along, and goes on averaging as the masked twins would."""
+    """It is cut as well, and continues to average as the masked copies would."""
     model, example, graph, units = traced(name)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -260,7 +260,7 @@ def test_a_teacher_and_its_optimizer_state_are_apart():
 
 @pytest.mark.parametrize("name", ["conv_bn_flatten", "tied_embedding", "caches"])
 def test_a_dict_of_tensors_follows(name):
-    """A state dict, with a tied tensor under each of its names, can be loaded afterwards."""
+    """A state_dict with a tied tensor under each of its names still loads afterwards."""
     model, example, graph, units = traced(name)
     values = {key: value.clone() * 1 for key, value in model.state_dict().items()}
     values["epoch"] = 3
@@ -274,7 +274,7 @@ def test_a_dict_of_tensors_follows(name):
 
 
 def test_a_dict_of_trained_weights_follows():
-    """Without buffers and frozen weights."""
+    """The dict has neither buffers nor frozen weights."""
     model, _, graph, units = traced("conv_bn_flatten")
     model.first.requires_grad_(requires_grad=False)
     trained = {
@@ -374,7 +374,7 @@ def test_a_copy_of_a_shrunk_model_can_be_shrunk_further_on_its_own():
     assert all(leaf.isfinite().all() for leaf in leaves(output(model, example)))
 
 
-@pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn._flat_weights")  # as of a dense one
+@pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn._flat_weights")  # as for a dense model
 @pytest.mark.parametrize("name", ["dense_block", "multihead_attention", "lstm", "tied_embedding"])
 def test_a_shrunk_model_can_be_exported(name):
     model, example, graph, units = traced(name)
@@ -423,7 +423,7 @@ MASKS = {
 
 
 def holes(*shape, shift=0):
-    """Something masked in every row, and never all of it."""
+    """An attention mask with some, but never all, entries of each row masked."""
     return (torch.arange(int(np.prod(shape))).view(shape) + shift) % 3 == 0
 
 

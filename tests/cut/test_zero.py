@@ -1,4 +1,4 @@
-"""Zeroing by bits is what a plain masked fill does."""
+"""Zeroing by bitwise AND equals a plain masked_fill."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Latency is measured in turns and summed up in quartiles; nothing here depends on a clock."""
+"""Latency is measured in turns and summarised by quartiles; no test here depends on a real clock."""
 
 import gc
 import io
@@ -22,7 +22,7 @@ from strategies import mlp
 
 
 class FakeClock:
-    """It moves only when a run says so."""
+    """A clock that advances only when a run tells it to."""
 
     now = 0
 
@@ -47,7 +47,7 @@ tables = st.integers(1, 3).flatmap(
 
 @given(rounds=tables, warm_up=st.integers(0, 3))
 def test_every_run_has_its_turn_in_every_round_and_its_own_time(rounds, warm_up):
-    """The oracle writes the order down: forth in even rounds, back in odd ones; warm-up rounds count backwards."""
+    """The oracle spells out the order: forwards in even rounds, backwards in odd ones; warm-up rounds are negative."""
     clock, calls, width = FakeClock(), list[int](), len(rounds[0])
     durations = [[1000] * warm_up + [taken[place] for taken in rounds] for place in range(width)]
     runs = [runner(clock, place, durations[place], calls) for place in range(width)]
@@ -63,7 +63,7 @@ def test_a_clock_that_stands_still_gives_no_zero():
 
 
 def slow_quartile(values, share):
-    """On the line between two neighbours in sorted order."""
+    """A quartile by linear interpolation between neighbours in sorted order."""
     ordered, place = sorted(map(Fraction, values)), Fraction(len(values) - 1) * share
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -115,7 +115,7 @@ def test_model_and_baseline_alternate_on_every_batch_in_eval_and_inference_mode(
 
 
 class Breaking(nn.Module):
-    """Works for less than four rows."""
+    """A model that fails for four or more rows."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ def test_everything_is_as_before_also_after_a_failure():
 
 
 class Counting(nn.Module):
-    """Writes into buffers in every way there is, has a BatchNorm that always trains, and draws random numbers."""
+    """Writes to buffers in several ways, has a BatchNorm that is always in train mode, and draws random numbers."""
 
     calls: torch.Tensor
     strange: torch.Tensor

@@ -1,4 +1,4 @@
-"""An ONNX file computes what torch computes, dense and shrunk; what is refused leaves nothing behind."""
+"""An ONNX file computes what torch computes, for dense and shrunk models; a refused export leaves no files."""
 
 import math
 import os
@@ -37,7 +37,7 @@ def in_float32(name):
 
 
 def fresh(example, rows, seed=0):
-    """Other numbers in the example's shapes, with so many rows."""
+    """Random values in the example's shapes, with this number of rows."""
     generator = torch.Generator().manual_seed(seed)
     if isinstance(example, dict):
         return {key: fresh(value, rows, seed + at) for at, (key, value) in enumerate(example.items())}
@@ -85,7 +85,7 @@ def test_dense_and_shrunk_the_file_computes_what_torch_computes(tmp_path, name):
 
 
 class Named(nn.Module):
-    """Several arguments, not all of them tensors."""
+    """A model with several arguments, not all of which are tensors."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def same(before, after):
 
 
 def test_nothing_of_the_model_changes_also_inside_wrappers(tmp_path):
-    """The network keeps things of each forward pass, is in train mode with an exception, and has gradients."""
+    """The network stores results of forward passes, is mostly in train mode, and has gradients."""
     model, example = in_float32("caches")
     sum(leaf.sum() for leaf in leaves(call(model, example))).backward()
     model.grids.clear()
@@ -158,7 +158,7 @@ class ThreeRows(nn.Module):
 
 
 def refused(tmp_path, model, example, error, match, name="net.onnx", **options):
-    """The old file is as it was, and there is nothing new beside it."""
+    """Check that an export is refused, the old file is unchanged, and there are no new files."""
     (tmp_path / "net.onnx").write_bytes(b"old")
     with pytest.raises(error, match=match):
         export_onnx(model, example, tmp_path / name, **options)
@@ -237,7 +237,7 @@ onnx.export_onnx(nn.Linear(4, 3), torch.ones(2, 4), sys.argv[1])
 
 
 def half_way(path):
-    """A process that has written its file and goes no further, and the folder where it is."""
+    """A process that stops after writing its temporary file, and the folder of that file."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     before = set(path.parent.iterdir())
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], env=environment, stdout=subprocess.PIPE)
@@ -276,7 +276,7 @@ def test_what_a_killed_export_left_is_deleted_and_what_a_running_one_needs_is_no
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_a_folder_that_may_be_of_a_running_export_is_deleted_when_it_is_old(tmp_path, monkeypatch, locks):
-    """Without a lock in it, or on a file system that has no locks."""
+    """It has no lock file, or the file system does not support locks."""
     if not locks:
         monkeypatch.setattr(files, "try_lock", lambda _: None)
     young, old = tmp_path / ".net.onnx-abcdefgh.tmp", tmp_path / ".net.onnx-01234567.tmp"

@@ -1,4 +1,4 @@
-"""What torch's own tools do with the two layers that a cut puts into a model, as docs/deploy.md says it."""
+"""How torch's tools handle the two layer classes that a cut introduces, as documented in docs/deploy.md."""
 
 import pytest
 import torch

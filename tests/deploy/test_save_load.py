@@ -1,4 +1,4 @@
-"""A saved model is two files that say what was cut; a fresh one that loads them is the same model, to the bit."""
+"""A saved model is two files that record what was cut; loading them into a new model is bit-exact."""
 
 import copy
 import json
@@ -39,7 +39,7 @@ FILES = ["arch.json", "model.safetensors"]
 
 
 def built(seed=0, width=12, dtype=torch.float32):
-    """A small network with a BatchNorm and a tie."""
+    """A small network with a BatchNorm and tied weights."""
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(7, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 9), nn.Linear(9, 9))
     net.append(nn.Linear(9, 9))
@@ -63,7 +63,7 @@ def same(wanted, got):
 
 
 def round_trip(folder, model, example, fresh):
-    """Saved, loaded into a fresh network, saved again."""
+    """Save a model, load it into a new network, and save that again."""
     wanted = outputs(model, example)
     keepk.save(model, folder / "first")
     identities = {name: id(parameter) for name, parameter in fresh.named_parameters()}
@@ -84,7 +84,7 @@ def round_trip(folder, model, example, fresh):
 def test_every_network_comes_back_after_no_shrink_one_and_two(tmp_path, name):
     model, example, graph = traced_network(name)
     round_trip(tmp_path / "0", model, example, NETWORKS[name](seed=7)[0])
-    for turn in (1, 2) if name in WITH_EXACT_UNITS else ():  # nothing else would have changed
+    for turn in (1, 2) if name in WITH_EXACT_UNITS else ():  # without exact units nothing would have changed
         keepk.shrink(model, graph, graph.choose(0.4, seed=turn))
         round_trip(tmp_path / str(turn), model, example, NETWORKS[name](seed=7)[0])
 
@@ -93,7 +93,7 @@ def test_every_network_comes_back_after_no_shrink_one_and_two(tmp_path, name):
     "name", ["grouped", "dense_block", "multihead_attention", "lstm", "layer_norm", "tied_embedding"]
 )
 def test_a_loaded_network_is_shrunk_and_saved_again(tmp_path, name):
-    """What is cut after a load is added to what was cut before."""
+    """Cuts after a load are added to the record of the earlier ones."""
     model, example = NETWORKS[name]()
     for turn in range(3):
         graph = keepk.trace(model, example)
@@ -104,7 +104,7 @@ def test_a_loaded_network_is_shrunk_and_saved_again(tmp_path, name):
 
 
 def listed(text):
-    """The slow reading of '0:3, 5'."""
+    """A slow parser of index lists such as '0:3, 5'."""
     return [i for part in text.split(", ") for i in (range(*map(int, part.split(":"))) if ":" in part else [int(part)])]
 
 
@@ -124,7 +124,7 @@ def test_the_indices_in_arch_json_lead_from_the_dense_tensors_to_the_saved_ones(
                 left = np.take(left, listed(kept), int(axis))
             else:
                 left = np.stack([row[listed(columns)] for row, columns in zip(left, kept, strict=True)])
-        if np.iscomplexobj(left):  # kept as pairs of real numbers
+        if np.iscomplexobj(left):  # stored as pairs of real numbers
             left = np.stack([left.real, left.imag], -1)
         assert np.array_equal(left, saved[key].numpy())
 
@@ -143,7 +143,7 @@ def test_arch_json_can_be_read(tmp_path):
 
 
 def test_the_values_can_be_read_by_others(tmp_path):
-    """Under the names and in the shapes of the state_dict; a tied tensor once."""
+    """They have the names and shapes of the state_dict; a tied tensor is stored once."""
     model = shrunk().to(torch.bfloat16)
     keepk.save(model, tmp_path)
     state, saved = model.state_dict(), load_file(tmp_path / "model.safetensors")
@@ -200,7 +200,7 @@ def test_channels_last_stays(tmp_path, units):
 
 
 class Odd(nn.Module):
-    """Tensors that a safetensors file would not take as they are."""
+    """Tensors that safetensors cannot store as they are."""
 
     seen: torch.Tensor
 
@@ -243,13 +243,13 @@ def test_a_model_on_the_meta_device_has_no_place_for_values(tmp_path):
     with pytest.raises(FileError, match=r"'0\.weight' is a meta tensor.*Materialize"):
         keepk.save(fresh, tmp_path)
     fresh.to_empty(device="cpu")
-    fresh[5].weight = fresh[4].weight  # which to_empty takes apart
+    fresh[5].weight = fresh[4].weight  # to_empty unties them
     loaded = keepk.load(fresh, tmp_path)
     assert same(outputs(model, torch.ones(3, 7)), outputs(loaded, torch.ones(3, 7)))
 
 
 class Caching(nn.Module):
-    """Makes a buffer when it is first run."""
+    """Creates a buffer in its first forward pass."""
 
     cache: torch.Tensor
 
@@ -304,7 +304,7 @@ def folder(tmp_path):
 
 
 def edited(folder, change, rehash=True):
-    """arch.json with a change; hashed anew, the change must be found by itself."""
+    """Change arch.json and update its hash, so that the change itself must be detected."""
     arch = json.loads((folder / "arch.json").read_bytes())
     change(arch)
     if rehash:
@@ -406,7 +406,7 @@ def test_a_hostile_arch_json_sets_nothing(folder, change, match):
 
 
 def with_dense_hash(arch):
-    """A document whose dense hash is computed again as well, as far as it can be."""
+    """A document whose hash of the dense model is recomputed as well, where possible."""
     tensors = {name: [it["dtype"], it["dense"]] for name, it in arch["tensors"].items() if it.get("persistent", True)}
     text = json.dumps([arch["modules"], tensors, arch["ties"]], sort_keys=True)
     arch["dense_sha256"] = sha256(text.encode("ascii")).hexdigest()
@@ -429,7 +429,7 @@ def test_two_kilobytes_do_not_ask_for_gigabytes(folder):
 
 
 class Numbers(nn.Module):
-    """A user's module with a size among its numbers, and a torch layer with numbers that are no sizes."""
+    """A custom module with a size among its attributes, and a torch layer with numbers that are not sizes."""
 
     def __init__(self):
         super().__init__()
@@ -495,7 +495,7 @@ HOSTILE = {"linear": None} | dict.fromkeys(
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """Folders of saved models, their documents and how a fresh model is built."""
+    """Folders of saved models, with their documents and constructors."""
     found = {}
     for name in HOSTILE:
         if name == "linear":
@@ -511,7 +511,7 @@ def hostile(tmp_path_factory):
 
 
 def places(tree, path=()):
-    """All places in a document."""
+    """The paths of all values in a document."""
     for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield (*path, key)
         yield from places(tree[key], (*path, key))
@@ -524,7 +524,7 @@ def mutations(draw):
 
 
 def mutate(arch, build, kind, first, second, value):
-    """One change of a document, which may be one that changes nothing."""
+    """Make one random change to a document, possibly without an effect."""
     if kind == "attribute":
         modules = dict(build().named_modules())
         path = sorted(modules)[first % len(modules)]
@@ -551,7 +551,7 @@ def mutate(arch, build, kind, first, second, value):
 
 
 def as_built(module):
-    """The shapes of a layer that torch makes of another's attributes; None for what is no layer of torch."""
+    """The shapes of a torch layer that is built from this layer's attributes; None if it is not a torch layer."""
     bias = getattr(module, "bias", None) is not None
     twin: nn.Module
     with torch.device("meta"):
@@ -572,7 +572,7 @@ def as_built(module):
 
 
 def options(model):
-    """Everything on the modules that is neither a tensor nor a size."""
+    """All attributes of the modules that are neither tensors nor sizes."""
     return {
         path: {key: value for key, value in vars(module).items() if not isinstance(value, int | tuple | list | dict)}
         for path, module in model.named_modules()
@@ -586,7 +586,7 @@ def options(model):
 def test_a_mutated_arch_json_is_refused_or_gives_a_model_that_agrees_with_itself(hostile, name, changes, dense):
     folder, document, build = hostile[name]
     arch = copy.deepcopy(document)
-    with suppress(LookupError, TypeError, AttributeError):  # the first change may have taken away the second's place
+    with suppress(LookupError, TypeError, AttributeError):  # the first change may have removed the second one's path
         for change in changes:
             mutate(arch, build, *change)
         if dense:
@@ -638,7 +638,7 @@ def test_no_flipped_bit_is_read(whole, place, bit):
             loaded = keepk.load(built(1), whole)
         except FileError:
             pass
-        else:  # white space may change
+        else:  # whitespace may change
             assert name == "arch.json"
             assert same(loaded.state_dict().values(), shrunk().state_dict().values())
         (whole / name).write_bytes(data)
@@ -837,7 +837,7 @@ def test_heads_that_the_tensors_do_not_leave_are_refused(tmp_path, heads, option
 
 
 class Packing(nn.Module):
-    """Keeps a tensor that is neither parameter nor buffer, and saves it by itself, as quantised modules do."""
+    """Adds a tensor that is neither a parameter nor a buffer to its state_dict, as quantised modules do."""
 
     def __init__(self):
         super().__init__()
@@ -889,7 +889,7 @@ def test_a_hook_that_renames_what_is_saved_loses_nothing(tmp_path):
 
 
 class Stubborn(nn.Linear):
-    """Refuses a new size when it is told to."""
+    """Refuses a new size on demand."""
 
     stubborn = False
 
@@ -940,7 +940,7 @@ def test_files_of_others_stay_and_leftovers_of_kills_go(folder):
 
 
 def failing(monkeypatch, name, turn, error):
-    """The turn-th call of a function of the operating system fails."""
+    """Make the n-th call of a function of the operating system fail."""
     calls, real = [], getattr(os, name)
 
     def call(*arguments):
@@ -972,7 +972,7 @@ def test_a_save_that_fails_after_the_commit_says_that_the_new_model_is_there(fol
         with pytest.raises(FileError, match=r"the new model is there and keepk\.load reads it"):
             keepk.save(shrunk(1, [5]), folder)
     assert same(keepk.load(built(), folder).state_dict().values(), shrunk(1, [5]).state_dict().values())
-    with monkeypatch.context() as patch:  # a failure now must not take what the first one left
+    with monkeypatch.context() as patch:  # a failure now must not delete what the first save wrote
         failing(patch, "replace", 2, OSError(5, "Input/output error"))
         with pytest.raises(FileError, match="Its previous contents are unchanged"):
             keepk.save(shrunk(1, [5]), folder)
@@ -997,7 +997,7 @@ def sweeps(tmp_path_factory):
     return job(tmp_path_factory.mktemp("killed"), "kills")
 
 
-@pytest.mark.xdist_group("sweeps")  # one process runs the fixture
+@pytest.mark.xdist_group("sweeps")  # run the fixture in one process only
 @pytest.mark.parametrize("old", [0, 1], ids=["first save", "next save"])
 def test_a_save_killed_at_any_file_step_leaves_the_old_or_the_new_model(sweeps, old):
     found, files = sweeps[old]["found"], sweeps[old]["files"]
@@ -1009,7 +1009,7 @@ def test_a_save_killed_at_any_file_step_leaves_the_old_or_the_new_model(sweeps, 
 
 @pytest.mark.parametrize("locks", ["locks", "no locks"])
 def test_processes_that_save_into_one_folder_leave_one_whole_model(tmp_path, locks):
-    """With real processes, killed at random moments; a process that reads meanwhile always finds a whole model."""
+    """Real processes are killed at random moments; a process that reads meanwhile always finds a complete model."""
     for what, report in job(tmp_path, locks).items():
         assert report["same"] == [0, 0, 0, 0, 3], what
         assert set(report["found"]) <= {1, 2, 3}, what
@@ -1019,7 +1019,7 @@ def test_processes_that_save_into_one_folder_leave_one_whole_model(tmp_path, loc
 
 
 def at_step(number, work):
-    """Run some work at the n-th file-system step of what comes; what is returned says whether it was reached."""
+    """Run some work at the n-th file-system step of the code that follows. The result says whether it was reached."""
     left, ran = number, list[Any]()
 
     def count(*call):
@@ -1096,12 +1096,12 @@ def test_a_process_that_stands_still_is_not_waited_for_forever(folder, monkeypat
         ):
             keepk.save(shrunk(1), folder)
     assert contents(folder) == before | {files.LOCK: b""}
-    keepk.save(shrunk(1), folder)  # the lock of a process that was killed
+    keepk.save(shrunk(1), folder)  # a lock left by a killed process
     assert sorted(contents(folder)) == FILES
 
 
 def test_windows_has_locks_of_its_own(folder, monkeypatch):
-    """As far as that can be seen from elsewhere: the calls are Windows', and what they do is done by flock."""
+    """Tested without Windows: its locking calls are replaced by flock."""
     fcntl = pytest.importorskip("fcntl")
     calls = []
 
@@ -1120,7 +1120,7 @@ def test_windows_has_locks_of_its_own(folder, monkeypatch):
 
 
 def test_a_part_of_a_model_that_was_shrunk_is_refused(tmp_path):
-    """It would be written as a dense model of sizes that nobody builds."""
+    """It would be saved as a dense model of sizes that its constructor does not build."""
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.ReLU()), nn.Linear(6, 3))
     graph = keepk.trace(model, torch.zeros(2, 4))
     keepk.shrink(model, graph, [0, 1])
@@ -1146,5 +1146,5 @@ def test_a_shrink_that_was_taken_back_leaves_no_mark(monkeypatch, tmp_path):
     monkeypatch.setattr(type(graph), "removed", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         keepk.shrink(model, graph, [0, 1])
-    keepk.save(nn.Sequential(model), tmp_path / "larger")  # its part would be refused
+    keepk.save(nn.Sequential(model), tmp_path / "larger")  # a part of it would be refused
     assert not was_cut(model)

@@ -1,4 +1,4 @@
-"""Networks whose channels can be counted by hand."""
+"""Networks whose channels are counted by hand."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from keepk_paper.models import VGG16, DenseNet40
 
 @pytest.mark.parametrize(("initial", "expected"), [(24, 9_360), (16, 9_048)])
 def test_densenet_40_has_a_read_for_every_input_of_its_norms(initial, expected):
-    """24, 36, ... channels before each of 39 BatchNorms: one reading for each."""
+    """The 39 BatchNorms have 24, 36, ... inputs, each of which is one read."""
     net = DenseNet40(initial=initial)
     graph = keepk.trace(net, torch.zeros(2, 3, 32, 32))
     reads = sum(len(space.units) for space in graph.groups if space.kind in ("read", "channel"))

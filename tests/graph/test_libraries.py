@@ -1,6 +1,6 @@
 """Models of libraries that the core does not depend on: timm, transformers and peft, with random weights.
 
-Each test has a twin in `networks/` or here with the same idiom, written by hand, that runs without the library.
+Each idiom also has a hand-written network in `zoo/networks/` or here, which is tested without the library.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def library(name):
-    """A library that imports torchvision, which may be built for another torch."""
+    """Import a library that needs torchvision, which may be built for a different torch."""
     if importlib.util.find_spec("torchvision"):
         sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
         importlib.import_module("torchvision_on_cpu").make_importable()
@@ -44,7 +44,7 @@ def words():
 
 
 def heads(graph):
-    """By space of an attention, how many units it has."""
+    """The number of units of each attention's group."""
     return {space.name: len(space.units) for space in graph.groups if "attn" in space.name or "attention" in space.name}
 
 
@@ -57,7 +57,7 @@ def llama(transformers, **options):
 
 
 class LoRA(nn.Module):
-    """A linear layer with a low-rank update beside it, by hand."""
+    """A hand-written linear layer with a low-rank update."""
 
     def __init__(self, inputs, outputs, rank):
         super().__init__()
@@ -117,7 +117,7 @@ def test_the_heads_of_a_model_with_adapters_of_peft(transformers):
     model, example = peft.get_peft_model(llama(transformers, use_cache=False), config), words()
     pruner = prune(model, example, keepk.channels("*.self_attn*", prune=0.5, metric=keepk.metrics.l2))
     pruner.step()
-    assert pruner.kept == {"*.self_attn*": 2}  # of two groups of heads in each of two layers
+    assert pruner.kept == {"*.self_attn*": 2}  # two layers, each with two groups of heads
     for layer in model.base_model.model.model.layers:
         query = layer.self_attn.q_proj
         assert query.lora_A["default"].out_features == query.r["default"] == 4
@@ -136,7 +136,7 @@ def test_the_heads_of_a_model_with_adapters_of_peft(transformers):
 
 
 class Cached(nn.Module):
-    """Attention that returns its keys and values, as a language model with its cache on does."""
+    """Attention that returns its keys and values, like a language model that uses its cache."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ def test_a_lossy_layer_beside_the_outputs_is_still_advised():
 
 
 class HeadsUnused(nn.Module):
-    """BERT's idiom: forward needs the width of a head alone."""
+    """BERT's idiom: forward uses only the width of a head."""
 
     def __init__(self):
         super().__init__()
@@ -247,7 +247,7 @@ def timm():
 
 
 def halved(model, example):
-    """The graph of a model, of which half is removed; it still runs."""
+    """Remove half of a model, check that it runs, and return its graph."""
     graph = keepk.trace(model, example)
     keepk.shrink(model, graph, graph.choose(0.5))
     model(example)

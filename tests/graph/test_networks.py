@@ -1,4 +1,4 @@
-"""The material of the channel tests: the networks run, repeat, copy and train; the oracle zeroes what it should."""
+"""The fixtures of the channel tests: the networks run, repeat, copy and train; the oracle zeroes the right slices."""
 
 import copy
 
@@ -17,7 +17,7 @@ SEEDS = range(50)
 
 
 def check_sound(model, example):
-    """It runs, gives the same twice, and so does a copy; each gradient is finite, and the example stays as it was."""
+    """Check that a model is deterministic, copies, has finite gradients, and does not change its example."""
     before = copy.deepcopy(example)
     model.eval()
     with torch.no_grad():
@@ -43,7 +43,7 @@ def plain_settings(model):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_one_test_does_to_a_traced_network_reaches_no_other(name):
-    """The trace is kept for the process; each caller has copies that are as if they had just been made."""
+    """The trace is cached per process, and each caller gets unmodified copies."""
     model, example, graph = traced_network(name)
     units = len(graph.units)
     keepk.shrink(model, graph, graph.choose(0.5, seed=0, lossy=True), replay=False)
@@ -53,7 +53,7 @@ def test_what_one_test_does_to_a_traced_network_reaches_no_other(name):
     model.train(not model.training)
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, list | dict):  # also the modules and parameters in it
+            if isinstance(value, list | dict):  # including those of modules and parameters
                 value.clear()
     (model, example, graph), (fresh, given) = traced_network(name), NETWORKS[name]()
     assert len(graph.units) == units
@@ -96,7 +96,7 @@ def test_the_expected_axis_exists(name):
 
 
 class Slices:
-    """As much of a graph as the oracle asks for."""
+    """The part of a graph that the oracle needs."""
 
     def __init__(self, *units):
         self.units = units
@@ -112,7 +112,7 @@ def numbers(*shape):
 @pytest.mark.parametrize("removed", range(6))
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_the_oracle_blinds_a_convolution_to_one_input(removed, groups):
-    """Axis 1 of a (grouped) weight: the output no longer depends on that input channel, and still on all others."""
+    """Zeroing an index of axis 1 of a (grouped) weight makes the output independent of only that input channel."""
     model = nn.Conv2d(6, 6, 3, groups=groups).double()
     blind = masked(model, Slices([("weight", 1, removed)]), [0])
     x = numbers(2, 6, 5, 5)

@@ -1,4 +1,4 @@
-"""A forward that the trace cannot know is refused, and so is a cut after which it would do something else."""
+"""Forward passes that a trace cannot determine are refused, and so are cuts that would change their behaviour."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from masked import relative_error
 
 
 class Hidden(nn.Module):
-    """Sixteen hidden channels, `a`, read by `o`."""
+    """Sixteen hidden channels of `a`, read by `o`."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def test_maps_that_pool_features_are_not_called_exact():
 
 
 class Reads(Hidden):
-    """Reads something that the example alone does not tell."""
+    """Reads a value that the example alone does not determine."""
 
     def __init__(self, read):
         super().__init__()
@@ -118,7 +118,7 @@ def test_a_branch_that_fails_on_its_other_side_is_refused():
 
 
 class Chooses(nn.Module):
-    """Each input goes through one of three layers, by a number that is read from it."""
+    """Each input passes through one of three layers, selected by a number that is read from it."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ def test_several_examples_are_traced_and_what_none_uses_stays():
 
 
 def cut_or_why(model, example, others=()):
-    """Prune half of `a` by masks and by cutting, and compare both on all inputs in both modes; or the refusal."""
+    """Prune half of `a` by masks and by cutting and compare both on all inputs in both modes, or return the refusal."""
     cut, masked = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     example, *others = (it.double() for it in (example, *others))
     ways: list[tuple[nn.Module, Literal["never", "each"]]] = [(masked, "never"), (cut, "each")]
@@ -174,7 +174,7 @@ def cut_or_why(model, example, others=()):
 
 
 class Experts(Hidden):
-    """One line asks for each expert in turn whether it has anything to do."""
+    """One line tests for each expert whether it has any input."""
 
     def __init__(self):
         super().__init__()
@@ -198,7 +198,7 @@ class FirstWay(Experts):
 
 
 class SoftmaxIf(Hidden):
-    """Of two truth values, `both` says when the channels are normalised."""
+    """Normalises the channels depending on two truth values, which `both` combines."""
 
     def __init__(self, both):
         super().__init__()
@@ -219,14 +219,14 @@ class NestedFlags(Hidden):
 
 
 class WidthOnOtherSide(Hidden):
-    """Both sides do the same until something is cut."""
+    """Both branches compute the same until something is cut."""
 
     def between(self, h, x):
         return h / (16 if x.sum() > 0 else h.shape[1])
 
 
 class TrainsOnOtherSide(Hidden):
-    """Both sides do the same in eval mode."""
+    """Both branches compute the same in eval mode."""
 
     def between(self, h, x):
         return h.softmax(1) if bool(x.sum() < 0) and self.training else h
@@ -299,7 +299,7 @@ def test_more_truth_values_than_passes_are_seen_at_the_first_and_the_last():
 
 
 class SoftmaxIfFound(Hidden):
-    """Normalises the channels, depending on a size that depends on values."""
+    """Normalises the channels depending on a data-dependent size."""
 
     def __init__(self, found):
         super().__init__()
@@ -336,7 +336,7 @@ def test_a_size_that_depends_on_values_has_two_outcomes(found):
 
 
 class RoutedRows(Experts):
-    """Each expert gets the rows that are meant for it."""
+    """Each expert gets the rows that are routed to it."""
 
     def between(self, h, x):
         y = torch.zeros_like(h)
@@ -366,7 +366,7 @@ class SoftmaxForNoRows(RoutedByMask):
 
 
 class FailsForNoRows(Hidden):
-    """A dense model that takes no input of which nothing is selected."""
+    """A dense model that fails if nothing is selected from its input."""
 
     def between(self, h, x):
         return h * x[x[:, 0] > 0][0, 0]
@@ -568,7 +568,7 @@ def test_a_cut_is_replayed_at_its_own_size(kind, fits, fails):
 
 @pytest.mark.parametrize("shrink", ["each", "end"])
 def test_an_event_that_forward_cannot_have_is_refused_and_changes_nothing(shrink):
-    """With channels masked until the end, too: later there is no way back."""
+    """With shrink="end" it is refused before the channels are masked: at the end it would be too late."""
     model = DoublesNarrow()
     optimizer = torch.optim.Adam(model.parameters())
     model(vectors()).sum().backward()
@@ -661,7 +661,7 @@ def test_a_cached_function_is_traced_each_time_and_keeps_no_tensor_of_the_trace(
 
 
 def test_a_model_without_values_is_traced():
-    """Its example may have them."""
+    """Only its example has values."""
     with torch.device("meta"):
         model = Hidden()
     assert len(keepk.trace(model, vectors()).units) == 16
@@ -687,7 +687,7 @@ def test_position_ids_of_one_row_beside_a_batch_are_fine():
 
 
 class Edited(nn.Module):
-    """Its forward is edited between saving and loading, in code that only small widths reach."""
+    """Its forward is edited between saving and loading, in code that runs only at small widths."""
 
     edited = False
 
@@ -714,7 +714,7 @@ def test_a_saved_cut_is_replayed_by_load_with_an_example(tmp_path, left, monkeyp
     with pytest.raises(FileError, match=r"load: with .*first.*Nothing was changed. Load it with the code that the"):
         keepk.load(fresh, tmp_path, example=x)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), fresh.state_dict().values(), strict=True))
-    keepk.load(fresh, tmp_path)  # unchecked, as asked
+    keepk.load(fresh, tmp_path)  # not checked without an example
     assert fresh.first.out_features == left
 
 

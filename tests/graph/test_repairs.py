@@ -1,4 +1,4 @@
-"""The repairs of probing, one by one: each returns larger assumptions for the failures it is made for, else None."""
+"""The repairs of a probe, one by one: each returns extended assumptions for the failures that it handles, else None."""
 
 from dataclasses import fields
 
@@ -18,7 +18,7 @@ from keepk.model.example import TraceInputs
 
 
 class Halves(nn.Module):
-    """Both halves of a layer have their size in one attribute; the scale depends on that size."""
+    """Both halves of a layer use one attribute as their size, and the scale depends on it."""
 
     def __init__(self, divide=False):
         super().__init__()
@@ -44,7 +44,7 @@ def failed(trial, units=None):
 
 
 def made_up(trial, name, **flags):
-    """A failure at the first operation of a name."""
+    """A failure at the first operation of this name."""
     step = next(number for number, step in enumerate(trial.bench.steps) if name in step.name)
     return Failure(trial, Mismatch(step, "made up", **flags), choose_half(trial.graph))
 
@@ -77,7 +77,7 @@ def test_numbers_do_not_help_where_no_size_is_in_the_way(repair):
 
 def test_parts_with_one_number_are_tied_once():
     trial = first_trial(Halves())
-    # Where the number counts the left part, a failure of the right part ties them.
+    # If the number counts the left part, a failure of the right part binds the two.
     numbers = probe.follow_numbers(failed(trial))
     assert numbers is not None
     [constant] = [it for it in numbers.constants if it.attribute == "width"]

@@ -1,4 +1,4 @@
-"""Layers whose weight is computed from other parameters: masked channels are what removed ones are."""
+"""Layers whose weight is computed from other parameters: masking equals removing."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def low_rank(layer):
 
 def trained(wrap, shrink, act):
     torch.manual_seed(0)
-    second = low_rank(nn.Linear(8, 6)) if wrap is low_rank else nn.Linear(8, 6)  # a norm over what goes would be lossy
+    second = low_rank(nn.Linear(8, 6)) if wrap is low_rank else nn.Linear(8, 6)  # a norm over its inputs would be lossy
     model = nn.Sequential(wrap(nn.Linear(10, 8)), act(), second, act(), nn.Linear(6, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     spaces = [keepk.channels(["0", "2"], keep=6, schedule=[11, 8, 6], name="all", metric=keepk.metrics.random(seed=3))]

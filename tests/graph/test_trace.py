@@ -1,4 +1,4 @@
-"""Trace: it changes nothing, works wherever forward works, says what it cannot do, and can be taught."""
+"""`keepk.trace` changes nothing, works wherever forward works, reports its limits, and accepts new rules."""
 
 import copy
 import random
@@ -38,7 +38,7 @@ def reasons(graph, tensor, axis):
 
 
 def check_exact(model, example, share=0.5):
-    """Something can go, and the rest computes what the masked model computes."""
+    """Check that something can be removed, and that the rest computes what the masked model computes."""
     graph = keepk.trace(model, example)
     units = graph.choose(share, seed=0)
     oracle = masked(model, graph, units)
@@ -50,7 +50,7 @@ def check_exact(model, example, share=0.5):
 
 
 def surroundings():
-    """What a forward pass may change outside of the model."""
+    """The global state that a forward pass may change."""
     backends = torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled, torch.is_grad_enabled()
     kind, keys, *rest = cast("tuple[Any, ...]", np.random.get_state())
     generators = torch.get_rng_state().tolist(), (kind, keys.tolist(), *rest), random.getstate()
@@ -124,7 +124,7 @@ def test_a_trace_that_fails_leaves_the_model_as_it_was():
 
 
 def test_a_model_on_the_meta_device():
-    """What is found does not depend on values, and the model can be cut there."""
+    """The result does not depend on values, and the model can be cut on that device."""
     model, example = NETWORKS["conv_bn_flatten"]()
     real, meta = keepk.trace(model, example), copy.deepcopy(model).to("meta")
     graph = keepk.trace(meta, example.to("meta"))
@@ -170,7 +170,7 @@ def test_names_are_those_of_the_unwrapped_model(wrap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_an_example_of_another_dtype_tells_the_same(dtype):
-    """Shapes alone count, as long as forward does not look at values."""
+    """Only shapes matter if forward does not read values."""
     model, example = NETWORKS["linears"]()
     assert spaces(keepk.trace(model, example.to(dtype))) == spaces(keepk.trace(model, example))
 
@@ -192,7 +192,7 @@ def test_an_example_is_what_forward_takes(given):
 
 
 def test_a_tensor_that_was_computed_and_is_kept_in_a_module():
-    """deepcopy alone refuses such tensors."""
+    """A plain deepcopy refuses such tensors."""
     model = NETWORKS["linears"]()[0]
     model.last = model.first.weight * 2
     model.many = {"a": model.first.bias + 1, "b": [3]}
@@ -227,7 +227,7 @@ def narrowed(_module, _arguments, result):
 
 @pytest.mark.parametrize("hook", [clamped, doubled_channels])
 def test_a_hook_that_changes_the_output_is_followed(hook):
-    """Channels that a hook adds up go together: their number halves."""
+    """One of the hooks adds pairs of channels, so that each pair is one unit."""
     model, example = NETWORKS["linears"]()
     model.first.register_forward_hook(hook)
     graph = keepk.trace(model, example)
@@ -252,7 +252,7 @@ def test_a_hook_that_changes_the_input_is_followed():
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_the_weight_norm_of_old_works():
-    """A pre-hook computes the weight; what the layer writes can go exactly, what it reads is part of a norm."""
+    """A pre-hook computes the weight. The layer's outputs can be removed exactly; its inputs are part of a norm."""
     model, example = NETWORKS["linears"]()
     nn.utils.weight_norm(model.second)
     call(model, example)
@@ -515,7 +515,7 @@ def test_torchscript_is_refused_with_what_to_give_instead(make, tmp_path):
 
 
 class Failing(nn.Module):
-    """Its own error is not lost."""
+    """A model that raises an error, which must be reported."""
 
     def __init__(self):
         super().__init__()

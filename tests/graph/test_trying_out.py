@@ -1,4 +1,4 @@
-"""Trying out on cut copies: what did not fit to the end stays, and training is tried where only training uses it."""
+"""Probes on cut copies: channels that never fit are fixed, and train mode is probed for parts that only it uses."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def reasons(graph, tensor, axis):
 
 
 def check_both_modes(model, example):
-    """What is left computes what the masked model computes, in eval and in train mode."""
+    """Check that the cut model equals the masked model in eval and in train mode."""
     graph = keepk.trace(model, example)
     units = graph.choose(0.5, seed=0, lossy=True)
     oracle = masked(model, graph, units)
@@ -47,7 +47,7 @@ def check_both_modes(model, example):
 
 
 class Literals(nn.Module):
-    """Four lines with a size written in them, and a layer that could shrink."""
+    """Four lines with a literal size, and a layer that could shrink."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ def test_rounds_enough_leave_what_fits(monkeypatch):
 
 
 class LossyLiterals(Literals):
-    """The literal sizes stand behind a LayerNorm, whose channels are lossy."""
+    """The literal sizes come after a LayerNorm, whose channels are lossy."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def test_lossy_units_that_did_not_fit_leave_the_exact_ones(monkeypatch):
 
 
 class HeadsByNumber(nn.Module):
-    """Heads that a loop over literal numbers picks, so that their number stays."""
+    """A loop over literal numbers selects the heads, so their number is fixed."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ class HeadsByNumber(nn.Module):
 
 
 def test_the_first_failure_speaks_for_all_alike(monkeypatch):
-    """What goes into an operation is to blame if nothing comes out; the same line elsewhere is not tried again."""
+    """Channels that enter an operation are blamed if none leave it; the same line in other layers is not retried."""
     copies = []
     copy = shell.Workshop.copy
     monkeypatch.setattr(shell.Workshop, "copy", lambda *a, **k: copies.append(1) or copy(*a, **k))
@@ -135,7 +135,7 @@ def test_the_first_failure_speaks_for_all_alike(monkeypatch):
 
 
 def test_exact_units_that_fail_beside_lossy_ones_are_blamed(monkeypatch):
-    """Rounds that blame nobody would be tried to the last."""
+    """Otherwise every round would blame no channel, and all rounds would be used up."""
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
     tries = []
 
@@ -151,7 +151,7 @@ def test_exact_units_that_fail_beside_lossy_ones_are_blamed(monkeypatch):
 
 
 class Table(nn.Module):
-    """Heads of a literal size, and a long list of indices, many of which are that size."""
+    """Heads of a literal size, and a long list of indices, many of which equal that size."""
 
     def __init__(self, entries):
         super().__init__()
@@ -190,7 +190,7 @@ def test_one_size_for_all_heads_keeps_them_equal():
 
 
 class Aligned(nn.Module):
-    """An operation that wants rows of whole 16 bytes, as torch's grouped products do."""
+    """An operation that requires rows of a multiple of 16 bytes, like torch's grouped products."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ def test_a_width_that_must_be_a_multiple_is_kept_one():
 
 
 class AlignedTwice(nn.Module):
-    """Half of each width fits, and the uneven shares do not."""
+    """Half of each width fits, but the uneven shares do not."""
 
     def __init__(self):
         super().__init__()
@@ -277,7 +277,7 @@ def test_a_sweep_leaves_a_multiple():
 
 @given(seed=seeds)
 def test_a_straight_grid_stays_straight_whatever_is_united(seed):
-    """So that one round of uniting columns is enough."""
+    """Therefore one round of uniting columns is enough."""
     random = np.random.default_rng(seed)
     places = random.integers(0, 12, size=tuple(random.integers(2, 4, size=random.integers(2, 4))))
     grid = Bound(places.astype(np.int32), Reason(""))
@@ -312,7 +312,7 @@ def test_rows_that_cannot_be_bound_are_united():
 
 
 def test_every_level_of_a_grid_is_looked_at():
-    """One channel is crooked by the outer rows, another only by the inner ones."""
+    """One channel breaks the grid in the outer rows, another only in the inner ones."""
     grid = np.zeros((2, 2, 2), np.int32)
     grid[0, 0] = grid[0, 1] = (1, 2)
     grid[1, 1] = (1, 2)
@@ -325,7 +325,7 @@ def test_every_level_of_a_grid_is_looked_at():
 
 
 class Auxiliary(nn.Module):
-    """A second head with hidden channels that only training sees; `trouble` is what happens there."""
+    """A second head with hidden channels that runs only in training; `trouble` is an operation in it."""
 
     def __init__(self, trouble=None):
         super().__init__()
@@ -355,7 +355,7 @@ def eights():
 
 @pytest.mark.parametrize("trouble", [None, "values"])
 def test_a_head_for_training_is_cut_along(trouble):
-    """Where forward in training looks at values, the copy has weights."""
+    """If the train-mode forward reads values, the copy has weights."""
     graph = check_both_modes(Auxiliary(trouble), eights())
     assert spaces(graph) == {"body": 16, "hidden": 12}
     assert ("hidden.weight", 1, 0) in graph.slices(0)
@@ -369,7 +369,7 @@ def test_a_size_that_only_training_has_written_in_it_stays():
 
 
 def test_a_head_for_training_that_fails_keeps_its_size():
-    """And so does what goes into it, as far as forward came."""
+    """So do its inputs, up to the operation that failed."""
     model, example = Auxiliary("always"), eights()
     with pytest.raises(keepk.errors.TraceError, match=r"fails in train mode \(ValueError: no targets\).*train_mode="):
         keepk.trace(model, example)
@@ -444,7 +444,7 @@ def test_a_batch_norm_in_a_head_that_fails():
 
 
 class Moves(nn.Module):
-    """A movement between two layers; in inference mode torch does not take such operations apart."""
+    """A data movement between two layers, which torch does not decompose in inference mode."""
 
     def __init__(self, move, *, inference):
         super().__init__()
@@ -502,7 +502,7 @@ def test_two_mask_rules_for_an_operation_are_refused():
 
 
 class Final(nn.Module):
-    """A number that has to follow a width, and does not let itself be set."""
+    """A number that must change with a width but is read-only."""
 
     def __init__(self):
         super().__init__()
@@ -545,7 +545,7 @@ def test_blocks_with_numbers_of_their_own_may_keep_different_heads(name):
 def test_blocks_that_share_a_child_lose_equally_many_heads():
     model, example = NETWORKS["heads_in_a_shared_child"]()
     graph = keepk.trace(model, example)
-    assert heads_of(graph) == {"blocks.0.query": 4}  # a head of one block goes with one of the other
+    assert heads_of(graph) == {"blocks.0.query": 4}  # heads of the two blocks are removed in pairs
     keepk.shrink(model, graph, graph.groups[-1].units[:1])
     assert model.blocks[0].sizes is model.blocks[1].sizes
     assert (model.blocks[0].sizes.heads, model.blocks[0].sizes.width) == (3, 18)

@@ -1,4 +1,4 @@
-"""Units are grouped by the exact set of their axes: compared with a dict of frozensets."""
+"""Units are grouped by the exact set of their axes, compared with a dict of frozensets."""
 
 import numpy as np
 from hypothesis import given
@@ -9,7 +9,7 @@ from keepk.graph.units import _group_numbers
 
 @st.composite
 def slices(draw):
-    """Slices of classes in a few axes, in any order; a class may have several in one axis, and has one sort."""
+    """Slices of classes on a few axes, in any order. A class has one kind, and may have several slices on one axis."""
     axes = draw(st.integers(1, 5))
     few = st.sets(st.integers(0, axes - 1), min_size=1)
     sets = draw(st.lists(few, min_size=1, max_size=4))
@@ -35,7 +35,7 @@ def test_groups_are_the_sets_of_axes(made):
 
 
 def test_sets_with_equal_marks_are_told_apart(monkeypatch):
-    """Sets were once compared by a sum of random numbers, which two sets may share."""
+    """A regression test: sets were compared by a sum of random numbers, in which two sets may agree."""
 
     class Unlucky:
         def integers(self, *_bounds, size, dtype):

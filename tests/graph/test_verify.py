@@ -1,4 +1,4 @@
-"""The second opinion on a trace: right networks pass, and a wrong rule is found out."""
+"""`keepk.verify`: correct networks pass, and a wrong rule is detected."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ class Backwards(nn.Module):
 
 @pytest.fixture
 def wrong_rule(monkeypatch):
-    """It says that channels stay where they are."""
+    """A wrong rule, which claims that channels keep their positions."""
     monkeypatch.setattr(table, "RULES", dict(table.RULES))
     keepk.rule("keepk_tests::backwards")(lambda call: call.label_output(call.maps(call.inputs[0])))
 
@@ -53,7 +53,7 @@ def test_a_rule_that_lies_is_found_out_and_the_layer_named():
     graph = keepk.trace(model, example)
     with pytest.raises(ShrinkError, match=r"differ by \d.*, because of 'first'\. Leave these"):
         keepk.verify(model, graph, example)
-    keepk.shrink(model, graph, [int(unit) for unit in graph.groups[0].units[:3]])  # of the layer in front of it
+    keepk.shrink(model, graph, [int(unit) for unit in graph.groups[0].units[:3]])  # of the preceding layer
     assert model.good.out_features == 5
 
 

@@ -1,4 +1,4 @@
-"""The command: what it prints, and how it refuses."""
+"""The `keepk` command: its output and its errors."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def plain(text):
 
 
 def table_rows(output):
-    """Rows as (epochs, kept, percent, pruned), read back from the printed table."""
+    """The rows of a printed table as (epochs, kept, percent, pruned)."""
     found = re.findall(r"^\W*(\d[\d-]*)\W+([\d,]+)\W+([\d.]+)%\W+([\d,]+)\W*$", plain(output), re.MULTILINE)
     return [
         (epochs, int(kept.replace(",", "")), share, int(gone.replace(",", ""))) for epochs, kept, share, gone in found

@@ -1,4 +1,4 @@
-"""The recipes in CONTRIBUTING.md run as they are written, one after another, and print what their comments say."""
+"""The code in CONTRIBUTING.md runs as written, block after block, and prints what its comments say."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What a user copies first: the script in examples/, the README's first block, and the index of names."""
+"""The code that users copy first: the script in examples/, the README's first block, and the API index."""
 
 import contextlib
 import importlib.util
@@ -36,7 +36,7 @@ def prune_a_convnet():
 
 @pytest.mark.filterwarnings("error::keepk.KeepkWarning")
 def test_the_example_keeps_exactly_what_is_asked(prune_a_convnet, tmp_path, capsys):
-    """A few epochs of it; what is returned was loaded from the files."""
+    """Runs it for a few epochs; it returns the network that it loaded from its files."""
     with torch.random.fork_rng(devices=[]):
         small = prune_a_convnet.run(channels=96, weights=100, dense_epochs=1, fine_tune_epochs=1, folder=tmp_path)
     convolutions = [layer for layer in small.modules() if isinstance(layer, torch.nn.Conv2d)]

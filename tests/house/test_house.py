@@ -1,4 +1,4 @@
-"""The house stays in order: public names, rooms, and what the core may import."""
+"""The public names, the direction of imports between packages, and the dependencies of the core."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ import keepk
 import keepk.typing
 
 SOURCE = Path(keepk.__file__).parent
-# A room imports from itself and from the rooms to its left.
+# A package imports from itself and from the packages to its left.
 ROOMS = [
     "version",
     "errors",
@@ -33,9 +33,9 @@ ROOMS = [
     "integrations",
     "cli",
 ]
-# `pruner.report()` returns what is made further to the right. It imports that when it is called, never at the top.
+# `pruner.report()` needs a package to the right, which it imports when it is called and never at the top.
 LATE = {("pruner.py", "keepk.reports.run"), ("pruner.py", "keepk.reports.tables")}
-USERS = {"cli"}  # it uses the library as any user does
+USERS = {"cli"}  # it imports `keepk` itself, as users do
 CORE = {"torch", "safetensors", "numpy", "keepk"}
 EXTRAS = {
     "cli": {"typer", "rich"},
@@ -170,7 +170,7 @@ def test_the_types_for_annotations():
 
 
 def test_the_types_are_those_of_the_public_functions(tmp_path):
-    """Each is what a function returns, or what a plug-in is given, so that an annotation with it is true."""
+    """Each type is what a public function returns or what a plug-in gets, so that annotations with it are true."""
     net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
     example, seen = torch.randn(2, 8), []
 

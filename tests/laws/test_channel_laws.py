@@ -1,4 +1,4 @@
-"""The laws of channel spaces, through whole runs: exact counts, nothing comes back, and shrunk is masked."""
+"""The laws of channel spaces over whole runs: exact counts, nothing comes back, and shrunk equals masked."""
 
 import copy
 import re
@@ -41,7 +41,7 @@ BOUND = (
     "one_size_for_all_heads",
 )
 
-# Some channels of the first layer stay, and are not counted.
+# Some channels of the first layer cannot be removed and are not counted.
 FIXED_IN_PART = {
     "padded_shortcut",
     "the_first_channel",
@@ -57,7 +57,7 @@ FIXED_IN_PART = {
 }
 pytestmark = pytest.mark.filterwarnings("ignore:space .* cannot be removed and (is|are) not:keepk.KeepkWarning")
 
-# At the usual eps Adam makes steps of full length out of gradients that are zero but for rounding.
+# With the default eps Adam turns gradients that are rounding errors into steps of full length.
 ADAM = partial(torch.optim.Adam, lr=1e-3, eps=1e-4)
 MOMENTUM = partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.01)
 
@@ -72,13 +72,13 @@ def no_opinion(layer):
 
 
 def table_metric(seed, levels):
-    """By unit a random score with many ties, the same at every event."""
+    """A metric with a random score per unit, the same at every event, with many ties."""
     table = np.random.default_rng(seed).integers(0, levels, 1_000)
     return lambda layer: torch.from_numpy(table[layer.units]).double()
 
 
 class Run:
-    """A network that is trained and pruned. One that comes with its graph is not traced again."""
+    """A network that is trained and pruned. If its graph is given, it is not traced again."""
 
     def __init__(self, network, spaces, *, make=ADAM, **options):
         self.model, self.example, *graph = network
@@ -108,7 +108,7 @@ def all_channels(**options):
 
 
 def with_nearest_keep(build, **asked):
-    """What `build` makes of what is asked for, or of the K that its refusal calls the nearest that can be met."""
+    """The result of `build` for the requested K or, if that is refused, for the nearest K that the error names."""
     try:
         return build(**asked)
     except SpaceError as refused:
@@ -119,7 +119,7 @@ def with_nearest_keep(build, **asked):
 
 
 def three_runs(network, *, make=ADAM, **options):
-    """The same run in each mode."""
+    """The same run with each value of `shrink`."""
     first = with_nearest_keep(lambda **keep: Run(network(), all_channels(**keep, **options), make=make), prune=0.5)
     keep = first.pruner.certificate["all"]["asked"]
     spaces = all_channels(keep=keep, **options)
@@ -136,7 +136,7 @@ def training_output(run):
 
 
 def check_in_lockstep(runs):
-    """Exact, monotone, and the same outputs after every event, in eval and in train mode."""
+    """Check exact and monotone counts, and equal outputs in eval and in train mode, after every event."""
     first = runs[0]
     for epoch in range(first.pruner.epochs):
         for run in runs:
@@ -162,7 +162,7 @@ def check_alike(runs):
 
 
 def check_exact(run):
-    """As many rows as units are left, or zeros where they are gone."""
+    """Check that removed units are gone from the tensors, or are zero in them."""
     graph, dead = run.side.graph, np.flatnonzero(run.side.dead)
     for name, kept in run.pruner.kept.items():
         assert len(run.living(run.members(name).units)) == kept
@@ -179,7 +179,7 @@ def check_exact(run):
 
 
 def check_same_objects(run):
-    """Law 5: the user's own Parameters and keys; the optimizer holds exactly them, with state of their shapes."""
+    """Law 5: Parameter objects and keys are unchanged; the optimizer holds exactly these, with matching state."""
     assert {name: id(parameter) for name, parameter in run.model.named_parameters()} == run.ids
     assert [key for key in run.model.state_dict() if key in run.keys] == run.keys
     held = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
@@ -195,7 +195,7 @@ def check_trains_on(run):
     step(run.model, run.example, run.optimizer)
     for name, parameter in run.model.named_parameters():
         kept = masks.get(name, torch.ones_like(parameter, dtype=torch.bool))
-        # Zero but for rounding are the gradients of a bias in front of a BatchNorm, or of keys under a softmax.
+        # The gradients of a bias before a BatchNorm, or of keys under a softmax, are zero up to rounding.
         if parameter.grad is not None and (parameter.grad[kept].abs() > ROUNDING).any():
             assert not torch.equal(before[name], parameter), name
         assert not parameter.detach()[~kept].any()
@@ -205,7 +205,7 @@ def check_trains_on(run):
 def test_shrunk_at_each_event_at_the_end_and_never_are_one_run(name):
     runs = three_runs(partial(traced_network, name))
     told = any("fixed" in entry for entry in runs[0].pruner.certificate.values())
-    assert told == (name in FIXED_IN_PART)  # which is warned of; no other network gets a word
+    assert told == (name in FIXED_IN_PART)  # a warning is issued for these networks and for no others
     check_in_lockstep(runs)
 
 
@@ -223,7 +223,7 @@ def test_random_networks_are_one_run_in_all_modes(network, seed):
     try:
         runs = three_runs(lambda: copy.deepcopy(network), metric=table_metric(seed, levels=4))
     except SpaceError as refused:
-        assume("cannot be met" in str(refused))  # any other refusal: it has no exact channel
+        assume("cannot be met" in str(refused))  # otherwise it was refused because it has no exact channel
         raise
     check_in_lockstep(runs)
 
@@ -240,7 +240,7 @@ def test_a_network_without_exact_channels_is_refused_with_the_reason(name):
 @given(data=st.data(), seed=seeds, levels=st.integers(1, 4), floor=st.integers(1, 3))
 @settings(deadline=None, max_examples=15)
 def test_the_very_ones_stay_that_a_sort_chooses(data, seed, levels, floor):
-    """The best of each layer up to its floor, then by score, the lower number first among equals."""
+    """The best of each layer up to its floor, then by score, the lower index first among equals."""
     name = data.draw(st.sampled_from(["linears", "conv_bn_flatten", "concat"]))
     metric, total = table_metric(seed, levels), {"linears": 21, "conv_bn_flatten": 20, "concat": 33}[name]
     least = floor * (4 if name == "concat" else 2)
@@ -260,7 +260,7 @@ def test_the_very_ones_stay_that_a_sort_chooses(data, seed, levels, floor):
 
 
 class Units:
-    """As much of a layer as a table looks at."""
+    """The part of a layer that `table_metric` needs."""
 
     def __init__(self, units):
         self.units = np.array(units)
@@ -269,7 +269,7 @@ class Units:
 @pytest.mark.parametrize("keep", ["least", "all"])
 @pytest.mark.parametrize("name", ["linears", "grouped", "channel_shuffle", "grouped_query_attention", "chunk", "lstm"])
 def test_as_few_as_possible_and_all(name, keep):
-    """Under ties all over."""
+    """All scores are tied."""
 
     def build(**asked):
         return Run(traced_network(name), all_channels(**asked, metric=no_opinion))
@@ -317,7 +317,7 @@ def test_widths_are_multiples(data, round_to, seed):
 
 
 def width_of(run, layer):
-    """How many numbers wide the living units of a layer are where they are made."""
+    """The width of a layer's remaining units, in entries of the tensor that produces them."""
     tensor, axis = next((tensor, axis) for tensor, axis, role in layer.axes if str(role).endswith("PRODUCER"))
     slices = [slice_[:2] for unit in run.living(layer.units) for slice_ in run.side.graph.slices(int(unit))]
     return slices.count((tensor, axis))
@@ -329,7 +329,7 @@ def width_of(run, layer):
 @given(data=st.data(), seed=seeds, floor=st.integers(1, 2))
 @settings(deadline=None, max_examples=12)
 def test_readings_of_a_dense_net_are_counted(data, seed, floor):
-    """8 + 12 + 16 + 20 readings; every layer keeps its floor, and every source is read by somebody."""
+    """8 + 12 + 16 + 20 reads; every layer keeps its floor, and every source has a reader."""
     least = 4 * floor + 4
     keep = data.draw(st.sampled_from([least, 56]) | st.integers(least, 56))
     spaces = all_channels(keep=keep, at="input", metric=table_metric(seed, levels=3), layer_floor=floor)
@@ -344,7 +344,7 @@ def test_readings_of_a_dense_net_are_counted(data, seed, floor):
 
 
 def check_read(run):
-    """Every layer that several read has a channel left, and every channel left of it a reading."""
+    """Check that every layer with several readers has a channel left, and every such channel a read."""
     graph = run.side.graph
     for layer in (space for space in graph.groups if space.kind == "source"):
         assert len(run.living(layer.units))
@@ -359,7 +359,7 @@ def test_readings_are_one_run_in_all_modes():
 
 @pytest.mark.parametrize("round_to", [1, 2, 4])
 def test_rounded_readings_are_met_or_refused_before_the_run(round_to):
-    """The best readings of the layers may be of the same sources: the others need a reader as well."""
+    """The best reads of all layers may share their sources, but the other sources need a reader as well."""
 
     def build(**asked):
         spaces = all_channels(**asked, at="input", round_to=round_to, metric=prefer_first)
@@ -380,7 +380,7 @@ def prefer_first(layer):
 
 
 class Branches(nn.Module):
-    """A convolution beside a BatchNorm of the same input: an output channel is a reading of that input channel."""
+    """A convolution in parallel to a BatchNorm: each output channel is also a read of that input channel."""
 
     def __init__(self, width):
         super().__init__()
@@ -404,14 +404,14 @@ def branches(depth=3, width=5):
 @pytest.mark.parametrize("metric", [None, keepk.metrics.l2, keepk.metrics.random(seed=1), no_opinion])
 def test_channels_that_read_each_other_are_one_run_in_all_modes(metric):
     runs = three_runs(branches, metric=metric)
-    assert len(runs[0].members().links.pairs) == 10  # the last of the four is a reading, and not counted
+    assert len(runs[0].members().links.pairs) == 10  # the last of the four is a read, which is not counted
     check_in_lockstep(runs)
 
 
 @given(data=st.data(), seed=seeds, levels=st.integers(1, 4), floor=st.integers(1, 3))
 @settings(deadline=None, max_examples=15)
 def test_a_source_stays_as_long_as_one_of_its_readings(data, seed, levels, floor):
-    """By the sort that knows a channel's score as the highest of all that it takes along."""
+    """Oracle: a sort in which a source scores as high as the best of the reads that are removed with it."""
     metric = table_metric(seed, levels)
     keep = data.draw(st.sampled_from([3 * floor, 15]) | st.integers(3 * floor, 15))
     run = Run(branches(), all_channels(keep=keep, metric=metric, layer_floor=floor))
@@ -425,7 +425,7 @@ def test_a_source_stays_as_long_as_one_of_its_readings(data, seed, levels, floor
         assert all(source in left for source, reading in below.items() if reading in left)
         assert min(len(run.living(layer.units)) for layer in run.members().layers) >= floor
         check_exact(run)
-        if floor == 1 and count > 10:  # then no channel stays for its floor alone
+        if floor == 1 and count > 10:  # then no channel is kept only because of its floor
             worst = {it: max(float(metric(Units([unit]))) for unit in chain_of(it, below, living)) for it in living}
             assert min(worst[it] for it in left) >= max((worst[it] for it in living if it not in left), default=-1)
 
@@ -438,7 +438,7 @@ def chain_of(unit, below, living):
 
 
 class ReadByNormsAlone(nn.Module):
-    """Both BatchNorms read the first layer, nothing else does, and are read by one more each."""
+    """Only two BatchNorms read the first layer, and one more BatchNorm reads each of them."""
 
     def __init__(self):
         super().__init__()
@@ -471,7 +471,7 @@ def test_links_that_cannot_be_counted_are_refused():
 
 
 class TwoWay:
-    """As much of a graph as links are found in: two layers of two channels, of which each reads the other."""
+    """The part of a graph that `links` needs: two layers of two channels that read each other."""
 
     units = GraphUnits(np.arange(4), np.array([0, 0, 1, 1]), *[np.zeros(4, bool)] * 4)
     solution = SimpleNamespace(used=np.arange(4))
@@ -499,7 +499,7 @@ def weights_beside_channels(keep=400):
 
 
 def test_weights_and_channels_in_one_run():
-    """Weights of channels that go do not count; the masks of the shrunk run are those of the masked one, cut."""
+    """Weights of removed channels do not count; the masks of the shrunk run are the cut masks of the masked run."""
     spaces = weights_beside_channels()
     runs = [Run(traced_network("conv_bn_flatten"), spaces, make=MOMENTUM, shrink=shrink) for shrink in MODES]
     for epoch in range(3):
@@ -528,7 +528,7 @@ def test_weights_and_channels_in_one_run():
 
 @pytest.mark.parametrize("shrink", MODES)
 def test_phases_freeze_one_part_while_another_is_pruned(shrink):
-    """What a phase freezes keeps its values, whatever is cut out of it."""
+    """Frozen parameters keep their values, also if parts of them are cut out."""
     spaces = [
         keepk.channels(["first", "second"], keep=12, name="convs", schedule=[16, 12]),
         keepk.weights("head.weight", keep=50, name="head"),
@@ -568,14 +568,14 @@ def test_lossy_channels_go_when_asked():
 
 
 def state_of(run):
-    """All that an event could change."""
+    """Everything that an event could change."""
     state = run.pruner.state_dict()
     masks = {name: mask.tolist() for name, mask in state.pop("masks").items()}
     return picture([run.model, run.optimizer, run.side.graph]), masks, repr(state), run.pruner.kept
 
 
 class Moody:
-    """A metric that fails when told to."""
+    """A metric that fails on demand."""
 
     def __init__(self, failure):
         self.failure, self.fails = failure, False
@@ -606,7 +606,7 @@ def too_many(layer):
     ],
 )
 def test_an_event_whose_metric_fails_changes_nothing(failure, error, words, shrink):
-    """And the next try goes on as if it had not been."""
+    """The next attempt continues as if it had not happened."""
     moody = Moody(failure)
     spaces = [
         keepk.channels("first", keep=5, name="first", schedule=thirds),
@@ -633,7 +633,7 @@ def test_an_event_whose_metric_fails_changes_nothing(failure, error, words, shri
     ids=["first event", "second event"],
 )
 def test_channels_that_leave_too_few_weights_change_nothing(keep, events, least, left, planned, shrink, monkeypatch):
-    """Such a plan is refused before the run; an event that meets it nevertheless is refused as well."""
+    """Such a plan is refused before the run, and so is an event that would undercut its plan."""
     refusal = (
         rf"keeps {planned} weights at epoch {events + 1}, .* as few as {least} .*Keep at most 975 weights, or more"
     )
@@ -663,7 +663,7 @@ def cut_elsewhere(run):
     keepk.shrink(run.model, graph, [0, 9], optimizer=run.optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:space .* are there now:keepk.KeepkWarning")  # a layer is gone, and is told so
+@pytest.mark.filterwarnings("ignore:space .* are there now:keepk.KeepkWarning")  # the change lowers the counts
 @pytest.mark.parametrize("shrink", ["each", "never"])
 @pytest.mark.parametrize("change", [replace_parameter, replace_module])
 def test_a_model_that_was_changed_behind_the_pruner_is_refused(change, shrink):
@@ -678,7 +678,7 @@ def test_a_model_that_was_changed_behind_the_pruner_is_refused(change, shrink):
 
 @pytest.mark.parametrize("shrink", ["each", "never"])
 def test_a_model_that_was_cut_behind_the_pruner_is_counted_and_refused(shrink):
-    """What is left is told as it is; but no event can go on to K, and no fresh model could take the state."""
+    """Counts are those of the cut model; further events and `state_dict` are refused."""
     run = Run(traced_network("conv_bn_flatten"), all_channels(keep=9), shrink=shrink)
     run.epoch()
     (name, kept), *_ = run.pruner.kept.items()
@@ -696,7 +696,7 @@ def test_a_model_that_was_cut_behind_the_pruner_is_counted_and_refused(shrink):
 
 
 class RelativeBias(nn.Module):
-    """An MLP over a fixed table of coordinates, as relative position biases have it."""
+    """An MLP over a fixed table of coordinates, as for relative position biases."""
 
     def __init__(self, *, trained):
         super().__init__()
@@ -723,7 +723,7 @@ def test_columns_that_read_a_table_are_not_output_channels_of_their_layer(traine
     pruner.close()
 
     total = keepk.Pruner(model, keepk.channels("*", keep=20, name="h"), example=example).certificate["h"]["total"]
-    assert total == 6 + 17 + 2 * trained  # a trained table is an output of its own, a buffer nobody's
+    assert total == 6 + 17 + 2 * trained  # a trained table is a layer with channels, a buffer is not
     pruner = keepk.Pruner(model, keepk.channels("mlp.0", at="input", keep=1, name="in"), example=example)
     pruner.step()
     assert (cast(nn.Linear, model.mlp[0]).in_features, tuple(model.coordinates.shape)) == (1, (5, 1))

@@ -1,6 +1,6 @@
 """Law: a run that shrinks, killed at any moment and resumed from a dense model, ends as if it had never stopped.
 
-And a state that does not fit is refused with the model as large as it was.
+A state that does not fit is refused, and the model keeps its size.
 """
 
 import copy
@@ -35,7 +35,7 @@ from keepk.cut.record import record_of
 from keepk.errors import CheckpointError, StateError
 from pictures import picture
 
-pytestmark = pytest.mark.xdist_group("test_channel_resume")  # one process runs the fixture
+pytestmark = pytest.mark.xdist_group("test_channel_resume")  # run the fixture in one process only
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +67,14 @@ def test_the_runs_were_really_killed_in_the_midst_of_shrinking_and_of_saving(rep
 
 
 def everything(run):
-    """All that a load may change: objects, shapes, numbers, optimizer state, gradients, the record, the pruner."""
+    """All that a load may change: objects, shapes, values, optimizer state, gradients, the record, the pruner."""
     plain = [run.scheduler.state_dict(), run.pruner.state_dict(), run.pruner.kept, run.pruner.certificate]
     tensors = {name: mask.tolist() for name, mask in run.pruner.masks.items()}
     return [picture([run.model, run.optimizer.state, run.optimizer.param_groups, run.ema]), repr(plain), tensors]
 
 
 def same_future(one, other):
-    """Whether two runs go on bit-equal, from the same random numbers."""
+    """Whether two runs continue bit-equal from the same random state."""
     random_numbers = torch.get_rng_state()
     end = one.run(None, 2)
     torch.set_rng_state(random_numbers)
@@ -122,7 +122,7 @@ def test_a_state_alone_cuts_the_model_and_holds_its_masks(name):
 
 
 def test_a_state_of_a_later_epoch_goes_on_from_an_earlier_one(tmp_path):
-    """Also of a model that is smaller already, with another history: it is one of the same units."""
+    """A model that is already smaller can load the state of a later epoch, but not of an earlier one."""
     run = SCENARIOS["each"]()
     earlier = copy.deepcopy(run.pruner.state_dict())
     run.run(None, 1)
@@ -145,7 +145,7 @@ def test_a_state_of_a_later_epoch_goes_on_from_an_earlier_one(tmp_path):
 
 
 class Told:
-    """A pruner that saves what it is told to."""
+    """A stand-in for a pruner that saves a given state."""
 
     def __init__(self, state):
         self.state = state
@@ -158,7 +158,7 @@ class Told:
 
 
 def saved(folder, name="each", change=lambda _: None):
-    """A checkpoint after two epochs, with a change to the pruner's channels."""
+    """A checkpoint after two epochs, with the pruner's channels modified."""
     run = SCENARIOS[name]()
     run.run(None, 2)
     state = copy.deepcopy(run.pruner.state_dict())
@@ -240,7 +240,7 @@ def one_unit_back(channels):
 
 
 def another_layer(channels):
-    """One unit of the first layer stays, one of the second goes instead."""
+    """One unit of the second layer is removed instead of one of the first."""
     first = next(unit for unit in channels["gone"] if unit < 8)
     second = next(unit for unit in range(8, 18) if unit not in channels["gone"])
     for key in ("gone", "removed"):
@@ -280,7 +280,7 @@ def test_a_list_of_units_that_was_changed_is_refused(tmp_path, change):
 
 
 def unequal(channels):
-    """A unit of one group comes back, one of another goes: as many in all, but not of each group."""
+    """The total is right, but one group has a unit too many and another one too few."""
     back = next(unit for unit in channels["gone"] if unit < 4)
     gone = next(unit for unit in range(4, 8) if unit not in channels["gone"])
     for key in ("gone", "removed"):
@@ -307,7 +307,7 @@ def test_units_that_cannot_go_together_are_refused_whether_cut_or_masked(tmp_pat
 
 
 class Refusing(nn.Module):
-    """An average that refuses every state but its own, when all others have theirs."""
+    """An average that refuses its state once, after all other parts were loaded."""
 
     def __init__(self, ema):
         super().__init__()
@@ -355,7 +355,7 @@ def test_a_model_whose_layers_were_replaced_is_not_cut(tmp_path):
 
 
 def test_the_shape_of_a_run_is_taken_back_by_hand():
-    """The two halves of a load, and the way back from each; weights that masks made zero stay zero."""
+    """Both halves of a load can be rolled back; weights that masks zeroed stay zero."""
     run, fresh = (Training(spaces=lambda: convnet_spaces()[1:]) for _ in range(2))
     run.run(None, 3)
     state = run.pruner.state_dict()

@@ -1,4 +1,4 @@
-"""The laws of the library, on generated networks, each beside a slow and obvious oracle."""
+"""The laws of the library on generated networks, each compared with a slow and obvious oracle."""
 
 import copy
 
@@ -13,7 +13,7 @@ from strategies import DTYPES, OPTIMIZERS, mlp, seeds, small_nets, train_step
 
 
 def oracle_best(parameters, masks, keep, floors):
-    """Python's own sort: the floors of each tensor first, then the rest by |w|, the earlier index first."""
+    """Python's sort: each tensor's floor first, then the rest by |w|, the earlier index first among ties."""
     cells = [
         (-abs(float(weight)), place, index)
         for place, (parameter, mask) in enumerate(zip(parameters, masks, strict=True))
@@ -38,7 +38,7 @@ def oracle_best(parameters, masks, keep, floors):
 
 @st.composite
 def plans(draw, total):
-    """A K and a falling plan that ends there."""
+    """A non-increasing plan that ends at K."""
     keep = draw(st.one_of(st.just(1), st.just(total), st.integers(1, total)))
     before = draw(st.lists(st.integers(keep, total), max_size=3).map(lambda counts: sorted(counts, reverse=True)))
     return keep, [*before, keep]
@@ -47,7 +47,7 @@ def plans(draw, total):
 @given(net=small_nets(), data=st.data(), floor=st.integers(0, 2))
 @settings(deadline=None)
 def test_exact_k_and_the_best_are_kept(net, data, floor):
-    """Law 1 and law 2: after every event exactly M_e, the very ones that a sort would choose among the living."""
+    """Laws 1 and 2: after every event exactly M_e are kept, those that a sort of the remaining ones would choose."""
     parameters = list(net.parameters())
     total = sum(parameter.numel() for parameter in parameters)
     floors = [min(floor, parameter.numel()) if parameter.dim() > 1 else 0 for parameter in parameters]
@@ -66,7 +66,7 @@ def test_exact_k_and_the_best_are_kept(net, data, floor):
         for mask, best, parameter in zip(masks, alive, parameters, strict=True):
             assert torch.equal(mask, best)
             assert not parameter.detach()[~mask].any()
-            with torch.no_grad():  # an update of the living, as training would make
+            with torch.no_grad():  # change the kept weights, as training would
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
                 parameter.add_(noise * mask)
     assert pruner.done
@@ -96,7 +96,7 @@ def test_several_spaces_each_keep_their_own_k(data):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_held(name, dtype):
-    """Law 3: what is pruned is 0.0 after every step, an event zeroes its optimizer state; what is kept still moves."""
+    """Law 3: pruned weights are 0.0 after every step, events zero their optimizer state, and kept weights change."""
     if dtype in (torch.float16, torch.bfloat16) and name in ("lbfgs", "rprop"):
         pytest.skip("the optimizer itself diverges in half precision")
     net = mlp(dtype=dtype)
@@ -178,7 +178,7 @@ def test_two_optimizers_are_both_held():
 
 
 def test_same_objects():
-    """Law 5: classes, Parameter objects, keys, hooks and memory format stay the user's own."""
+    """Law 5: classes, Parameter objects, keys, hooks and memory format are unchanged."""
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's types
     fired = []

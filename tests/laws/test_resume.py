@@ -11,7 +11,7 @@ import pytest
 if not hasattr(os, "fork"):
     pytest.skip("the runs are forked", allow_module_level=True)
 
-pytestmark = pytest.mark.xdist_group("test_resume")  # one process runs the fixture
+pytestmark = pytest.mark.xdist_group("test_resume")  # run the fixture in one process only
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Removing channels: the shrunk network computes what the masked one computes, and everything else stays as it was.
 
-The long run over random networks is `KEEPK_SLOW=1 pytest tests/test_shrunk_is_masked.py -k slow`.
+The slow tests over random networks: `make test-slow`.
 """
 
 import copy
@@ -24,9 +24,9 @@ from traced_once import traced_network
 TOLERANCE = 1e-10
 SLOW_SEEDS = range(1_000) if os.environ.get("KEEPK_SLOW") == "1" else ()
 SLOW_TRAPS = range(1_000, 3_000) if os.environ.get("KEEPK_SLOW") == "1" else ()
-SWAPPED = (nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)  # a subclass of theirs may take their place
+SWAPPED = (nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention)  # may be replaced by a subclass
 
-# Their removed channels are zero wherever they are read: no gradient reaches a masked slice, and it stays zero.
+# Removed channels are zero wherever they are read, so a masked slice gets no gradient and stays zero.
 ZERO_PRESERVING = (
     "linears",
     "conv_bn_flatten",
@@ -45,7 +45,7 @@ ZERO_PRESERVING = (
 )
 
 
-# No axis of theirs can shrink, exactly or not.
+# Networks without any unit, exact or lossy.
 WITHOUT_UNITS = (
     "messages_by_channel",
     "messages_in_part",
@@ -77,7 +77,7 @@ WITHOUT_UNITS = (
     "copies_that_are_summed",
 )
 
-# A quarter of their heads or pairs, rounded down, is none.
+# A quarter of their heads or pairs, rounded down, is zero.
 WITHOUT_A_QUARTER = (
     "attention_by_hand",
     "fused_qkv",
@@ -89,7 +89,7 @@ WITHOUT_A_QUARTER = (
     "norm_of_two_halves",
 )
 
-# Beside what can be removed exactly they have one choice of lossy units alone.
+# Besides exact units they have a single group of lossy units.
 LOSSY_BESIDE_EXACT = (
     "encoder_layer",
     "scale_from_shape",
@@ -114,12 +114,12 @@ LOSSY_BESIDE_EXACT = (
 
 
 def with_choice(model, example, graph, *, share=0.5, seed=0):
-    """A traced network with about that share of its exact units."""
+    """A traced network and about this share of its exact units."""
     return model, example, graph, graph.choose(share, seed=seed)
 
 
 def chosen(name, share=0.5, seed=0):
-    """One of the networks with about that share of its exact units, which is not nothing."""
+    """One of the networks and about this share of its exact units, at least one."""
     found = with_choice(*traced_network(name), share=share, seed=seed)
     assert len(found[-1])
     return found
@@ -136,17 +136,17 @@ def output(model, example):
 
 
 def training_output(model, example):
-    """In train mode without dropout, whose random numbers depend on the shape."""
+    """The output in train mode without dropout, whose random numbers depend on the shape."""
     with torch.no_grad():
         return call(without_dropout(model), example)
 
 
 def check_shrunk_is_masked(model, example, graph, units):
-    """In eval and in train mode.
+    """Check that shrinking equals masking, in eval and in train mode.
 
-    Every slice of a unit is zero in the oracle, its readers' too, and a BatchNorm works on each channel alone. So the
-    batch statistics of a masked channel reach nobody, and train mode agrees wherever eval mode does. What a unit shares
-    with others in a norm (LayerNorm, a part of a GroupNorm's group) makes it lossy, and it is not chosen here.
+    In the oracle every slice of a unit is zero, also in its readers, and a BatchNorm treats channels separately. So the
+    batch statistics of a masked channel affect nothing, and train mode agrees wherever eval mode does. Units that share
+    a norm with others (LayerNorm, part of a group of a GroupNorm) are lossy, and are not chosen here.
     """
     oracle = masked(model, graph, units)
     before = sum(parameter.numel() for parameter in model.parameters())
@@ -172,7 +172,7 @@ def test_shrunk_is_masked(name, share, seed):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_can_be_removed_is_as_declared(name):
-    """The tests above and below take their networks by these declarations, without a trace."""
+    """Other tests select their networks by these declarations, without a trace."""
     *_, graph = traced_network(name)
     assert (len(graph.units) == 0) == (name in WITHOUT_UNITS)
     assert (not graph.units.lossy.all()) == (name in WITH_EXACT_UNITS)
@@ -203,16 +203,16 @@ def test_slow_shrunk_is_masked_in_a_thousand_networks(seed):
 
 
 def check_never_silently_wrong(network, seed=0):
-    """A cut is refused and nothing has changed, or it computes what masks compute, on all paths; whether it was cut.
+    """Check that a cut is refused and changes nothing, or equals masking on all paths. Returns whether it was made.
 
-    Networks with branches on values take other paths for the negative example.
+    The negative example takes different branches in networks that branch on values.
     """
     model, example, graph, units = with_choice(*traced(network), seed=seed)
     oracle, untouched = masked(model, graph, units), copy.deepcopy(model)
     inputs = (example, -example, 3 * example)
     try:
         keepk.shrink(model, graph, units)
-    except ShrinkError:  # at these widths, forward would do something else
+    except ShrinkError:  # at these widths, forward would behave differently
         assert all(relative_error(output(untouched, x), output(model, x)) == 0 for x in inputs)
         return False
     for x in inputs:
@@ -232,9 +232,9 @@ def test_slow_traps_are_cut_right_or_refused(seed):
 
 
 def check_spaces_shrink_alone(model, example, graph):
-    """How many choices were cut alone, and how many could not be, by the reason.
+    """Cut each group alone. Returns how many were cut, and how many were refused, by reason.
 
-    Widths that are equal by chance may become unequal: nothing is known of that when all lose the same share.
+    Widths that are equal by coincidence become unequal, which a cut of the same share everywhere does not test.
     """
     counts = Counter[str]()
     for number in range(len(graph.choices())):
@@ -249,7 +249,7 @@ def check_spaces_shrink_alone(model, example, graph):
             continue
         units = np.concatenate([block[:1] for block in some])
         try:
-            gone = own.edits(units).units  # with a source all of its readings go
+            gone = own.edits(units).units  # removing a source removes all of its reads
         except ShrinkError:
             counts["all that a layer has"] += 1
             continue
@@ -285,7 +285,7 @@ def test_every_space_of_random_networks_shrinks_alone():
     [(457, {"cut": 2, "all that a layer has": 1, "only one unit": 1}), (632, {"lossy": 2}), (791, {"cut": 4})],
 )
 def test_sources_shrink_alone_with_their_readings(seed, counts):
-    """One that would empty a layer, one with lossy readings, one in front of a shuffle whose groups have to follow."""
+    """Sources that would empty a layer, that have lossy reads, or that precede a shuffle with dependent groups."""
     assert check_spaces_shrink_alone(*traced(random_network(seed))) == counts
 
 
@@ -295,7 +295,7 @@ def test_slow_every_space_shrinks_alone(seed):
 
 
 def halves(graph, units):
-    """Two parts of a choice, each of which takes equal numbers of every block."""
+    """Two parts of a choice, each with equal numbers from every block."""
     wanted, first = set(units.tolist()), set()
     bound = {unit for blocks in graph.bindings for block in blocks for unit in block.tolist()}
     loose = [[unit for unit in space.units.tolist() if unit not in bound] for space in graph.groups]
@@ -307,7 +307,7 @@ def halves(graph, units):
 
 @pytest.mark.parametrize("name", WITH_EXACT_UNITS)
 def test_two_shrinks_in_a_row_are_one(name):
-    """The ids of a trace stay valid: a second removal needs no new trace, and nothing depends on the order."""
+    """Unit ids stay valid, so that a second removal needs no new trace, and the order does not matter."""
     model, example, graph, units = chosen(name, share=0.6)
     oracle = masked(model, graph, units)
     for part in halves(graph, units):
@@ -325,7 +325,7 @@ def test_two_shrinks_in_a_row_are_one(name):
 
 
 def units_of(graph, tensor, axis):
-    """The units with a slice on that axis, each with its space's reasons to be lossy."""
+    """The units with a slice on that axis, each with the reasons why it is lossy."""
     return {
         int(unit): space.lossy
         for space in graph.groups
@@ -361,7 +361,7 @@ def test_an_axis_without_units_has_a_reason(name):
     model, _, graph = traced_network(name)
     covered = {slice_[:2] for space in graph.groups for unit in space.units for slice_ in graph.slices(int(unit))}
     for tensor, parameter in model.named_parameters():
-        for axis, size in enumerate(parameter.shape[:2]):  # further axes may be those of a kernel
+        for axis, size in enumerate(parameter.shape[:2]):  # later axes may be those of a kernel
             if size > 1 and (tensor, axis) not in covered:
                 assert any(why for why, _ in reasons(graph, tensor, axis)), f"{tensor}, axis {axis}"
 
@@ -395,7 +395,7 @@ def test_a_choice_keeps_the_rules(name, share):
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name not in WITHOUT_UNITS])
 def test_lossy_units_can_go_as_well(name):
-    """Not equal to the masked network, but whole: it runs, with the same shapes."""
+    """The result does not equal the masked network, but it runs and has the same output shapes."""
     model, example, graph = traced_network(name)
     before = output(model, example)
     units = graph.choose(0.5, seed=0, lossy=True)
@@ -441,7 +441,7 @@ def test_a_trace_changes_nothing(name):
 
 
 def facts_of(graph):
-    """All that a graph says about a model: it does not depend on modes, on gradients, or on what ran before."""
+    """The content of a graph, which must not depend on modes, on gradients, or on earlier forward passes."""
     units = [(int(unit), graph.slices(int(unit))) for space in graph.groups for unit in space.units]
     spaces = [(space.name, space.kind, space.lossy, space.multiple, space.axes) for space in graph.groups]
     bindings = [[block.tolist() for block in blocks] for blocks in graph.bindings]
@@ -450,7 +450,7 @@ def facts_of(graph):
 
 @pytest.mark.parametrize("name", WITH_EXACT_UNITS)
 def test_the_objects_stay(name):
-    """Parameters with their ties, module classes but for two, and the keys of the state."""
+    """Parameters and their ties, module classes except for two, and the keys of the state_dict."""
     model, _, graph, units = chosen(name)
     freeze_some(model)
     facts, keys = parameter_facts(model), list(model.state_dict())
@@ -475,7 +475,7 @@ def has_pictures(name):
 
 @pytest.mark.parametrize("name", [*filter(has_pictures, WITH_EXACT_UNITS)])
 def test_channels_last_stays(name):
-    """Traced in that format too: strides decide which operations torch runs."""
+    """The trace runs in that format, too, because strides decide which operations torch runs."""
     model, example = NETWORKS[name]()
     for parameter in model.parameters():
         if parameter.dim() == 4:
@@ -495,7 +495,7 @@ def train_once(model, example, optimizer):
 
 @pytest.mark.parametrize("name", WITH_EXACT_UNITS)
 def test_a_shrunk_network_trains_on(name):
-    """The optimizer holds exactly the model's parameters, with state of their shapes, and its next step moves them."""
+    """The optimizer holds exactly the model's parameters, with matching state, and its next step changes them."""
     model, example, graph, units = chosen(name)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     train_once(model, example, optimizer)
@@ -522,7 +522,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("name", ZERO_PRESERVING)
 def test_training_goes_on_as_the_masked_network_would(name, kind):
-    """The state of the optimizer is cut along: two more steps lead both to the same outputs."""
+    """The optimizer's state is cut as well, so two more steps lead both networks to the same outputs."""
     model, example, graph, units = chosen(name)
     optimizer = OPTIMIZERS[kind](model.parameters())
     train_once(model, example, optimizer)
@@ -566,7 +566,7 @@ def test_hooks_fire_as_before(name):
 
 @pytest.mark.parametrize("name", ZERO_PRESERVING)
 def test_followers_are_cut_along(name):
-    """A copy with other weights, as a moving average is, follows the same edits."""
+    """A copy with different weights, such as a moving average, gets the same cut."""
     model, example, graph, units = chosen(name)
     follower = copy.deepcopy(model)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Crops and reflections of a batch, beside a loop over its pictures."""
+"""Random crops and reflections of a batch, compared with a loop over its images."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ fixed = settings(derandomize=True, deadline=None, max_examples=100)
 
 
 def picture_by_picture(images, seed, padding, flip):
-    """Every pixel of every picture by itself, with the same random numbers."""
+    """The oracle: pixel by pixel, with the same random numbers."""
     generator = torch.Generator().manual_seed(seed)
     number, _, height, width = images.shape
     tops = torch.randint(2 * padding + 1, (number,), generator=generator).tolist()
@@ -48,7 +48,7 @@ def test_a_batch_is_what_a_loop_makes_of_it(shape, dtype, channels_last, padding
 
 
 def test_every_place_and_both_sides_come_equally_often():
-    """A picture with one bright pixel in its middle tells where its window was, and one beside it the side."""
+    """A bright pixel in the middle of an image reveals the position of its crop, and one next to it the reflection."""
     pictures = torch.zeros(20_000, 1, 5, 5, dtype=torch.uint8)
     pictures[:, 0, 2, 2] = 1
     pictures[:, 0, 2, 3] = 2
@@ -72,7 +72,7 @@ def test_the_generator_alone_decides():
 
 
 def test_the_batch_stays_on_its_device():
-    """Tensors of the device `meta` refuse to meet those of the CPU."""
+    """Operations that mix tensors on the meta device and on the CPU fail."""
     images = torch.zeros(4, 3, 32, 32, dtype=torch.uint8, device="meta")
     assert crop_and_flip(images, torch.Generator()).device.type == "meta"
     with torch.device("meta"):

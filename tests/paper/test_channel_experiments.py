@@ -1,4 +1,4 @@
-"""Experiments that remove channels: a recipe goes on with another's network, is killed, resumed and written down."""
+"""Experiments that remove channels: a recipe starts from another's network, is killed, resumed and recorded."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""CIFAR's binary files read exactly or refused, loose or in their archive."""
+"""CIFAR's binary files are read exactly or refused, loose or inside their archive."""
 
 import gzip
 import hashlib
@@ -27,14 +27,14 @@ HUNDRED_FILES = ("train.bin", "test.bin")
 
 
 def batch(seed, *labels):
-    """A file of one record for each row of labels: [(fine,), ...] or [(coarse, fine), ...], and its pictures."""
+    """A file with one record per row of labels, [(fine,), ...] or [(coarse, fine), ...], and its images."""
     pictures = np.random.default_rng(seed).integers(0, 256, (len(labels), 3, 32, 32), np.uint8)
     content = b"".join(bytes(row) + picture.tobytes() for row, picture in zip(labels, pictures, strict=True))
     return content, pictures
 
 
 def ten():
-    """By name, six small files of CIFAR-10; each of the ten classes comes 10 times in the training files."""
+    """Six small files of CIFAR-10, by name; each of the ten classes occurs 10 times in the training files."""
     rng = np.random.default_rng(5)
     classes = rng.permutation(np.repeat(np.arange(10), 10))
     parts = {name: classes[20 * number : 20 * number + 20] for number, name in enumerate(TEN)}
@@ -61,7 +61,7 @@ def archive(files, folder="cifar-10-batches-bin"):
 
 
 def assert_is_ten(data):
-    """The three parts, by their definition: a loop over the training pictures from the last to the first."""
+    """Check the three parts by their definition: a loop over the training images from the last to the first."""
     made = ten()
     images = np.concatenate([made[name][1] for name in TEN])
     labels = np.concatenate([made[name][2] for name in TEN])
@@ -161,7 +161,7 @@ def test_cifar_10_is_read_from_both_places(monkeypatch, tmp_path):
     write(tmp_path, ten(), TEN_FILES[:2])
     write(tmp_path / "cifar-10-batches-bin", ten(), TEN_FILES[2:])
     monkeypatch.setenv("KEEPK_DATA", str(tmp_path))
-    with torch.device("meta"):  # as a script does that makes its models on a GPU
+    with torch.device("meta"):  # like a script that creates its models on a GPU
         data = cifar10(download=False)
     assert_is_ten(data)
 
@@ -312,7 +312,7 @@ def test_files_without_pictures_are_refused(tmp_path):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A server that holds a small archive; returns its folder and what it was asked for."""
+    """A server with a small archive; yields its folder and its requests."""
     folder = tmp_path / "home"
     folder.mkdir()
     content = archive(ten())
@@ -371,7 +371,7 @@ def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_sparse_file_in_an_archive_is_refused(tmp_path):
-    """Which says that it has gigabytes of zeros, and holds none of them."""
+    """Its header claims gigabytes of zeros, none of which are stored."""
     member = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
     sparse = {"major": "0", "minor": "1", "map": "0,0", "size": "9999999999"}
     member.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}

@@ -1,4 +1,4 @@
-"""IDX files read exactly or refused, and MNIST from wherever its four files lie."""
+"""IDX files are read exactly or refused, and MNIST is found wherever its four files are."""
 
 import gzip
 import hashlib
@@ -35,12 +35,12 @@ fixed = settings(
     derandomize=True,
     deadline=None,
     max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # `read` writes its file anew each time
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # `read` rewrites its file each time
 )
 
 
 def idx(values: np.ndarray) -> bytes:
-    """The IDX file of an array, number by number."""
+    """The IDX file of an array, written value by value."""
     code, letter = CODES[values.dtype.name]
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, code, values.ndim, *values.shape)
     return header + b"".join(struct.pack(f">{letter}", value) for value in values.ravel().tolist())
@@ -48,7 +48,7 @@ def idx(values: np.ndarray) -> bytes:
 
 @pytest.fixture
 def read(tmp_path):
-    """`read_idx` of a file with the bytes given."""
+    """`read_idx` of a file with these bytes."""
 
     def read_bytes(content: bytes) -> np.ndarray:
         (tmp_path / "file").write_bytes(content)
@@ -120,7 +120,7 @@ def test_one_wrong_bit_in_a_packed_file_never_gives_another_array(read):
 
 
 def bomb(size, head=b""):
-    """A small gzip file that unpacks to so many bytes."""
+    """A small gzip file that expands to this number of bytes."""
     content = BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", compresslevel=9) as packed:
         packed.write(head)
@@ -130,7 +130,7 @@ def bomb(size, head=b""):
 
 
 def test_a_gzip_bomb_is_refused_before_it_fills_the_memory(tmp_path):
-    """Its header may promise whatever it wants to."""
+    """This does not depend on the size in its header."""
     path = tmp_path / "file.gz"
     too_large, many = r"is too large: expected at most 1,048,576 bytes, got more", "00010000 00010000 00010000 00010000"
     heads = {"": "is not an IDX file", f"00000804 {many}": too_large, "00000801 00000010": "has bytes after its end"}
@@ -193,7 +193,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 @pytest.fixture
 def no_variables(monkeypatch, tmp_path):
-    """Neither variable is set, and the home folder is an empty one."""
+    """Unset both variables, and use an empty home folder."""
     for name in ("KEEPK_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name in ("HOME", "USERPROFILE"):
@@ -223,7 +223,7 @@ def test_an_empty_variable_or_a_relative_cache_counts_as_unset(monkeypatch, no_v
     assert data_folder() == no_variables / ".cache" / "keepk"
 
 
-# ---- MNIST, with made-up pictures of the published number and size
+# ---- MNIST, with generated images of the published number and size
 
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 SHAPES = ((60_000, 28, 28), (60_000,), (10_000, 28, 28), (10_000,))
@@ -235,7 +235,7 @@ def header(shape: tuple[int, ...]) -> bytes:
 
 @pytest.fixture(scope="module")
 def made():
-    """Four arrays in which no two neighbours are alike, and yet gzip is quick."""
+    """Four arrays without equal neighbours that still compress quickly."""
     rng = np.random.default_rng(0)
     pixels, digits = (rng.integers(0, high, 10_007, dtype=np.uint8) for high in (256, 10))
     return tuple(np.resize(pixels if len(shape) == 3 else digits, shape) for shape in SHAPES)
@@ -243,7 +243,7 @@ def made():
 
 @pytest.fixture(scope="module")
 def files(made, tmp_path_factory):
-    """A folder with the four files raw, and one with the four packed."""
+    """A folder with the four raw files, and one with the four gzipped files."""
     raw, packed = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("packed")
     for name, values in zip(NAMES, made, strict=True):
         content = header(values.shape) + values.tobytes()
@@ -254,7 +254,7 @@ def files(made, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(made):
-    """The three splits, by the definition."""
+    """The three splits, by their definition."""
     images, labels, test_images, test_labels = made
     train = images[:50_000].astype(np.float64)
     mean = train.mean()
@@ -264,7 +264,7 @@ def expected(made):
 
 
 def place(files: tuple[Path, Path], index: int, target: Path) -> None:
-    """Put the file `index` at `target`, packed if the target's name says so."""
+    """Copy the file `index` to `target`, gzipped if the name of the target ends in .gz."""
     raw, packed = files
     target.parent.mkdir(parents=True, exist_ok=True)
     target.symlink_to(packed / f"{NAMES[index]}.gz" if target.suffix == ".gz" else raw / NAMES[index])
@@ -286,7 +286,7 @@ WAYS = list(itertools.product(FOLDERS, PACKINGS, MARKS))
 
 @pytest.mark.parametrize("shift", range(3))
 def test_mnist_is_read_from_every_place_spelling_and_packing(tmp_path, files, expected, shift):
-    """The four files lie in four of the twelve ways at a time."""
+    """Each of the four files is in one of the twelve combinations."""
     for index, (name, way) in enumerate(zip(NAMES, WAYS[shift::3], strict=True)):
         folder, packing, mark = way
         place(files, index, tmp_path / folder / (name.replace("-idx", mark) + packing))
@@ -297,7 +297,7 @@ def test_mnist_is_read_from_the_folder_that_the_variable_names(monkeypatch, tmp_
     for index, name in enumerate(NAMES):
         place(files, index, tmp_path / "MNIST" / "raw" / name)
     monkeypatch.setenv("KEEPK_DATA", str(tmp_path))
-    with torch.device("meta"):  # as a script does that makes its models on a GPU
+    with torch.device("meta"):  # like a script that creates its models on a GPU
         got = mnist(download=False)
     assert_splits(got, expected)
 
@@ -325,7 +325,7 @@ def test_a_folder_that_is_not_there_is_not_made_without_a_download(tmp_path):
 
 @pytest.fixture
 def server(files, monkeypatch):
-    """A mirror that serves the packed files, published with their own sizes and checksums."""
+    """A mirror that serves the gzipped files, whose sizes and checksums are patched into `MNIST_FILES`."""
     published = []
     for file in data.MNIST_FILES:
         content = (files[1] / f"{file.name}.gz").read_bytes()

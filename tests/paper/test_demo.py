@@ -1,4 +1,4 @@
-"""The demo keeps exactly what it was asked for, says so, and gives the same numbers again."""
+"""The demo keeps exactly the requested numbers, reports them, and is reproducible."""
 
 import inspect
 import json
@@ -19,7 +19,7 @@ from keepk_paper.demo_parity import ANNEALED, FROM_THE_START, Setting, parity_po
 from keepk_paper.parity_training import draw
 from keepk_paper.results import REQUIRED
 
-pytestmark = pytest.mark.xdist_group("test_demo")  # one process runs the fixture
+pytestmark = pytest.mark.xdist_group("test_demo")  # run the fixture in one process only
 
 TINY = digits.Recipe(
     keep=60,
@@ -41,7 +41,7 @@ TINY_PARITY = Setting(
 
 
 def parameters_and_macs(a, b, c):
-    """Of the network with so many channels, by hand: 64 places in front of the first pooling, 16 after it."""
+    """Parameters and MACs of the network with these widths, by hand: 64 pixels before the first pooling, 16 after."""
     head = 4 * c * 64 + 640
     parameters = 9 * (a + a * b + b * c) + 2 * (a + b + c) + head + 74
     return parameters, 64 * 9 * (a + a * b) + 16 * 9 * b * c + head
@@ -90,7 +90,7 @@ def test_what_is_on_disk_has_the_errors_that_are_reported(report, folder):
         loaded = keepk.load(digits.DigitsNet(), folder / name).eval()
         wrong = (loaded(data.test.images).argmax(1) != data.test.labels).sum()
         assert network.test_error == 100 * wrong / 400
-        assert network.test_error < 60  # it has learnt something: guessing is 90
+        assert network.test_error < 60  # better than guessing, which has 90 %
     wrong = (loaded(data.validation.images).argmax(1) != data.validation.labels).sum()
     assert report.val_error == pytest.approx(float(100 * wrong / 300), abs=1e-4)
     assert report.val_error == pytest.approx(100 - report.history[-1].accuracy, abs=1e-4)
@@ -226,7 +226,7 @@ def test_the_commands_defaults_are_the_recipes():
 
 
 def test_the_command_trains_prints_and_saves(tmp_path, monkeypatch):
-    # The default parity networks alone would take most of the suite's slowest minute; `make demo` trains them.
+    # The default parity networks would take most of a minute; `make demo` trains them.
     monkeypatch.setattr(demo_parity, "Setting", lambda inits: replace(TINY_PARITY, inits=inits))
     out = tmp_path / "new" / "folder"
     arguments = ["--dense-epochs", "0", "--fine-tune-epochs", "0", "--parity-starts", "1"]

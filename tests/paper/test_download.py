@@ -1,4 +1,4 @@
-"""Downloads against a real server on this machine: what is on disk after each way in which a mirror can fail."""
+"""Downloads from a local server: the files on disk after each way in which a mirror can fail."""
 
 import hashlib
 import io
@@ -29,7 +29,7 @@ WRONG = CONTENT[:-1] + b"?"
 
 
 class Mirror(ThreadingHTTPServer):
-    """A server that answers request after request as `script` says, the last word for all that follow."""
+    """A server that answers requests by the entries of `script`; the last entry is repeated."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def part(self, stop: int | None = None, content: bytes = CONTENT) -> None:
-        """The bytes that were asked for, up to `stop` of the file, announced as all that were asked for."""
+        """Send the requested bytes up to `stop`, with headers that announce all requested bytes."""
         start = int(self.headers["Range"][6:-1]) if self.headers["Range"] else 0
         span = f"bytes {start}-{len(content) - 1}/{len(content)}"
         headers = {"Content_Range": span} if start else {}
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def mirrors(monkeypatch):
-    """Two servers that serve the whole file until told otherwise."""
+    """Two servers that serve the whole file by default."""
     monkeypatch.setenv("no_proxy", "*")
     servers = Mirror(), Mirror()
     threads = [threading.Thread(target=partial(server.serve_forever, 0.01)) for server in servers]
@@ -149,7 +149,7 @@ def mirrors(monkeypatch):
 
 
 def gone() -> str:
-    """An address at which nobody listens."""
+    """An address without a server."""
     server = Mirror()
     server.server_close()
     return server.url
@@ -341,10 +341,10 @@ WORDS = sorted(
     deadline=None,
     derandomize=True,
     max_examples=60,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the servers keep nothing between examples
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # the servers have no state between examples
 )
 def test_whatever_happens_a_file_with_the_name_is_the_published_one(tmp_path, mirrors, left, script):
-    """Any leftover, any answers: the file or an error, and a good mirror always mends what was left."""
+    """For any leftover and any answers there is the file or an error, and a good mirror repairs any leftover."""
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     if left is not None:
         (folder / f"{NAME}.part").write_bytes(left)
@@ -445,7 +445,7 @@ class Terminal(io.StringIO):
 
 
 def show(monkeypatch, stdout: io.StringIO) -> str:
-    """What `progress_bar` writes to `stdout`."""
+    """The text that `progress_bar` writes to `stdout`."""
     monkeypatch.setattr(sys, "stdout", stdout)
     with progress_bar(NAME) as progress:
         progress(500, 1_000)

@@ -1,4 +1,4 @@
-"""Recipes of one run, their controls and rivals: events at the right epochs, matched widths, costs and lengths."""
+"""The recipes of `one_run`, their controls and rivals: epochs of events, and matched widths, costs and lengths."""
 
 import json
 from functools import partial
@@ -68,7 +68,7 @@ SETTING = one_run.Setting(partial(vgg.vgg, options={"width": WIDTH}), 5, 2, 3, P
 
 @pytest.fixture(scope="module")
 def tiny():
-    """The recipes of a setting that a test can afford, with few pictures in a batch."""
+    """The recipes of a setting that is small enough for a test, with small batches."""
     found = vgg._whole(SETTING)
     return {name: Recipe(**{**vars(recipe), "batch": 20}) for name, recipe in found.items()}
 
@@ -92,7 +92,7 @@ def filters(line):
     return [left for left, _ in line["layers"].values()]
 
 
-@pytest.mark.filterwarnings("ignore::keepk.KeepkWarning")  # untrained networks rank badly
+@pytest.mark.filterwarnings("ignore::keepk.KeepkWarning")  # rankings of untrained networks give warnings
 @pytest.mark.parametrize("metric", ["blend", "taylor"])
 def test_controls_are_as_wide_as_costly_and_as_long_as_the_pruned_run(seed_of, metric):
     names = [f"{kind}-{metric}-70" for kind in ("one-run", "one-run-scratch", "narrow", "seconds")]

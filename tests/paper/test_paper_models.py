@@ -1,4 +1,4 @@
-"""The paper's networks: their layers, their parameters as printed, and networks of other widths."""
+"""The paper's networks: their layers, their parameters as printed, and networks of different widths."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ def convolutions(net):
 
 
 def vgg_parameters_by_hand(classes, filters=VGG_FILTERS, hidden=512):
-    """Weights of convolutions, weights and biases of fully connected layers."""
+    """The weights of convolutions, and the weights and biases of fully connected layers, by hand."""
     weights = sum(9 * before * after for before, after in zip((3, *filters), filters, strict=False))
     return weights + (filters[-1] + 1) * hidden + (hidden + 1) * classes
 
 
 def densenet_by_hand(classes, growth, initial, layers):
-    """(parameters, inputs of BatchNorms), layer after layer."""
+    """(parameters, inputs of BatchNorms), layer by layer."""
     total, reads, channels = 27 * initial, 0, initial
     for block in range(3):
         for _ in range(layers):
@@ -104,7 +104,7 @@ def test_width_scales_growth_and_first_convolution_of_densenet():
 
 
 def test_densenet_computes_what_its_definition_says():
-    """Each layer reads the concatenation of everything made before it in its block."""
+    """Each layer reads the concatenation of all earlier outputs in its block."""
     net = DenseNet40(growth=2, initial=3, depth=10).double().eval()
     for norm in (layer for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)):
         nn.init.normal_(norm.weight)

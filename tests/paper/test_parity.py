@@ -1,4 +1,4 @@
-"""The parity experiment in small: data, exact counts at every event, results, table and figure."""
+"""The parity experiment at a small size: data, exact counts at every event, results, table and figure."""
 
 import json
 from collections import Counter
@@ -57,7 +57,7 @@ def test_a_draw_of_nothing_is_refused(seed, sizes, words):
 
 
 def oracle_counts(recipe, epoch, inits, goals):
-    """How many lines of each width there should be: networks of one start with equal plans so far are one."""
+    """The expected number of lines of each width: networks with the same start and equal plans so far share one."""
     pasts = {(init, recipe.plan(goal)[: epoch + 1]) for init in range(inits) for goal in goals}
     return Counter(past[-1] for _, past in pasts)
 

@@ -1,4 +1,4 @@
-"""A stack of networks is the same networks trained one by one, pruned by the library's own selection."""
+"""A stack equals the same networks trained one by one and pruned by the library's selection."""
 
 import copy
 
@@ -24,7 +24,7 @@ OPTIMIZERS = {
 
 
 class Single(nn.Module):
-    """One network as anybody would write it, with a mask over its nodes."""
+    """One network, written in the obvious way, with a mask over its nodes."""
 
     def __init__(self, stack, member, width):
         super().__init__()
@@ -43,7 +43,7 @@ class Single(nn.Module):
         return (self.first.weight, 0), (self.first.bias, 0), (self.last.weight, 1)
 
     def hold(self, optimizer):
-        """Zeros wherever a node is pruned, in weights and in what the optimizer remembers of them."""
+        """Zero the pruned nodes in the weights and in the optimizer's state."""
         dead = [node for node in range(len(self.first.bias)) if node not in self.alive]
         for parameter, axis in self.by_node():
             of_optimizer = [it for it in optimizer.state[parameter].values() if torch.is_tensor(it) and it.dim()]
@@ -82,7 +82,7 @@ def stacked(of):
 
 
 def same(stack, member, single):
-    """The stack's member has the single network's alive nodes, in order, and zeros after them."""
+    """Check that a member of the stack has the single network's remaining nodes, in order, followed by zeros."""
     width = stack.widths[member]
     assert width == len(single.alive)
     incoming = torch.cat([single.first.weight, single.first.bias[:, None]], 1)[single.alive]
@@ -95,7 +95,7 @@ def same(stack, member, single):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_a_stack_is_training_its_members_one_by_one(name):
-    """Different widths, pruned twice, a member copied on the way; the optimizer's memory follows all of it."""
+    """Members have different widths, are pruned twice and copied once; the optimizer's state is updated with them."""
     stack = Stack.fresh([8, 5, 8], INPUTS, seeds=[1, 2, 3]).double()
     singles = [Single(stack, member, width) for member, width in enumerate(stack.widths)]
     optimizer = OPTIMIZERS[name](stack.parameters())
@@ -128,13 +128,13 @@ rows = st.integers(1, 9).flatmap(
 @given(rows, st.data())
 @settings(max_examples=60)
 def test_the_nodes_kept_are_those_of_the_library_s_selection(scores, data):
-    """Scores with many ties and zeros, set through the outgoing weights; each member has its own count."""
+    """Scores with many ties and zeros, set through the outgoing weights; each member keeps a different number."""
     outgoing = torch.tensor(scores)
     members, nodes = outgoing.shape
     incoming = torch.zeros(members, nodes, 2)
     incoming[..., 0] = 1.0
     stack = Stack(incoming, outgoing, torch.zeros(members), [nodes] * members)
-    stack.incoming.data[..., 1] = torch.arange(nodes) * 1e-30  # tells the nodes apart, too small to count
+    stack.incoming.data[..., 1] = torch.arange(nodes) * 1e-30  # identifies the nodes, too small to affect the scores
     counts = data.draw(st.lists(st.integers(1, nodes), min_size=members, max_size=members))
     expected = []
     for row, keep in zip(stack.scores(), counts, strict=True):
@@ -148,7 +148,7 @@ def test_the_nodes_kept_are_those_of_the_library_s_selection(scores, data):
 
 
 def test_a_node_of_zeros_that_is_kept_stays_kept():
-    """The count, not the value, says what is kept: a second event chooses it before the filling."""
+    """The width, not the value, says what is kept: a second event prefers it to the padding."""
     stack = Stack(torch.zeros(2, 3, 2), torch.zeros(2, 3), torch.zeros(2), [3, 1])
     stack.regroup([0, 1], [2, 1], torch.optim.SGD(stack.parameters(), lr=0.1))
     assert stack.widths == (2, 1)

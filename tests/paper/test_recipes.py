@@ -1,4 +1,4 @@
-"""The recipes: each is a plan that ends at the numbers asked for, and the paper's is the paper's."""
+"""Every recipe's plan ends at the requested numbers, and the recipes named `paper` follow the paper's text."""
 
 from itertools import accumulate, pairwise
 from math import cos, pi
@@ -18,7 +18,7 @@ TOTALS = {
     LeNet300: {"all": 785 * 300 + 301 * 100 + 101 * 10},
     LeNet5: {"fc": 801 * 500 + 501 * 10, "conv": 26 * 20 + 501 * 50, "all": 431_080},
 }
-# By space: what is left at the end of each stage.
+# The number of weights left at the end of each stage, by space.
 LEFT = {
     ("lenet-300-100", "paper"): {"all": [266_610, 17_329]},
     ("lenet-300-100", "keepk"): {"all": [266_610, 17_329, 8_300, 3_999]},
@@ -141,7 +141,7 @@ def test_the_papers_plans_pass_the_papers_numbers():
 
 @pytest.mark.parametrize(("experiment", "epochs"), [("lenet-300-100", 20), ("lenet-5", 40)])
 def test_the_papers_pruning_is_as_long_and_as_slow_as_the_text_says(experiment, epochs):
-    """Dense by plain SGD; then a tenth of its rate, momentum .9, and so many epochs in all."""
+    """Dense training by plain SGD; then a tenth of the rate, momentum .9, and the text's number of epochs."""
     dense, *pruning = RECIPES[experiment, "paper"].stages
     assert sum(stage.epochs for stage in pruning) == epochs
     assert (dense.momentum, dense.nesterov, dense.keep, dense.freeze) == (0, False, {}, ())
@@ -155,7 +155,7 @@ def test_the_papers_pruning_is_as_long_and_as_slow_as_the_text_says(experiment, 
 
 @pytest.mark.parametrize("key", RECIPES, ids="-".join)
 def test_a_point_is_reported_at_every_number_of_weights(key):
-    """The dense net and every joint target; the paper's LeNet-5 has its one point after the joint epochs."""
+    """The dense network and every joint target; the paper's LeNet-5 has a single point after the joint epochs."""
     totals = [sum(spaces) for spaces in zip(*LEFT[key].values(), strict=True)]
     reported = [left for left, stage in zip(totals, RECIPES[key].stages, strict=True) if stage.report]
     assert reported == ([431_080, 15_781] if key == ("lenet-5", "paper") else totals)
@@ -168,7 +168,7 @@ def test_each_dropout_layer_has_a_rate_or_none_has(key):
 
 
 def test_the_papers_lenet_5_freezes_what_it_does_not_prune():
-    """fc is pruned while conv stands still, conv while fc does, and at the end all move."""
+    """fc is pruned while conv is frozen, conv while fc is frozen, and at the end nothing is frozen."""
     recipe = RECIPES["lenet-5", "paper"]
     model = recipe.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)

@@ -1,4 +1,4 @@
-"""Result files: what is written is read, a point run again replaces itself, and nothing half written counts."""
+"""Result files are read as written; a repeated point replaces the earlier one, and a partial line is refused."""
 
 import io
 import json
@@ -39,7 +39,7 @@ points = st.builds(
 
 @given(writes=st.lists(st.lists(points, max_size=4), max_size=4))
 def test_what_is_read_is_the_last_of_each_point_in_the_order_of_the_first(tmp_path_factory, writes):
-    """Any text in a recipe's name, any float: nothing is lost on the way."""
+    """Any text in a recipe's name and any float survive the round trip."""
     path = tmp_path_factory.mktemp("results") / "file.jsonl"
     for records in writes:
         results.append(path, records)
@@ -62,7 +62,7 @@ def test_a_point_is_one_line_of_json(path):
 
 
 def test_the_points_of_a_run_are_one_write(tmp_path):
-    """Counted below Python's buffer, with more in it than any buffer holds."""
+    """Writes are counted below Python's buffer, with more data than a buffer holds."""
     sizes = []
 
     class Counted(io.FileIO):
@@ -135,5 +135,5 @@ def test_versions_name_what_made_the_result():
     commit = versions.pop("commit", None)
     assert set(versions) == {"keepk", "torch", "python"}
     assert all(version[0].isdigit() for version in versions.values())
-    if commit is not None:  # a checkout with git
+    if commit is not None:  # in a git checkout
         assert re.fullmatch(r"[0-9a-f]{40}(\+changes)?", commit)

@@ -1,4 +1,4 @@
-"""The table of the first screen: means over seeds, held against the network that it says."""
+"""The README's table: means over seeds, compared with the dense network that it names."""
 
 from keepk_paper import results
 from keepk_paper.tables.summary import LINES, summary_table

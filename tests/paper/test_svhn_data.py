@@ -1,4 +1,4 @@
-"""SVHN's MATLAB files read exactly or refused."""
+"""SVHN's MATLAB files are read exactly or refused."""
 
 import hashlib
 import struct
@@ -33,7 +33,7 @@ def element(kind, content):
 
 
 def matrix(name, array, *, packed):
-    """An array as an element of a MAT-file, column by column as MATLAB has it."""
+    """An array as an element of a MAT-file, in MATLAB's column-major order."""
     kind, storage = CODES[array.dtype.name]
     body = element(6, struct.pack("<II", kind, 0)) + element(5, struct.pack(f"<{array.ndim}i", *array.shape))
     whole = element(14, body + element(1, name.encode()) + element(storage, array.tobytes(order="F")))
@@ -44,7 +44,7 @@ def matrix(name, array, *, packed):
 
 
 def mat_file(pictures, digits, *, packed=False):
-    """The file of pictures [N, 3, 32, 32] and of their digits; 10 stands for the digit 0."""
+    """The file of images [N, 3, 32, 32] and their digits, where 10 means the digit 0."""
     labels = np.array([digit or 10 for digit in digits], np.uint8)[:, None]
     cube = pictures.transpose(2, 3, 1, 0)
     return HEADER + matrix("X", cube, packed=packed) + matrix("y", labels, packed=packed)
@@ -77,7 +77,7 @@ def test_a_file_cut_short_anywhere_never_gives_other_digits(packed, data):
         st.integers(0, len(WHOLE[packed]) - 1) | st.integers(0, 300) | st.integers(1, 100).map(lambda n: -n)
     )
     pictures, digits = made(0, 2)
-    if -6 <= stop < 0 and not packed:  # only the filling of the last element is missing
+    if -6 <= stop < 0 and not packed:  # only the padding of the last element is missing
         got = read_digits("file", WHOLE[packed][:stop])
         np.testing.assert_array_equal(got.images.numpy(), pictures, strict=True)
         assert got.labels.tolist() == digits
@@ -128,7 +128,7 @@ def test_the_last_tenth_of_the_training_file_is_for_validation(tmp_path, place):
     (tmp_path / place / "train_32x32.mat").write_bytes(mat_file(pictures, digits))
     (tmp_path / place / "test_32x32.mat").write_bytes(mat_file(test_pictures, test_digits, packed=True))
     data = svhn(tmp_path, download=False)
-    assert not data.mirror  # a mirrored digit is another sign
+    assert not data.mirror  # a mirrored digit is not a digit
     parts = ((data.train, pictures[:23], digits[:23]), (data.validation, pictures[23:], digits[23:]))
     for part, images, labels in (*parts, (data.test, test_pictures, test_digits)):
         np.testing.assert_array_equal(part.images.numpy(), images, strict=True)
@@ -154,7 +154,7 @@ def test_missing_files_are_named_with_where_to_put_and_to_get_them(tmp_path):
 
 
 def test_only_the_file_that_is_missing_is_asked_for(tmp_path, monkeypatch):
-    """The leftover of a download that lacks nothing needs no server."""
+    """A complete leftover of a download needs no server."""
     content = mat_file(*made(1, 10))
     (tmp_path / "svhn").mkdir()
     (tmp_path / "svhn" / "train_32x32.mat.part").write_bytes(content)

@@ -1,4 +1,4 @@
-"""The tables: hand-made results against numbers worked out by hand, and docs that hold no others."""
+"""The tables: small made-up results with numbers computed by hand, and the docs contain no other numbers."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def folder(tmp_path):
 
 
 def test_errors_are_mean_sample_deviation_and_best():
-    """Recipes in the order of the file, the larger number of weights first, the paper's rows above."""
+    """The paper's rows come first, then recipes in the order of the file, with the larger number of weights first."""
     table = error_table("lenet-300-100", RECORDS)
     assert table.columns == COLUMNS
     assert table.rows == (*PAPERS, *OURS)
@@ -181,14 +181,14 @@ def test_marks_that_are_not_paired_are_refused(folder, text):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_the_tables_of_the_docs_are_those_of_the_committed_results(page):
-    """No number by hand: `make tables` gives the page as it stands."""
+    """`make tables` reproduces every page, so no number was edited by hand."""
     text = page.read_text()
     assert fill(text, REPOSITORY / "results") == text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_every_mark_of_the_docs_is_one_that_is_filled(page):
-    """A misspelt mark would leave its table behind, and a missing end would take the text below with it."""
+    """A misspelt marker would leave its table stale, and a missing end marker would delete the text below."""
     marks = re.findall(r"^.*<!--\s*(?:table|end)\b.*$", page.read_text(), re.MULTILINE | re.IGNORECASE)
     assert all(re.match(r"<!-- table: \S+ -->$", mark) for mark in marks[::2])
     assert all(mark.startswith("<!-- end -->") for mark in marks[1::2])

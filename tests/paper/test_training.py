@@ -1,4 +1,4 @@
-"""A run of a recipe: exact counts, resumed bit-equal, the same as a plain training loop; and its result lines."""
+"""A run of a recipe: exact counts, bit-equal resuming, equality with a plain training loop, and its result lines."""
 
 import json
 import os
@@ -35,7 +35,7 @@ from keepk_paper.models import LeNet5, LeNet300
 from keepk_paper.recipes import Recipe, Stage, saliency
 from keepk_paper.train import Run, error_percent, packed_flags, wrong_pictures
 
-pytestmark = pytest.mark.xdist_group("test_training")  # one process runs the fixture
+pytestmark = pytest.mark.xdist_group("test_training")  # run the fixture in one process only
 
 SEED = 3
 FC, CONV = 405_510, 25_570
@@ -59,7 +59,7 @@ EPOCHS = 6
 
 
 class Pooled(nn.Module):
-    """A linear model on 2 x 2 pixels: 50,000 pictures take no time."""
+    """A linear model on 2 x 2 pixels, so that 50,000 images take no time."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ def untimed(points):
 
 
 def assert_same(run, other):
-    """Weights, momenta, masks, random numbers and points: bit by bit."""
+    """Check that weights, momenta, masks, random states and points are bit-equal."""
     for tensors, others in ((run.model.state_dict(), other.model.state_dict()), (run.pruner.masks, other.pruner.masks)):
         assert tensors.keys() == others.keys()
         assert [name for name, tensor in tensors.items() if not tensor.equal(others[name])] == []
@@ -107,7 +107,7 @@ def assert_same(run, other):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run that nobody stopped, and its weights after every epoch."""
+    """An uninterrupted run, and its weights after every epoch."""
     run, seen = Run(RECIPE, SEED, DATA, tmp_path_factory.mktemp("whole")), []
 
     def look(progress, pruner):
@@ -178,7 +178,7 @@ def test_killed_after_an_epoch_it_ends_bit_equal(whole, tmp_path, epoch):
 
 @pytest.mark.parametrize("batch", [0, 2, 4, 10, 17])
 def test_killed_in_the_middle_of_an_epoch_it_ends_bit_equal(whole, tmp_path, batch):
-    """An epoch has three batches; the first kill comes before anything is saved."""
+    """An epoch has three batches; the first kill comes before the first checkpoint."""
     run, calls = Run(RECIPE, SEED, DATA, tmp_path), iter(range(10**6))
 
     def kill(module, _args):
@@ -227,7 +227,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(whole, tmp_path):
 
 
 def test_a_recipe_may_leave_dropout_alone(tmp_path):
-    """No rates given means none, whatever the stage before had."""
+    """Without rates there is no dropout, also after a stage that has some."""
     stages = [Stage(1, lr=0.1, dropout=(0.5, 0.5, 0.5)), Stage(1, lr=0.1, keep={"all": (999, keepk.OneShot())})]
     run = Run(Recipe("rates", LeNet300, {"all": "*"}, stages, batch=60), SEED, DATA, tmp_path)
     rates = []
@@ -236,7 +236,7 @@ def test_a_recipe_may_leave_dropout_alone(tmp_path):
 
 
 def plain_run(recipe, seed, data):
-    """The same training as one loop through the whole model, with everything done by hand."""
+    """The same training as a plain loop over the whole model."""
     torch.manual_seed(seed)
     model, order = recipe.network(), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -290,7 +290,7 @@ def plain_magnitude(model, _met):
 
 
 def plain_saliency(model, met):
-    """|w| times the root mean square of its gradients in the epoch."""
+    """|w| times the root mean square of its gradients over the epoch."""
     return {
         name: parameter.detach().abs() * torch.stack([gradients[name] ** 2 for gradients in met]).mean(0).sqrt()
         for name, parameter in trained(model)
@@ -302,7 +302,7 @@ PLAIN_SCORES = {magnitude: plain_magnitude, saliency: plain_saliency}
 
 @torch.no_grad()
 def plain_prune(model, optimizer, alive, scores, space, count):
-    """Sort all that are left, the earlier one first where scores are equal, and keep the first `count`."""
+    """Sort all remaining weights, the earlier one first among ties, and keep the first `count`."""
     members = [(name, parameter) for name, parameter in model.named_parameters() if name.startswith(space)]
     ranked = torch.cat([scores[name].where(alive[name], -1.0).flatten() for name, _ in members])
     kept = torch.zeros_like(ranked, dtype=torch.bool)
@@ -321,7 +321,7 @@ BY_SALIENCY = replace(RECIPE, stages=[replace(stage, metric=saliency) for stage 
 
 @pytest.mark.parametrize("recipe", [RECIPE, BY_SALIENCY, ONE_BY_ONE], ids=["magnitude", "saliency", "one by one"])
 def test_a_run_is_what_a_plain_loop_computes(tmp_path, recipe):
-    """In float64; frozen convolutions are worked out once there and in every batch here."""
+    """In float64. The run computes frozen convolutions once, and the plain loop in every batch."""
     exact = replace(recipe, network=lambda: recipe.network().double())
     data = small_data(torch.float64)
     run = Run(exact, SEED, data, tmp_path)
@@ -342,7 +342,7 @@ def test_ranked_by_saliency_it_keeps_other_weights_and_resumes_bit_equal(whole, 
 
 
 def wrong_percent(model, split):
-    """One picture at a time."""
+    """The error in percent, computed image by image."""
     model.eval()
     wrong = 0
     for image, label in zip(split.images, split.labels, strict=True):
@@ -354,7 +354,7 @@ def wrong_percent(model, split):
 
 @given(number=st.integers(1, 23), batch=st.integers(1, 25), seed=st.integers(0, 99))
 def test_the_error_is_a_plain_count(number, batch, seed):
-    """Whatever the batch, and with dropout switched off."""
+    """It does not depend on the batch size, and dropout is off."""
     split = pictures(number, seed)
     model = nn.Sequential(nn.Flatten(), nn.Dropout(0.9), nn.Linear(784, 10)).train()
     assert error_percent(model, split, batch=batch) == pytest.approx(wrong_percent(model, split))
@@ -363,7 +363,7 @@ def test_the_error_is_a_plain_count(number, batch, seed):
     assert unpacked.tolist() == wrong.int().tolist()
 
 
-# What follows goes through the published files, with made-up pictures in them.
+# The following tests read files of the published form with generated images.
 
 
 TINY = Recipe(
@@ -478,7 +478,7 @@ def test_counts_are_checked_before_anything_starts(tmp_path, wrong):
 
 
 def test_a_recipe_has_the_same_fingerprint_in_every_process():
-    """Otherwise a killed run could not go on."""
+    """Otherwise a killed run could not be resumed."""
     recipes = {
         "blend": replace(vgg.CONTROL, metric=keepk.metrics.blend(0.5)),
         "function": replace(vgg.CONTROL, metric=keepk.metrics.bn_scale),

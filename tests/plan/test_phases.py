@@ -1,4 +1,4 @@
-"""Phases: a space advances only in its own, and what is frozen does not move at all."""
+"""Phases: a space advances only in its own phases, and frozen parameters do not change."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_the_papers_lenet_5_phases():
             optimizer.step()
         for name, parameter in net.named_parameters():
             assert torch.equal(before[name], parameter) is name.startswith(frozen), (epoch, name)
-        assert not torch.equal(mean, net["norm"].running_mean)  # statistics still move
+        assert not torch.equal(mean, net["norm"].running_mean)  # statistics still change
         pruner.step()
         if epoch < 7:
             assert pruner.kept == {name: counts[epoch] for name, counts in pruner.plan.items()}

@@ -1,4 +1,4 @@
-"""Counts that bind each other, beside brute force over all splits."""
+"""Counts that constrain each other, compared with brute force over all splits."""
 
 from itertools import pairwise, product
 from time import process_time
@@ -37,7 +37,7 @@ def is_below(lower, upper):
 
 
 def reachable(portions, falling):
-    """The splits of the first total from which all others can be met, each by losing only; brute force from the end."""
+    """The splits of the first total from which all later ones can be reached by removals alone, by brute force."""
     found = [counts for counts in splits(portions) if sum(counts) == falling[-1]]
     for total in reversed(falling[:-1]):
         found = [
@@ -50,7 +50,7 @@ def reachable(portions, falling):
 
 @st.composite
 def plans(draw, portions):
-    """A falling plan down to a K that can be met; what comes before it may be anything."""
+    """A non-increasing plan that ends at a reachable K; earlier counts are arbitrary."""
     keep = draw(st.sampled_from(met(portions)))
     most = met(portions)[-1]
     return (*sorted(draw(st.lists(st.integers(keep, most), max_size=3)), reverse=True), keep)
@@ -63,7 +63,7 @@ def test_runs_are_the_counts(counts):
 
 
 def test_hundreds_of_thousands_of_units_take_no_time():
-    """One shift for each count would take minutes here."""
+    """One bit shift per count would take minutes here."""
     units = 400_000
     free, rounded = Portion(tuple(range(3, units + 1))), Portion((*range(8, units, 8), units))
     began = process_time()
@@ -124,7 +124,7 @@ def test_portions_of_one_step_have_even_steps(portions):
 
 @given(several, st.data())
 def test_a_chain_falls_through_the_totals(portions, data):
-    """It may give up where there is one, but never invents one."""
+    """It may miss a chain that exists, but never returns one that does not."""
     falling = sorted(data.draw(st.lists(st.sampled_from(met(portions)), min_size=1, max_size=4)), reverse=True)
     found = chain(portions, falling)
     if found is None:
@@ -151,7 +151,7 @@ def test_a_snapped_plan_can_be_met_down_to_k(portions, data):
 
 @given(several | of_one_step, st.data())
 def test_a_plan_moves_to_the_nearest_counts(portions, data):
-    """To the nearest of all where steps are even; and a plan that a chain leads along stays as it is."""
+    """To the nearest counts if steps are equal; a plan that a chain can follow is not changed."""
     falling = data.draw(plans(portions))
     if has_even_steps(portions):
         possible = [total for total in met(portions) if total >= falling[-1]]
@@ -162,14 +162,14 @@ def test_a_plan_moves_to_the_nearest_counts(portions, data):
 
 
 def test_two_layers_of_16_in_eights_on_the_way_to_24():
-    """Keeping 12 + 13 on the way would strand it."""
+    """Keeping 12 + 13 in between would make 24 unreachable."""
     layers = [Portion((8, 16)), Portion((8, 16))]
     assert snapped(layers, (32, 29, 27, 25, 24)) == (32, 32, 24, 24, 24)
     assert chain(layers, (32, 24)) in {((16, 16), (8, 16)), ((16, 16), (16, 8))}
 
 
 def test_steps_of_three_and_five():
-    """13 = 3 + 10 and 11 = 6 + 5 can be met, but not one after the other."""
+    """13 = 3 + 10 and 11 = 6 + 5 are both possible, but not one after the other."""
     threes, fives = Portion((3, 6, 9)), Portion((5, 10, 15))
     assert nearest_totals([threes, fives], 13) == [13]
     assert not reachable([threes, fives], (24, 13, 11))

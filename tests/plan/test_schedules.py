@@ -1,4 +1,4 @@
-"""Plans: exact in the decimals written, never rising, ending at K."""
+"""Plans are exact in the decimals as written, never rise, and end at K."""
 
 import itertools
 from decimal import Decimal
@@ -67,7 +67,7 @@ def test_annealing_is_the_papers_formula_exactly(total, pruned, p0, n1, nu, mu, 
     shares = [oracle_share_left(e, p0, n1, nu, mu, every, pruned) for e in range(1, len(own) + 1)]
     assert own == tuple(max(keep, floor(share * total)) for share in shares)
     assert own[-1] == keep
-    assert keep not in own[:-1]  # its own length: up to the first K
+    assert keep not in own[:-1]  # the schedule's own length, up to the first K
     assert all(before >= after for before, after in itertools.pairwise(own))
     padded = plan(schedule, total, keep, epochs=len(own) + 3)
     assert padded == own + (keep,) * 3
@@ -114,7 +114,7 @@ def test_cubic_takes_the_length_of_the_run():
 def test_callables_and_lists_are_schedules():
     assert plan(lambda total, keep, _epochs: [total // 2, keep], 100, 10) == (50, 10)
     assert plan([70, 70, 10], 100, 10, epochs=4) == (70, 70, 10, 10)
-    assert plan([50, 10, 10], 100, 10, epochs=2) == (50, 10)  # nothing but K is dropped
+    assert plan([50, 10, 10], 100, 10, epochs=2) == (50, 10)  # only repetitions of K are dropped
 
 
 @pytest.mark.parametrize(

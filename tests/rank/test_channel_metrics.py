@@ -1,4 +1,4 @@
-"""Metrics of channels against a loop over single units, on dense models and after their positions have moved."""
+"""Channel metrics compared with a loop over single units, on dense models and after cuts have moved positions."""
 
 import copy
 import math
@@ -51,7 +51,7 @@ KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
 
 class Loops:
-    """The slow reading of a traced model: which numbers a single unit has, in plain Python."""
+    """A slow view of a traced model in plain Python: the entries of each single unit."""
 
     def __init__(self, model, graph):
         self.model, self.graph = model, graph
@@ -61,7 +61,7 @@ class Loops:
         self.scales = {f"{path}.weight" for path in scaled}
 
     def values(self, unit, role, *, grad=False):
-        """By axis with this role, the numbers of a unit that are still in the model."""
+        """The entries of a unit that are still in the model, for each axis with this role."""
         home = self.graph.groups[int(self.graph.units.group[unit])]
         found: dict[tuple[str, int], list[float]] = {
             (tensor, axis): [] for tensor, axis, its in home.axes if (its or Role.CARRIER) is role
@@ -84,7 +84,7 @@ class Loops:
         return part[~part.isnan()].tolist()
 
     def dense(self, tensor, *, grad=False):
-        """A parameter in the shape that it was traced in, with NaN where something was cut."""
+        """A parameter in its traced shape, with NaN where something was cut."""
         parameter = self.model.get_parameter(tensor)
         now = (parameter.grad if grad else parameter.detach()).double()
         cut = record_of(self.model)["tensors"].get(tensor)
@@ -94,7 +94,7 @@ class Loops:
         dense = torch.full(cut["shape"], math.nan, dtype=torch.float64)
         for place, row in enumerate(cut["kept"].get("0", range(len(dense)))):
             columns = cut["kept"].get("1", slice(None))
-            if isinstance(columns, list):  # for each row its own
+            if isinstance(columns, list):  # separate columns for each row
                 columns = columns[place]
             dense[(row, columns) if dense.dim() > 1 else row] = now[place]
         return dense
@@ -126,7 +126,7 @@ def size(values, kind):
 
 
 def slow(loops, unit, name, at):
-    """What the metric of that name says about one unit; None where it has nothing to say."""
+    """The score of one unit by the metric of this name; None if the metric does not apply."""
     producer, reader = (loops.weights(unit, role) for role in (Role.PRODUCER, Role.READER))
     if name == "bn_scale":
         return loops.scale(unit)
@@ -161,7 +161,7 @@ def layers(model, graph, at, alive=None):
 
 
 def compare(loops, at, tolerance, alive=None):
-    """Every metric on every layer; how many comparisons were made."""
+    """Compare every metric on every layer. Returns the number of comparisons."""
     compared = 0
     for layer in layers(loops.model, loops.graph, at, alive):
         for name, metric in NAMED.items():
@@ -188,7 +188,7 @@ def test_every_metric_is_the_loop_over_units_before_and_after_shrinks(name, at):
 
 
 @given(network=random_networks(), at=st.sampled_from(["output", "input"]), seed=seeds)
-@settings(max_examples=10, phases=[Phase.generate])  # a network takes long to shorten
+@settings(max_examples=10, phases=[Phase.generate])  # shrinking an example takes long
 def test_every_metric_is_the_loop_over_units_of_random_networks(network, at, seed):
     model, example = network
     graph = keepk.trace(model, example)
@@ -200,7 +200,7 @@ def test_every_metric_is_the_loop_over_units_of_random_networks(network, at, see
 
 @pytest.mark.parametrize("name", ["conv_bn_flatten", "grouped", "dense_block", "lstm"])
 def test_what_is_masked_is_no_channel_any_more(name):
-    """A run that masks has channels that are dead and still in the tensors."""
+    """In a run that masks, dead channels are still in the tensors."""
     model, _, graph = traced_network(name)
     for seed in (1, 2):
         alive = graph.alive
@@ -217,7 +217,7 @@ def test_every_dtype_is_summed_in_one_that_has_room(name, dtype):
     model, example = NETWORKS[name]()
     model, example = model.to(dtype), example.to(dtype)
     with torch.no_grad():
-        model.first.weight.mul_(1_000)  # the square is infinite in half precision
+        model.first.weight.mul_(1_000)  # squares overflow in half precision
     graph = keepk.trace(model, example)
     loops = Loops(model, graph)
     compare(loops, "output", 1e-5)
@@ -240,7 +240,7 @@ def test_layers_that_are_wired_apart_keep_their_tensors_by_role():
 
 
 class MadeWeight(nn.Module):
-    """A linear layer whose weight is made in its forward."""
+    """A linear layer whose weight is computed in its forward."""
 
     def __init__(self, made):
         super().__init__()
@@ -347,7 +347,7 @@ def test_what_a_metric_raises_is_told_with_its_name_and_the_layer(wrapped):
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would wait for a device: numbers that are read by the host."""
+    """Counts device synchronisations: values that are read by the host."""
 
     def __init__(self):
         super().__init__()
@@ -375,7 +375,7 @@ BY_BOTH_SIDES = metrics.blend(0.5, scale=metrics.l2, weights=metrics.outgoing)
 @pytest.mark.parametrize("metric", [metrics.product, metrics.l1_l2, BY_BOTH_SIDES])
 @pytest.mark.parametrize("name", ["residual", "shared_module", "conv_bn_flatten"])
 def test_parts_of_a_channel_may_be_on_several_devices(name, metric):
-    """The first part is on a device of its own, which has no values; the others are moved to it."""
+    """The first part is on the meta device, and the others are moved to it."""
     model, _, graph = traced_network(name)
     model.first.to("meta")
     layer = layers(model, graph, "output")[0]
@@ -440,7 +440,7 @@ def test_the_blend_is_the_papers_formula(over, silent):
 
 
 def test_the_mean_of_a_norm_does_not_fall_with_the_number_of_inputs():
-    """Equal weights, twice as many in the second layer: equal worth as means, not as sums."""
+    """With equal weights and twice as many of them in the second layer, means are equal and sums are not."""
     net = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 2))
     with torch.no_grad():
         for parameter in net.parameters():
@@ -452,7 +452,7 @@ def test_the_mean_of_a_norm_does_not_fall_with_the_number_of_inputs():
 
 
 def test_the_ends_of_the_blend_are_its_terms_to_the_last_bit():
-    """Close scales: in float32 the division by the largest would make ties of them."""
+    """The scales are so close that dividing by the largest in float32 would make them equal."""
     net = narrow((64, 5))
     close = 0.75 + torch.arange(63) * 2.0**-24
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The exact selection of channels, beside Python's sort and brute force over all splits."""
+"""The exact selection of channels, compared with Python's sort and brute force over all splits."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ def rounded(size, step):
 
 
 def bound(sizes, step):
-    """Equally many go of each block, in steps, and one of each stays."""
+    """A choice in which each block loses equal numbers, in steps, and keeps at least one."""
     lost = range(0, min(sizes), step)
     return tuple(sizes), tuple(sorted(sum(sizes) - len(sizes) * number for number in lost))
 
@@ -35,7 +35,7 @@ kinds = st.one_of(
 
 @st.composite
 def choices(draw, kinds=kinds):
-    """Some choices over shuffled unit numbers, and how many units there are; some belong to none of them."""
+    """Some choices over shuffled unit ids, and the number of units, some of which are in no choice."""
     shapes = draw(st.lists(kinds, min_size=1, max_size=3))
     count = sum(sum(sizes) for sizes, _ in shapes)
     size = count + draw(st.integers(0, 3))
@@ -49,7 +49,7 @@ def choices(draw, kinds=kinds):
 
 @st.composite
 def plans(draw, portions):
-    """A plan that was settled: any falling counts, snapped."""
+    """Arbitrary non-increasing counts, snapped to a plan that can be met."""
     possible = sorted({sum(counts) for counts in product(*(portion.counts for portion in portions))})
     keep = draw(st.sampled_from(possible))
     before = sorted(draw(st.lists(st.integers(keep, possible[-1]), max_size=4)), reverse=True)
@@ -67,7 +67,7 @@ def members(made):
 
 
 def worth(choice, alive, values, stay):
-    """What the best `stay` of a choice are worth if equally many go of each block; Python's own sort."""
+    """The total value of the best `stay` units of a choice with equal losses per block, by Python's sort."""
     living = [sorted((values[unit] for unit in block if alive[unit]), reverse=True) for block in choice.blocks]
     lost = (sum(map(len, living)) - stay) // len(living)
     return sum(sum(block[: len(block) - lost]) for block in living)
@@ -86,7 +86,7 @@ def best_worth(made, alive, values, total):
 
 @given(data=st.data(), size=st.integers(1, 12), strangers=st.integers(0, 3))
 def test_without_bonds_it_is_a_sort(data, size, strangers):
-    """The highest scores stay, the lower number first among equals."""
+    """The highest scores are kept, the lower index first among ties."""
     units = np.array(sorted(data.draw(st.permutations(range(size + strangers)))[:size]), np.int64)
     parts = data.draw(st.integers(1, size))
     blocks = [Choice((part,), Portion(tuple(range(len(part) + 1)))) for part in np.array_split(units, parts)]
@@ -100,9 +100,9 @@ def test_without_bonds_it_is_a_sort(data, size, strangers):
 @given(made=choices(), data=st.data())
 @settings(max_examples=100)
 def test_a_whole_plan_is_met_and_never_strands(made, data):
-    """At every event the exact count, equal losses of the blocks, a number that may stay, and the best of the living.
+    """Every event keeps the exact count, with equal losses per block and allowed numbers, and the best remaining units.
 
-    The best of all splits, where steps are even or it is the last event; elsewhere the best may lead nowhere.
+    It is the best of all splits if steps are equal or at the last event; otherwise the best may make K unreachable.
     """
     made, size = made
     portions = [choice.portion for choice in made]
@@ -134,7 +134,7 @@ def test_a_whole_plan_is_met_and_never_strands(made, data):
 
 @given(data=st.data(), size=st.integers(1, 10))
 def test_values_are_places_in_the_order(data, size):
-    """Units that must stay are worth more than all others together, and are in order among themselves."""
+    """Units that must stay have a higher value than all others together, and are ordered among themselves."""
     units = np.array(data.draw(st.permutations(range(size + 2)))[:size], np.int64)
     scores = np.array([data.draw(st.sampled_from(SCORES)) for _ in units])
     forced = np.zeros(size + 2, bool)
@@ -148,7 +148,7 @@ def test_values_are_places_in_the_order(data, size):
 
 
 def test_the_best_split_is_left_where_it_would_strand():
-    """Steps of 3 and of 5 on the way 23, 11: 3 + 20 is worth more, but only 18 + 5 leads on to 6 + 5."""
+    """With steps of 3 and 5 and the plan 23, 11: 3 + 20 has the higher value, but only 18 + 5 can reach 6 + 5."""
     threes = Choice((np.arange(18),), Portion((3, 6, 9, 12, 15, 18)))
     fives = Choice((np.arange(18, 38),), Portion((5, 10, 15, 20)))
     portions, plan = [threes.portion, fives.portion], (23, 11)

@@ -1,4 +1,4 @@
-"""The one exact selection against a slow sort, over sizes that force several pieces, misses and narrower rounds."""
+"""The exact selection of weights compared with a slow sort, at sizes that force several pieces, misses and rounds."""
 
 import math
 from fractions import Fraction
@@ -62,7 +62,7 @@ def ranked(draw, kinds=KINDS, dtypes=DTYPES, floors=no_floor):
 
 
 def alive_entries(tensors):
-    """(-score, tensor, index) of everything alive: sorted, the best come first and the earlier index wins a tie."""
+    """(-score, tensor, index) of all unpruned entries: sorted, the best come first; the earlier index wins a tie."""
     entries = []
     for layer, (_, scores, dead, absolute, _) in enumerate(tensors):
         pruned = [False] * scores.numel() if dead is None else dead.flatten().tolist()
@@ -146,7 +146,7 @@ def bits(tensor):
     dtype=st.sampled_from(DTYPES),
 )
 def test_rounding_down_and_up_is_tight(value, dtype):
-    """Nothing of the dtype lies strictly between the value and what it is rounded to."""
+    """No number of the dtype lies strictly between the value and its rounded value."""
     below, above = round_down(value, dtype), round_up(value, dtype)
     assert torch.tensor([below, above], dtype=torch.float64).to(dtype).tolist() == [below, above]
     assert below <= value <= above
@@ -159,7 +159,7 @@ def test_rounding_down_and_up_is_tight(value, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.97])
 def test_large_tensors_with_the_default_sizes(kind, share):
-    """Above the sample size, with the real pieces: counts and kept sets agree with a stable sort."""
+    """Above the sample size and with the default piece size, counts and kept sets agree with a stable sort."""
     generator = torch.Generator().manual_seed(1)
     tensors = [
         Ranked("a", values_of(kind, (400, 1000), generator).float()),
@@ -174,7 +174,7 @@ def test_large_tensors_with_the_default_sizes(kind, share):
 
 
 def test_many_narrow_rounds_end_right():
-    """A third is one value, the rest is all different, and nothing but single entries may be gathered."""
+    """A third of the entries are equal, the others are distinct, and only single entries may be gathered."""
     weights = torch.arange(1, 2049, dtype=torch.float64).flip(0)
     weights[::3] = 5000.0
     sizes = Sizes(piece=3, sample=700, room=1)
@@ -184,7 +184,7 @@ def test_many_narrow_rounds_end_right():
 
 
 def test_a_float64_threshold_is_not_rounded_to_float32():
-    """0.1 in float64 is below float32's 0.1: rounding the threshold would keep one entry too few."""
+    """float64's 0.1 is below float32's 0.1, so rounding the threshold would keep one entry too few."""
     wide = Ranked("wide", torch.tensor([0.1, 0.1 + 1e-12], dtype=torch.float64))
     narrow = Ranked("narrow", torch.tensor([0.1, 0.05]))
     assert kept_by([wide, narrow], 2, None) == {(0, 1), (1, 0)}
@@ -226,7 +226,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(dtype):
 
 
 def test_large_finite_weights_are_no_infinite_ones():
-    """Their sum overflows; they rank like any other."""
+    """Their sum overflows, but they are ranked like any others."""
     weights = torch.tensor([3e38, 2e38, -3.3e38])
     assert kept_by([Ranked("fc", weights, absolute=True)], 2, None) == {(0, 0), (0, 2)}
 

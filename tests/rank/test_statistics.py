@@ -1,4 +1,4 @@
-"""Statistics over an epoch and the Taylor metric: against a plain loop, through shrinks, and refused without data."""
+"""Statistics over an epoch and the Taylor metric: compared with a plain loop, after shrinks, and without data."""
 
 import copy
 
@@ -62,7 +62,7 @@ def backward(net, batch):
 
 
 def plain_sums(net, graph):
-    """By unit, the sum of w g over its gates: BatchNorm's where it has any, else its own weights and biases."""
+    """The sum of w g over each unit's gates: its BatchNorms' if there are any, else its own weights and biases."""
     norms = {f"{name}." for name, it in net.named_modules() if isinstance(it, nn.modules.batchnorm._BatchNorm)}
     sums = {}
     for space in graph.groups:

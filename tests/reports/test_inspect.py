@@ -1,4 +1,4 @@
-"""What keepk.inspect says: the words, the JSON form, the counts, and the command."""
+"""The output of keepk.inspect: its text, its JSON, its counts, and the command."""
 
 import dataclasses
 import io
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
 
 class LooksAtValues(nn.Module):
-    """Its Python branches on a number, which a copy without weights does not have."""
+    """Its Python branches on a value, which a copy without weights does not have."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def test_an_attention_by_hand():
 
 
 def test_a_recurrent_layer_by_hand():
-    """torch's own counter sees nothing of it on a CPU, where the whole layer is one operation."""
+    """torch's counter misses it on a CPU, where the whole layer is one operation."""
     batch, time, inputs, hidden = 2, 5, 7, 6
     net = nn.LSTM(inputs, hidden, batch_first=True)
     steps = time * 4 * hidden * (inputs + hidden)
@@ -130,7 +130,7 @@ def test_a_model_that_looks_at_values_is_counted_with_its_weights():
 
 def counted_by_torch(model, example):
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it would hide a whole layer in one operation without a count
+    torch.backends.mha.set_fastpath_enabled(False)  # its fused operation is not counted
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model.eval()(*example) if isinstance(example, tuple) else model.eval()(example)
@@ -174,7 +174,7 @@ def test_it_says_what_the_graph_says():
 
 
 class OneUnit(nn.Module):
-    """Each of the first layer's two channels is added to the other, so that they are one unit."""
+    """The first layer's two channels are added to each other, so that they are one unit."""
 
     def __init__(self):
         super().__init__()
@@ -409,7 +409,7 @@ def needs_width(width):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The current folder, with a module of its own; nothing of it stays imported."""
+    """A working directory with a module in it, which is not left imported."""
     (tmp_path / "nets_to_inspect.py").write_text(MODULE)
     (tmp_path / "broken_nets.py").write_text("import torch\nimport no_such_package_at_all\n")
     (tmp_path / "raising_nets.py").write_text("raise OSError('no disk')\n")

@@ -1,4 +1,4 @@
-"""The report of a run says what plain counting says."""
+"""The report of a run agrees with plain counting."""
 
 import copy
 import io
@@ -25,14 +25,14 @@ def rendered(thing, width=100):
 
 
 def counted_macs(model, example):
-    """By torch's own counter, on a copy: two operations for a multiply-accumulate; for each row of the example."""
+    """MACs per row of the example, by torch's counter on a copy, which counts two operations per MAC."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         copy.deepcopy(model).eval()(example)
     return counter.get_total_flops() // 2 / len(example)
 
 
 def counted_masked(pruner):
-    """One by one: the numbers of each parameter that a mask takes away."""
+    """The number of masked entries of each parameter, counted one by one."""
     masks = pruner.masks
     return sum(
         1
@@ -43,7 +43,7 @@ def counted_masked(pruner):
 
 
 def mixed_run(shrink="each"):
-    """Channels and weights of one network, over three events."""
+    """A run that prunes channels and weights of one network in three events."""
     model, example = NETWORKS["conv_bn_flatten"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     spaces = [
@@ -89,7 +89,7 @@ def test_numbers_of_a_dense_model_by_hand():
 
 
 def test_parameters_and_macs_are_those_of_inspect():
-    """One convention: tensors as they are, and per sample, whatever is masked."""
+    """Both count the tensors as they are, including masked entries, and MACs per sample."""
     for shrink in ("each", "end", "never"):
         pruner, example, _ = mixed_run(shrink)
         for _ in range(3):
@@ -102,7 +102,7 @@ def test_parameters_and_macs_are_those_of_inspect():
 
 
 class Pair(nn.Module):
-    """Takes two inputs, of which the second may have other rows than the first."""
+    """Takes two inputs, which may have different numbers of rows."""
 
     def __init__(self):
         super().__init__()
@@ -116,9 +116,9 @@ class Pair(nn.Module):
     ("other", "batch"),
     [
         (torch.zeros(4, 2), 4),
-        (torch.zeros(1, 9), 4),  # broadcast, as position ids are
+        (torch.zeros(1, 9), 4),  # broadcast, like position ids
         (torch.tensor(2.0), 4),
-        (torch.zeros(9, 9), None),  # a mask of positions: nothing says which of them is the batch
+        (torch.zeros(9, 9), None),  # an attention mask: no dimension is known to be the batch
     ],
 )
 def test_macs_are_per_sample_where_the_example_has_a_batch(other, batch):
@@ -137,7 +137,7 @@ def test_macs_are_per_sample_where_the_example_has_a_batch(other, batch):
 
 def test_macs_that_are_not_for_each_row_are_of_the_whole_example():
     class Hyper(nn.Module):
-        """Its weight is computed once, whatever the batch is."""
+        """Its weight is computed once per forward, independent of the batch size."""
 
         def __init__(self):
             super().__init__()
@@ -266,7 +266,7 @@ def test_what_is_no_run_or_no_number_is_refused():
 
 
 def linears(count):
-    """As many spaces of weights, one for each layer; the names need escaping in HTML."""
+    """This number of spaces of weights, one per layer, with names that need escaping in HTML."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
     spaces = [keepk.weights(f"{i}.weight", keep=3, schedule=[8, 8, 3], name=f"<{i}&>") for i in range(count)]
     return keepk.Pruner(model, spaces)
@@ -288,7 +288,7 @@ def test_a_repr_fits_on_a_screen(count):
 
 
 def test_a_repr_counts_and_changes_nothing():
-    """A debugger shows it at any moment, also where the counts are not true."""
+    """A debugger may show it at any moment, also while the counts are wrong."""
     pruner = linears(1)
     pruner.step()
     pruner.model[0].weight.data.fill_(1.0)
@@ -320,7 +320,7 @@ def test_notebooks_get_escaped_tables():
 
 
 def test_a_plan_is_a_plain_dict(tmp_path):
-    """People keep it in the extra of a checkpoint, which takes plain values alone."""
+    """Users store it in the `extra` of a checkpoint, which accepts only plain values."""
     pruner = linears(1)
     assert type(pruner.plan) is dict
     keepk.save_checkpoint(tmp_path, model=pruner.model, extra={"plan": pruner.plan})

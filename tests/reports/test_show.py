@@ -1,4 +1,4 @@
-"""Tables, terminal plots and figures say what the report says."""
+"""Tables, terminal plots and figures agree with the report."""
 
 import io
 from itertools import accumulate, combinations
@@ -33,7 +33,7 @@ falls = st.lists(st.one_of(st.just(0), st.integers(0, 10**7)), min_size=1, max_s
 
 @st.composite
 def reports(draw):
-    """A plan that never rises, from its falls; K is at least 1."""
+    """A non-increasing plan with K at least 1, built from its decreases."""
     pruned = draw(falls)
     total = sum(pruned) + draw(st.integers(1, 10**7))
     return PlanReport(total, tuple(total - gone for gone in accumulate(pruned)))
@@ -77,7 +77,7 @@ def test_a_plot_is_never_wider_than_asked(report, width, height, unicode):
 
 @given(reports())
 def test_columns_fall_as_the_plan_falls(report):
-    """The area below the columns never rises to the right, begins full and ends above the ground."""
+    """The columns never get taller to the right; the first is full and the last is not empty."""
     bars = [line.split("┤")[1] for line in PlanPlot(report).lines(80, unicode=True) if "┤" in line]
     blocks = " ▁▂▃▄▅▆▇█"
     drawn = [[blocks.index(cell) if cell in blocks else 0 for cell in bar] for bar in bars]
@@ -210,7 +210,7 @@ def test_the_figure_shows_the_parity_errors_and_the_floor():
 
 
 def words_in_sight(figure):
-    """All words that are painted; matplotlib also keeps labels of ticks beyond the ends of an axis."""
+    """All visible text; matplotlib also has labels of ticks beyond the ends of an axis."""
     all_axes = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
     ticks = [(tick, sorted(axis.get_view_interval())) for axis in all_axes for tick in axis.get_major_ticks()]
     beyond = {tick.label1 for tick, (low, high) in ticks if not low <= tick.get_loc() <= high}

@@ -1,4 +1,4 @@
-"""What a run warns about before it is too late: rankings that decide little, hasty events, a save before any event."""
+"""Warnings of a run: rankings that decide little, events that follow too fast, a save before the first event."""
 
 import copy
 import warnings
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 def resnet():
-    """As libraries build a ResNet: every BatchNorm's scale is 1, that of a block's last one is 0."""
+    """A ResNet as libraries initialise it: BatchNorm scales are 1, and 0 in the last BatchNorm of a block."""
     torch.manual_seed(0)
     blocks = [Block(24, 24, 1), Block(24, 32, 2), Block(32, 48, 2)]
     return nn.Sequential(
@@ -99,7 +99,7 @@ def test_each_is_told_once_over_many_events():
 
 
 def wide(scales):
-    """Two layers of 100 channels whose scores are what is given."""
+    """Two layers of 100 channels with the given scores."""
     model = nn.Sequential(nn.Linear(5, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 3))
     scores = {name: torch.tensor([float(it) for it in given]) for name, given in zip("02", scales, strict=True)}
     return model, lambda layer: scores[layer.name]
@@ -110,7 +110,7 @@ def wide(scales):
     [
         (range(100), range(100, 200), 104, "'0' 4 of 100"),
         (range(100), range(100, 200), 105, None),  # 5 % is not less than 5 %
-        (range(100), range(100, 200), 4, None),  # the space itself keeps 2 %, the floor keeps one in each
+        (range(100), range(100, 200), 4, None),  # the whole space keeps 2 %, and the floor keeps one in each layer
         ([1.0] * 100, [1.0] * 100, 100, "200 of its 200 channels are tied"),
         ([0.0] * 100, [1.0] * 100, 110, None),  # of those tied at the cut, half of the space, not most
         ([0.0] * 50 + [1.0] * 50, [1.0] * 50 + [0.0] * 50, 100, None),  # ties that decide nothing
@@ -141,7 +141,7 @@ def test_weights_are_watched_too():
     pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=600, name="w"))
     with pytest.warns(KeepkWarning, match="space 'w': 1,200 of its 1,200 weights are tied where the ranking is cut"):
         pruner.step()
-    with quiet():  # zeros may go in any order, and a floor is the user's decision
+    with quiet():  # the order of zeros does not matter, and a floor is the user's decision
         net = mlp((10, 30, 30))
         with torch.no_grad():
             net[0].weight.zero_()
@@ -150,7 +150,7 @@ def test_weights_are_watched_too():
 
 
 def run(updates, *, events=4, schedule=(1000, 800, 600, 400), optimizers=1):
-    """Events with so many updates of each optimizer before each; what was told."""
+    """Run events with these numbers of updates before each, and return the warnings."""
     net = mlp((30, 40, 10))
     made = [torch.optim.SGD(net.parameters(), lr=1e-3) for _ in range(optimizers)]
     pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=schedule[-1], name="w", schedule=list(schedule)), made)
@@ -191,7 +191,7 @@ def test_events_after_one_update_each_are_told_once(updates, warns):
 def test_hasty_events_at_which_nothing_falls_are_not_told():
     assert run([1] * 6, events=6, schedule=(400,)) == []  # one event, then fine-tuning
     assert run([1] * 6, events=6, schedule=(400,) * 6) == []
-    assert len(run([1] * 6, events=6, schedule=(800, 800, 800, 400, 400, 400))) == 1  # it falls every third batch
+    assert len(run([1] * 6, events=6, schedule=(800, 800, 800, 400, 400, 400))) == 1  # it decreases every third batch
 
 
 def test_one_of_several_optimizers_is_enough():
@@ -245,7 +245,7 @@ def test_a_model_that_is_saved_before_its_first_event(tmp_path):
     with pytest.warns(KeepkWarning, match=words):
         keepk.save(net, tmp_path / "a")
     with quiet():
-        keepk.save(net, tmp_path / "a")  # told once
+        keepk.save(net, tmp_path / "a")  # warned only once
         pruner.step()
         keepk.save(net, tmp_path / "a")
         closed = keepk.Pruner(net := mlp((10, 10)), keepk.weights("*.weight", keep=30))
@@ -257,11 +257,11 @@ def test_a_model_that_is_saved_before_its_first_event(tmp_path):
         everything.close()
         pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=30))
         del pruner
-        keepk.save(net, tmp_path / "d")  # nobody has it any more
+        keepk.save(net, tmp_path / "d")  # the pruner is gone
 
 
 def test_scales_that_hardly_differ_are_told_once():
-    """After a few steps the scales of BatchNorms are all near 1: their order says nothing yet."""
+    """After a few steps all BatchNorm scales are near 1, and their order means nothing yet."""
     for spread, warns in ((0.02, True), (0.4, False)):
         torch.manual_seed(0)
         layers = [part for _ in range(2) for part in (nn.Linear(40, 40), nn.BatchNorm1d(40), nn.ReLU())]

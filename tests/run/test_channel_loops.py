@@ -1,7 +1,7 @@
-"""Channels go in the midst of real training loops: what goes on around the Pruner goes on as if they were masked.
+"""Channels are removed in real training loops, and everything around the Pruner continues as if they were masked.
 
-The oracle is the same loop with ``shrink="never"``: the model keeps its size, what is gone is zero after every update,
-and what is left must move as it does in the model that shrinks.
+The oracle is the same loop with ``shrink="never"``: the model keeps its size, removed channels are zero after every
+update, and the remaining ones must change as they do in the model that shrinks.
 """
 
 import copy
@@ -30,7 +30,7 @@ IN_STEPS = keepk.Annealing(p0=0.2, n1=1, nu=0.1)
 class Convnet(nn.Module):
     def __init__(self):
         super().__init__()
-        # A bias in front of a BatchNorm has a gradient of rounding errors, which Adam makes as large as any other.
+        # The gradient of a bias before a BatchNorm is rounding error, which Adam scales to a full step.
         self.conv1, self.norm1 = nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6)
         self.conv2, self.norm2 = nn.Conv2d(6, 8, 3, bias=False), nn.BatchNorm2d(8)
         self.fc1, self.fc2 = nn.Linear(8, 7), nn.Linear(7, 3)
@@ -70,7 +70,7 @@ def update(model, optimizers, seed):
 
 
 def train(model, pruner, *optimizers, extra=1):
-    """Two updates an epoch, to the end of the plan and some epochs more."""
+    """Train with two updates per epoch, to the end of the plan and for some more epochs."""
     for epoch in range(pruner.epochs + extra):
         for turn in range(2):
             update(model, optimizers, 10 * epoch + turn)
@@ -83,7 +83,7 @@ def answer(model):
 
 
 def left(model, name, tensor):
-    """What is left of a dense tensor, by the model's record."""
+    """The part of a dense tensor that is left according to the model's record."""
     kept = record_of(model)["tensors"].get(name, {"kept": {}})["kept"]
     for axis, indices in kept.items():
         tensor = tensor.index_select(int(axis), torch.from_numpy(np.asarray(indices)))
@@ -121,7 +121,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_model_that_shrinks_trains_as_the_masked_one(name):
-    """At each event, at the end or never: the same channels are left, the same outputs, and no optimizer is lost."""
+    """With every value of `shrink` the same channels are left, outputs are equal, and the optimizer stays in use."""
     ends = {}
     for shrink in ("each", "end", "never"):
         model = convnet()
@@ -181,7 +181,7 @@ def test_no_optimizer_is_needed_where_nothing_trains():
 
 
 def accumulated(shrink):
-    """Gradients of two batches, one before an event and one after it."""
+    """Accumulate the gradients of two batches, one before an event and one after it."""
     model = convnet()
     optimizer = sgd(model)
     pruner = keepk.Pruner(model, conv_channels(), optimizer, example=EXAMPLE, shrink=shrink)
@@ -288,12 +288,12 @@ def followed(shrink):
 
 
 def test_averages_teachers_and_dicts_follow():
-    """Each has, of every tensor, what is left of what it would have without cuts; and modules still run."""
+    """Each equals the remaining part of what it would be without cuts, and modules still run."""
     (_, dense, _), (model, cut, modules) = followed("never"), followed("each")
     for who in dense:
         assert dense[who].keys() == cut[who].keys()
         for name, wanted in dense[who].items():
-            # Of what is masked, the statistics of a BatchNorm go on; they have no say in what is left.
+            # The statistics of masked BatchNorm channels are still updated, but do not affect the others.
             assert relative_error(left(model, name, wanted).double(), cut[who][name].double()) < 1e-9, (who, name)
     assert all(follower(EXAMPLE).shape == (4, 3) for follower in modules)
 
@@ -336,7 +336,7 @@ def counting_backend(calls):
 
 @pytest.mark.parametrize("given", ["compiled", "plain"])
 def test_a_compiled_model_is_compiled_again_after_every_event(given):
-    """Torch gives up after a few changes of shape, unless it starts anew."""
+    """torch stops compiling after a few changes of shape unless its cache is reset."""
     calls, model = list[Any](), convnet()
     compiled = cast(nn.Module, torch.compile(model, backend=counting_backend(calls)))
     optimizer = sgd(model)
@@ -428,7 +428,7 @@ def test_a_closed_pruner_lets_go(shrink):
 
 @pytest.mark.parametrize("shrink", ["each", "end", "never"])
 def test_layers_that_are_frozen_while_channels_go_are_cut_and_not_trained(shrink):
-    """The fc layers stand still while channels of the conv layers go, and the other way round."""
+    """The fc layers are frozen while channels of the conv layers are removed, and the other way round."""
     model = convnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
     phases = [keepk.Phase(3, prune="conv", freeze="fc*"), keepk.Phase(2, prune="fc", freeze=["conv*", "norm*"])]

@@ -1,4 +1,4 @@
-"""Channels that cannot be kept as asked are refused early, with what, where, got what, do what; nothing changes."""
+"""Impossible channel spaces are refused early, with what, where, got what, do what; nothing changes."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ from untyped import untyped
 
 
 def small():
-    """Channels: 6 of '0', 5 of '2'; those of '4' are the output."""
+    """A network with 6 channels in '0' and 5 in '2'; '4' is the output."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
 
@@ -133,7 +133,7 @@ def test_channels_that_are_lossy_come_with_the_reason_and_the_way_out():
 
 
 def test_one_layer_under_two_names_is_one_layer():
-    """The convolutions of a residual produce the same channels."""
+    """The convolutions of a residual connection produce the same channels."""
     model, example = NETWORKS["residual"]()
     spaces = [keepk.channels("first", keep=4), keepk.channels("conv2", keep=4)]
     refused(
@@ -153,7 +153,7 @@ def test_an_example_that_is_missing_or_does_not_fit():
 
 
 def accepted(graph, space):
-    """None if K can be met, and otherwise the numbers that the message ends with."""
+    """None if K can be met, else the numbers at the end of the error."""
     modules = dict.fromkeys(["first", "second", "grouped", "last", "head"], nn.Identity())
     try:
         find_channels(graph, modules, [space])
@@ -170,7 +170,7 @@ def nearest_by_counting(possible, keep):
 @pytest.mark.parametrize("floor", [1, 3, 5])
 @pytest.mark.parametrize("round_to", [2, 4, 5, 7])
 def test_the_nearest_counts_of_round_to_are_those_of_counting(round_to, floor):
-    """A layer keeps all of its channels, or a multiple that is not below the floor."""
+    """A layer keeps all of its channels, or a multiple of `round_to` that is not below the floor."""
     *_, graph = traced_network("linears")
     allowed = [[n for n in range(1, size + 1) if n == size or (n % round_to == 0 and n >= floor)] for size in (12, 9)]
     possible = {sum(counts) for counts in itertools.product(*allowed)}
@@ -188,7 +188,7 @@ def test_the_nearest_counts_of_round_to_are_those_of_counting(round_to, floor):
 @pytest.mark.parametrize("round_to", [None, 4, 6])
 @pytest.mark.parametrize("select", [("first",), ("grouped",), ("first", "grouped", "last")])
 def test_the_nearest_counts_of_bound_groups_are_those_of_counting(select, round_to):
-    """A convolution of 2 groups: both lose equally many of its inputs, and of its outputs."""
+    """A convolution with 2 groups, which lose equal numbers of inputs and of outputs."""
     *_, graph = traced_network("grouped")
     sizes = {"first": 12, "grouped": 8, "last": 7}
     allowed = []
@@ -206,7 +206,7 @@ def test_the_nearest_counts_of_bound_groups_are_those_of_counting(select, round_
 
 
 class JoinedGroups(nn.Module):
-    """A convolution of two groups over two layers: each loses as many as the other."""
+    """A convolution with two groups over two layers, which lose equal numbers."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ def test_optimizers_that_cannot_follow():
 
 
 class Wrapped(nn.Module):
-    """Looks like DistributedDataParallel, and is none."""
+    """Looks like DistributedDataParallel but is not one."""
 
     def __init__(self, module):
         super().__init__()
@@ -269,7 +269,7 @@ class Wrapped(nn.Module):
 
 def refused_step(pruner, model, kind, words, *arguments):
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=keepk.KeepkWarning)  # some have other layers than the plan knows
+        warnings.filterwarnings("ignore", category=keepk.KeepkWarning)  # some have layers that the plan does not know
         before, kept = looks(model), pruner.kept
         with pytest.raises(kind, match=words):
             pruner.step(*arguments)
@@ -397,7 +397,7 @@ def test_weights_that_would_end_before_the_channels_do_are_refused():
 
 
 class Average(nn.Module):
-    """An average that is no `AveragedModel`, and keeps its copy in the same place."""
+    """An average that is not an `AveragedModel` but stores its copy under the same name."""
 
     def __init__(self, model):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A floor as a share: exact, of the width when the run began, also in a resumed run."""
+"""A floor given as a share is exact and relative to the width at the start of the run, also after resuming."""
 
 from fractions import Fraction
 from math import ceil
@@ -21,7 +21,7 @@ def net():
 
 
 def last_first(layer):
-    """The later the layer, the better all of its channels."""
+    """A metric that scores every channel of a later layer higher."""
     return torch.arange(len(layer), dtype=torch.float64) / 100 + int(layer.name)
 
 
@@ -67,7 +67,7 @@ def test_the_share_is_of_the_dense_width_after_events_and_after_a_resume():
     for run in (pruner, resumed):
         run.step()
         run.step()
-    assert widths(model) == widths(again) == [9, 7, 3]  # 0.3 of 30, 21 and 10, whatever was left in between
+    assert widths(model) == widths(again) == [9, 7, 3]  # 0.3 of 30, 21 and 10, independent of the counts in between
 
 
 @pytest.mark.parametrize("wrong", [1.0, 0.0, 1.5, -0.1, float("nan"), True])

@@ -1,4 +1,4 @@
-"""The Pruner beside real models: names, ties, wrappers, metrics, states, several processes."""
+"""The Pruner with real models: names, ties, wrappers, metrics, states, several processes."""
 
 import copy
 import gc
@@ -182,7 +182,7 @@ def test_closing_lets_go():
 
 
 def test_two_processes_keep_the_same_set_and_say_who_differs():
-    """Under torchrun, for real: DistributedDataParallel over gloo."""
+    """Runs under torchrun with DistributedDataParallel over gloo."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, str(HERE / "two_processes.py")], capture_output=True, text=True, timeout=240, check=False
@@ -193,12 +193,12 @@ def test_two_processes_keep_the_same_set_and_say_who_differs():
 
 @pytest.mark.parametrize("plan", [[10], [20, 10]])
 def test_training_without_the_pruners_knowledge_is_refused(plan):
-    """Without an optimizer nobody holds the zeros; a certificate over weights that came back would be false."""
+    """Without an optimizer nothing holds the zeros, and a certificate of weights that came back would be false."""
     torch.manual_seed(0)
     net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
     pruner = keepk.Pruner(net, keepk.weights("*", keep=10, schedule=plan))
     pruner.step()
-    assert pruner.state_dict()["epoch"] == 1  # nothing has trained yet
+    assert pruner.state_dict()["epoch"] == 1  # no training so far
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net(images).square().sum().backward()
     optimizer.step()
@@ -211,7 +211,7 @@ def test_training_without_the_pruners_knowledge_is_refused(plan):
 
 
 def test_weights_that_a_cut_elsewhere_takes_below_the_plan_are_refused():
-    """keepk.shrink between two events: the plan would be undershot without a word."""
+    """keepk.shrink between two events would silently undercut the plan."""
     torch.manual_seed(0)
     net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -236,7 +236,7 @@ def test_a_rank_in_step_while_another_is_in_backward_ends_with_an_error():
 
 @pytest.mark.parametrize("shrink", ["each", "end", "never"])
 def test_followers_are_masked_along(shrink):
-    """An average of a pruned model has the pruned weights at zero too, whichever way channels go."""
+    """Pruned weights are zero in the average as well, for every value of `shrink`."""
     torch.manual_seed(0)
     net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -275,7 +275,7 @@ def frozen_for_good(tensor):
 @pytest.mark.parametrize("change", [another_shape, frozen_for_good])
 @pytest.mark.parametrize("kind", ["weights", "channels", "masked channels"])
 def test_a_follower_that_cannot_follow_stops_the_event_before_it_begins(kind, change):
-    """Law 8: it is refused before the first weight changes, whichever way units go."""
+    """Law 8: it is refused before the first weight changes, for every kind of space."""
     torch.manual_seed(0)
     net, images = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), torch.randn(5, 6)
     by_name = {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -326,7 +326,7 @@ def test_a_second_pruner_is_refused_until_the_first_is_closed(first, second, tra
         with pytest.raises(SpaceError, match="the model has one already"):
             keepk.Pruner(nn.Sequential(net), keepk.weights("*", keep=5), optimizer)
         assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
-    keepk.Pruner(three_layers(), SPACES[second](), example=example)  # another model
+    keepk.Pruner(three_layers(), SPACES[second](), example=example)  # a different model
     pruner.close()
     again = keepk.Pruner(net, SPACES[second](), optimizer, example=example)
     again.step()
@@ -348,7 +348,7 @@ def test_a_pruner_that_nobody_refers_to_is_forgotten(kind):
 
 
 def test_a_pruner_that_has_cut_its_last_channel_holds_nothing_and_is_not_in_the_way():
-    """Pruning in rounds: each round a Pruner of its own."""
+    """Pruning in rounds uses a new Pruner for each round."""
     net, example = three_layers(), torch.randn(3, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for keep in (12, 8):

@@ -1,4 +1,4 @@
-"""BatchNorm statistics computed again: exact means over batches, and nothing else changes."""
+"""`keepk.recalibrate`: exact means over batches, and nothing else changes."""
 
 import copy
 

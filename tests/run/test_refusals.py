@@ -260,7 +260,7 @@ def test_a_closed_pruner_and_a_changed_model():
 
 @pytest.fixture
 def sharded():
-    """A small network whose parameters are DTensors, over one process."""
+    """A small network whose parameters are DTensors on a mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, and not exported
     try:
         net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -278,7 +278,7 @@ def test_sharded_parameters_are_refused(sharded):
 
 @pytest.fixture(params=["DTensor", "FSDP"])
 def pruned_then_sharded(request):
-    """A network that was traced and pruned, and then sharded; with the graph of before and the pruner."""
+    """A network that was traced, pruned and then sharded, with its earlier graph and its pruner."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, and not exported
     try:
         net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -289,7 +289,7 @@ def pruned_then_sharded(request):
             yield distribute_module(net, init_device_mesh("cpu", (1,))), graph, r"tensor '0\.weight'"
         else:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of an FSDP without GPUs
+                warnings.simplefilter("ignore")  # FSDP warns without GPUs
                 whole = FullyShardedDataParallel(net, device_id=torch.device("cpu"))
             yield nn.Sequential(whole), graph, "module '0'"
     finally:
@@ -332,7 +332,7 @@ def small_net():
 PICTURES = torch.zeros(2, 3, 8, 8)
 
 
-@pytest.mark.filterwarnings("ignore")  # torchao's and torch's own, on import and of what is deprecated
+@pytest.mark.filterwarnings("ignore")  # warnings of torchao and torch, on import and about deprecations
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 def test_a_model_that_torchao_quantised_is_to_be_pruned_first(config):
     quantization = pytest.importorskip("torchao.quantization")
@@ -347,11 +347,11 @@ def test_a_model_that_torchao_quantised_is_to_be_pruned_first(config):
         keepk.compact(net, torch.zeros(2, 64))
     with pytest.raises(ShrinkError, match=words):
         keepk.shrink(net, graph, [0])
-    keepk.Pruner(net, keepk.weights("*.bias", keep=5)).step()  # what is not quantised can be pruned
+    keepk.Pruner(net, keepk.weights("*.bias", keep=5)).step()  # parameters that are not quantised can be pruned
 
 
 class Wrapped(torch.Tensor):
-    """A subclass that keeps other numbers than it shows, as those of torchao do."""
+    """A tensor subclass that stores different values than it shows, like torchao's."""
 
     inner: torch.Tensor  # type: ignore[assignment]  # hides the product of that name
 
@@ -409,7 +409,7 @@ def test_a_model_prepared_for_quantisation_is_to_be_pruned_first(prepare):
     words = r"space '0': module '.*' is quantised or prepared for that \(torch\.ao\..*Prune first and quantise"
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(net, keepk.channels("0", keep=5), example=PICTURES)
-    with pytest.raises(SpaceError, match="matches no module"):  # a slip is still called by its name
+    with pytest.raises(SpaceError, match="matches no module"):  # a typo still gets its usual error
         keepk.Pruner(net, keepk.channels("no.such", keep=5), example=PICTURES)
 
 

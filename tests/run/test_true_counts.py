@@ -1,4 +1,4 @@
-"""`kept`, `report`, the certificate and `save` count the units that the model has, whoever brought pruned ones back."""
+"""`kept`, `report`, the certificate and `save` count the units in the model, however pruned ones came back."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ def built(seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 80), nn.ReLU(), nn.Linear(80, 4))
     for layer in (model[0], model[2]):
-        nn.init.normal_(layer.get_parameter("weight"))  # one scale, so that a ranking over both is fair
+        nn.init.normal_(layer.get_parameter("weight"))  # equal scales, so that a ranking over both is fair
     return model
 
 
@@ -122,7 +122,7 @@ def test_one_event_without_an_optimizer_followed_by_training():
 
 
 def test_a_kept_weight_that_is_zero_is_counted_and_so_is_what_came_back(tmp_path):
-    """The mask says what is kept. Fewer weights than K may be nonzero while K is not true."""
+    """The mask says what is kept. The count can be wrong although fewer than K weights are nonzero."""
     model, _, pruner, _ = pruned()
     masks = pruner.masks
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_the_class_is_exported_and_one_filter_is_enough():
 
 
 class Largest(TorchDispatchMode):
-    """How many bytes the largest tensor has that an operation makes."""
+    """Records the size in bytes of the largest tensor that an operation creates."""
 
     bytes = 0
 
@@ -336,7 +336,7 @@ def test_channels_that_others_took_or_brought_are_counted():
     widths = model[0][0].out_features, model[0][2].out_features
     assert sum(widths) == 14
     part = keepk.trace(model[0], torch.zeros(3, 7))
-    keepk.shrink(model[0], part, part.groups[0].units[:2])  # the record of it is on the part
+    keepk.shrink(model[0], part, part.groups[0].units[:2])  # its record is on the submodule
     with pytest.warns(KeepkWarning, match="kept 14 units, but only 12 are there now"):
         assert pruner.kept == {"c": 12}
 
@@ -349,7 +349,7 @@ def test_channels_that_others_took_or_brought_are_counted():
         assert reported(pruner) == {"c": there}
 
     model, pruner = shrunk()
-    model[2] = nn.Linear(model[0][2].out_features, 10)  # a new head has no channels of the space
+    model[2] = nn.Linear(model[0][2].out_features, 10)  # a new head without channels of the space
     assert pruner.kept == {"c": 14}
 
 
@@ -378,7 +378,7 @@ def test_channels_of_a_shared_axis_that_changed_cannot_be_counted():
 
 
 def test_weights_that_came_back_before_a_cut_still_count_as_such():
-    """A cut by hand takes the masks along; only what compact folds into biases is alive by right."""
+    """A manual cut also cuts the masks; only weights that compact folds into biases may be alive without a mask."""
     model, optimizer, pruner, best = pruned()
     model.load_state_dict(best)
     graph = keepk.trace(model, torch.zeros(2, 64))
@@ -443,7 +443,7 @@ def weight_normed():
 
 
 def masked_run(name, shrink="never", **options):
-    """A network with masked channels, how to build it again, its values before, and its Pruner."""
+    """A network with masked channels, its constructor, its earlier values, and its Pruner."""
     build = {**MASKED, "weight norm": weight_normed}[name]
     torch.manual_seed(0)
     model, example, select, keep = build()
@@ -478,7 +478,7 @@ def test_masked_channels_are_counted_without_a_pruner(how, name, shrink, tmp_pat
     keepk.save(model, tmp_path / "first")
     assert (said(tmp_path / "first")["kept"], said(tmp_path / "first")["masked"]) == (keep, total - keep)
     alone = WITHOUT_PRUNER[how](model, pruner, tmp_path / "first", build)
-    keepk.save(alone, tmp_path / "again")  # as long as they are zero, it is true
+    keepk.save(alone, tmp_path / "again")  # true as long as they are zero
     assert said(tmp_path / "again") == said(tmp_path / "first")
     assert keepk.load(build(), tmp_path / "again") is not None
     name_of, mask = next((name, mask) for name, mask in pruner.masks.items() if name.endswith(".bias"))
@@ -580,7 +580,7 @@ def test_a_file_without_places_loads_and_is_not_saved_again_with_its_count(tmp_p
 
 
 class TakesOne(nn.Module):
-    """One channel of the first layer is taken by its number, so it stays."""
+    """One channel of the first layer is selected by its index, so it cannot be removed."""
 
     def __init__(self):
         super().__init__()
@@ -639,7 +639,7 @@ def test_layers_of_width_one_are_told_and_certified(widths, fixed):
 @pytest.mark.parametrize(
     ("model", "example", "globs"),
     [
-        (narrow(1, 8, 1), torch.zeros(3, 1), "*"),  # an input and an output of one number
+        (narrow(1, 8, 1), torch.zeros(3, 1), "*"),  # an input and an output with one channel
         (narrow(20, 15, 1, 4), torch.zeros(3, 20), "0"),  # not selected
         (nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.ConvTranspose2d(6, 1, 3)), torch.zeros(2, 1, 8, 8), "*"),
         (

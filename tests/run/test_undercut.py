@@ -1,4 +1,4 @@
-"""Weights beside channels: the bound on what the channels leave, beside every choice of channels one by one."""
+"""Weights together with channels: the bound on remaining weights, compared with every choice of channels."""
 
 import copy
 from itertools import combinations, product
@@ -23,7 +23,7 @@ from keepk.run.undercut import find_rooms
 
 @st.composite
 def sums(draw):
-    """A few products of a few counts, with totals that can be met."""
+    """Sums of a few products of counts, with totals that can be met."""
     names = draw(st.sampled_from([["a"], ["a", "b"]]))
     values = st.sampled_from([range(1, 5), range(6), (2, 4, 8), (1, 4, 5, 9), (3,)])
     counts = [Count(draw(values), draw(st.sampled_from([*names, None]))) for _ in range(draw(st.integers(1, 4)))]
@@ -57,7 +57,7 @@ def test_the_least_sum_is_that_of_all_counts(given_sum):
 
 
 def test_a_network_of_many_layers_is_bounded_exactly():
-    """VGG-16, whose least is at every other layer with one channel: found by trying many corners."""
+    """VGG-16, whose minimum has one channel in every other layer, found by trying many corners."""
     widths = [64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512]
     counts = [Count(range(1, width + 1), "c") for width in widths]
     products = [Product(27, (Factor(0, {0: 1.0}),)), Product(10, (Factor(0, {12: 1.0}),))]
@@ -94,7 +94,7 @@ class Grouped(nn.Module):
 
 
 class Densely(nn.Module):
-    """BatchNorms read all channels so far, each for itself."""
+    """Each BatchNorm reads all earlier channels separately."""
 
     def __init__(self):
         super().__init__()
@@ -132,14 +132,14 @@ GLOBS = [["*"], ["*.weight"], ["*.bias"]]
 
 
 def every_choice(side, kept):
-    """All sets of channels that may be gone, by trying: each space keeps so many, each layer its floor."""
+    """All sets of channels that may be removed, by brute force: each space keeps its count, each layer its floor."""
     for chosen in product(*(combinations(it.units, it.total - kept[name]) for name, it in side.members.items())):
         gone = np.concatenate([np.array(units, np.int64) for units in chosen])
         if all(fits(it, gone) for it in side.members.values()):
             try:
                 yield side.graph.edits(np.sort(gone))
             except keepk.errors.ShrinkError:
-                continue  # groups must lose equally many
+                continue  # groups must lose equal numbers
 
 
 def fits(members, gone):
@@ -175,7 +175,7 @@ def test_the_bound_is_the_least_of_all_choices_of_channels(name, globs):
         if left:
             tried += 1
             bound = room.least(wanted)
-            # A source goes with the last of its readings, which the bound does not tell apart.
+            # A source is removed with its last read, which the bound does not distinguish.
             assert bound == min(left) if name != "readings" else bound <= min(left), wanted
     assert tried > 1
 
@@ -260,7 +260,7 @@ def parts(model, optimizer):
 
 @pytest.mark.parametrize("shrink", ["each", "end", "never"])
 def test_an_event_that_would_undercut_is_refused_and_changes_nothing(shrink):
-    """The kept weights are all in the channels that the metric lets go."""
+    """All kept weights are in channels that the metric removes."""
     model = pair(8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with torch.no_grad():
@@ -325,7 +325,7 @@ def test_an_accepted_plan_is_kept_or_the_event_is_refused_and_nothing_changed(ru
 
 
 def test_without_the_check_such_a_plan_undercuts():
-    """The events of the first plan above would keep fewer, so the check is what refuses it."""
+    """The events of the first plan above would keep fewer weights, so the refusal comes from the check."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checks_module, "refuse_undercut", lambda *_: None)
         pruner = keepk.Pruner(pair(), undercut_spaces(), example=torch.zeros(2, 2))

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, is trusted to the bit or refused, and a refused load changes nothing."""
+"""A checkpoint is complete or absent, loads bit-exactly or is refused, and a refused load changes nothing."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ from keepk.storage.tree import encode
 
 
 def bits(tree):
-    """A fingerprint of a tree, to the bit."""
+    """A bit-exact fingerprint of a tree."""
     encoded, tensors = encode(tree)
     return sha256(json.dumps(encoded).encode() + b"".join(map(bytes, safetensors_bytes(tensors)))).hexdigest()
 
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """Everything that a training run has."""
+    """All objects of a training run."""
 
     def __init__(self, seed, width=8, keep=60, enabled=True):
         torch.manual_seed(seed)
@@ -92,7 +92,7 @@ def snapshot(folder):
 
 
 def edit(folder, **changes):
-    """Change checkpoint.json and make its own sha256 fit, as a newer writer would."""
+    """Change checkpoint.json and update its sha256, as a newer version would write it."""
     index = folder / "checkpoint.json"
     document = {**json.loads(index.read_text()), **changes}
     document.pop("sha256")
@@ -300,7 +300,7 @@ def test_damage_is_named_and_nothing_changes(tmp_path, damage, message):
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
 @pytest.mark.parametrize("place", ["torch", "keepk", "parts", "tree"])
 def test_numbers_that_json_has_no_word_for_are_refused(tmp_path, place, text):
-    """json.loads takes them, and the hash of a document has none."""
+    """json.loads accepts NaN and infinities, but the hash of a document cannot contain them."""
     save_checkpoint(tmp_path, extra=1)
     index = tmp_path / "checkpoint.json"
     document = json.loads(index.read_bytes())
@@ -360,7 +360,7 @@ def test_a_pipe_is_not_waited_for(tmp_path, name):
 
 
 def places(tree, path=()):
-    """All places in a document."""
+    """The paths of all values in a document."""
     for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield (*path, key)
         yield from places(tree[key], (*path, key))
@@ -371,11 +371,11 @@ ODD += [{"$device": "zzz"}, {"$dtype": "qint8"}, {"$numpy": ["<f8", "00"]}, {"$d
 
 
 def test_a_mutated_checkpoint_is_refused_or_loaded_whole(tmp_path):
-    """With a hash that was computed again: no error of json, torch or numpy, and nothing changes if it is refused."""
+    """With an updated hash, there is no error of json, torch or numpy, and a refusal changes nothing."""
     save_checkpoint(tmp_path, **Run(1).epoch().parts(), extra={"a": [1, (2,), {3: math.nan}]})
     document, chance, seen = json.loads((tmp_path / "checkpoint.json").read_bytes()), random.Random(0), Counter[str]()
     every = [path for path in places(document) if path[0] not in ("format", "version", "sha256")]
-    short = [path for path in every if "rng" not in path or chance.random() < 0.02]  # which has thousands of places
+    short = [path for path in every if "rng" not in path or chance.random() < 0.02]  # it has thousands of paths
     for _ in range(150):
         changed = copy.deepcopy(document)
         *above, key = chance.choice(short)
@@ -442,7 +442,7 @@ def test_a_folder_that_is_read_only_is_refused(tmp_path):
 
 
 def test_a_read_only_file_system_is_refused(tmp_path, monkeypatch):
-    """As root sees it too: every file that is opened for writing is refused."""
+    """Also for root: opening any file for writing fails."""
     real = Path.open
 
     def opened(self, mode="r", *rest):
@@ -538,7 +538,7 @@ def test_a_scaler_is_enabled_in_both_runs_or_in_neither(tmp_path, enabled):
 
 
 class Stubborn(nn.Module):
-    """A model whose own code refuses a state when half of it is loaded."""
+    """A model whose own code refuses a state after half of it was loaded."""
 
     def __init__(self, refuses):
         super().__init__()
@@ -651,7 +651,7 @@ def draws():
 def test_all_generators_go_on_where_they_stood(tmp_path):
     run = Run(1)
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    draws(), torch.rand(3, generator=generators[1])  # an odd number of gauss() leaves one in store
+    draws(), torch.rand(3, generator=generators[1])  # after an odd number of calls, gauss() has one value cached
     save_checkpoint(tmp_path, optimizer=run.optimizer, generator=generators)
     expected = draws(), [torch.rand(3, generator=generator).tolist() for generator in generators]
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
@@ -664,7 +664,7 @@ def test_all_generators_go_on_where_they_stood(tmp_path):
 
 
 class WideMoments(torch.optim.Optimizer):
-    """SGD with float32 momentum for bf16 weights, an int tensor and a str, all of which torch casts when it loads."""
+    """SGD with float32 momentum for bf16 weights, an int tensor and a str, which torch would cast on loading."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -796,7 +796,7 @@ def test_two_optimizers_and_two_schedulers(tmp_path):
 
 
 class Curved(lrs.LRScheduler):
-    """Has a function in its state, as a SWALR has in some versions of torch."""
+    """Has a function in its state, like SWALR in some versions of torch."""
 
     def __init__(self, optimizer, curve):
         self.curve = curve
@@ -901,7 +901,7 @@ def compiled(model):
     return torch.compile(model, backend="eager")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it imports its compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's warning when it imports its compiler
 def test_a_checkpoint_moves_between_wrapped_and_plain_models(tmp_path):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, and not exported
     try:

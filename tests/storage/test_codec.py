@@ -1,4 +1,4 @@
-"""Law: what is decoded has the values, the types and the ties of what was encoded."""
+"""Law: decoding restores the values, types and ties of what was encoded."""
 
 import json
 import math
@@ -43,7 +43,7 @@ DTYPES = [
 
 
 def through_bytes(tree):
-    """Encode, write out as JSON text and safetensors bytes, read them with the standard readers, decode."""
+    """Encode, write JSON text and safetensors bytes, read them with the standard readers, and decode."""
     encoded, tensors = encode(tree, "extra")
     data = b"".join(bytes(chunk) for chunk in safetensors_bytes(tensors))
     return decode(json.loads(json.dumps(encoded, allow_nan=False)), safetensors.torch.load(data))
@@ -54,7 +54,7 @@ def raw(tensor):
 
 
 def in_order(value):
-    """A text that does not depend on the order in which a set is walked."""
+    """A string that does not depend on the iteration order of sets."""
     if isinstance(value, set | frozenset | tuple) and not isinstance(value, torch.Size):
         items = [in_order(item) for item in value]
         return f"{type(value).__name__}{items if isinstance(value, tuple) else sorted(items)}"
@@ -279,7 +279,7 @@ class Point(NamedTuple):
 
 
 def a_function():
-    """Stands for a callback."""
+    """A placeholder for a callback."""
 
 
 def cycle():

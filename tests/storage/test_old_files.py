@@ -1,4 +1,4 @@
-"""Files that an earlier version wrote are read by this one: a model, a checkpoint in the middle of a run, a state."""
+"""Files of an earlier version can be read: a model, a checkpoint in the middle of a run, a state."""
 
 import pickle
 from typing import Any
@@ -12,7 +12,7 @@ from keepk.model.layers import selecting
 from old_files import FOLDER, build, epoch, pictures, run_of
 
 OUTPUTS = torch.load(FOLDER / "outputs.pt", weights_only=True)
-CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}  # another torch may add up in another order
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}  # a different torch may sum in a different order
 
 
 def test_a_saved_model_loads():
@@ -51,6 +51,6 @@ def test_the_old_files_are_small(name):
 
 def test_a_layer_that_was_pickled_before_its_module_moved_comes_back():
     written = pickle.dumps(selecting(nn.BatchNorm2d)(8))
-    old = written.replace(b"keepk.model.layers", b"keepk.graph.layers")  # of the same length, as pickle's opcodes need
+    old = written.replace(b"keepk.model.layers", b"keepk.graph.layers")  # of equal length, as pickle's opcodes require
     assert old != written
     assert type(pickle.loads(old)) is selecting(nn.BatchNorm2d)

@@ -1,6 +1,6 @@
-"""The runs that test_channel_resume.py kills: channels go while they train, and the model shrinks.
+"""The runs that test_channel_resume.py kills: models that shrink while they train.
 
-One warm process builds each run once, dense, and forks every child from there; the last child builds its own anew.
+One process builds each dense run once and forks every child from there; the last child builds its run again.
 Prints a report as JSON.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer step imports it: once here, not once a child
+import torch._dynamo  # the first optimizer step imports it: do it once here, not in every child
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -32,7 +32,7 @@ IN_STEPS = keepk.Annealing(p0=0.2, n1=1, nu=0.1)
 
 
 class Convnet(nn.Module):
-    """Two convolutions with BatchNorm, two layers behind them."""
+    """Two convolutions with BatchNorm, followed by two linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Convnet(nn.Module):
 
 
 class Densenet(nn.Module):
-    """Every BatchNorm reads all that is in front of it."""
+    """Every BatchNorm reads all earlier channels."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ class Densenet(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Channels that go by threes beside channels that go one by one: not every split leads to K."""
+    """One layer loses channels in threes, another one by one, so not every split can reach K."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def adam(parameters):
 
 
 class Training:
-    """A user's own training script, with everything that has a state."""
+    """A training script with every kind of object that has a state."""
 
     def __init__(self, kind=Convnet, spaces=convnet_spaces, optimizer=momentum, shrink="each", *, follows=True):
         torch.manual_seed(5)
@@ -130,8 +130,8 @@ class Training:
         return {name: getattr(self, name) for name in names}
 
     def run(self, folder: Path | None, epochs: int | None = None) -> str:
-        """Train to the end of the plan and one epoch more, or for some epochs."""
-        random.seed(5)  # Python seeds a forked child anew
+        """Train for the given number of epochs, or for one epoch more than the plan has."""
+        random.seed(5)  # Python reseeds a forked child
         epoch, batch, order = 0, 0, None
         if folder and (folder / "checkpoint.json").exists():
             extra = keepk.load_checkpoint(folder, **self.parts())
@@ -159,9 +159,9 @@ class Training:
             keepk.save_checkpoint(folder, **self.parts(), extra={"epoch": epoch, "batch": batch, "order": order})
 
     def fingerprint(self) -> str:
-        """All that the run is, to the bit: states, the record of the cuts, random numbers."""
+        """The complete state of the run, bit by bit: state dicts, the record of the cuts, random numbers."""
         state = {name: part.state_dict() for name, part in self.parts().items() if name != "generator"}
-        # What was cut at once and what was cut bit by bit is recorded in another order.
+        # Cuts made at once and cuts made step by step are recorded in a different order.
         records = json.dumps([record_of(self.model), record_of(self.ema.module)], sort_keys=True, default=list)
         encoded, tensors = encode([state, records, self.generator.get_state(), rng_state()])
         data = b"".join(map(bytes, safetensors_bytes(tensors)))
@@ -178,7 +178,7 @@ SCENARIOS = {
 
 
 def scenario(name: str, folder: Path) -> dict[str, Any]:
-    """One run that is killed again and again, and then left to finish."""
+    """One run that is killed several times and then allowed to finish."""
     built = SCENARIOS[name]()
     plan, chains = built.pruner.plan["channels"], built.pruner.state_dict()["channels"]["chains"]
     _, uninterrupted = in_child(lambda: built.run(None))

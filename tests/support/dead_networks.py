@@ -1,4 +1,4 @@
-"""Small networks with many zeros: what `compact` is tried on, and the slow oracle for a chain of layers."""
+"""Small networks with many zeros for tests of `compact`, and a slow oracle for chains of linear layers."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 @torch.no_grad()
 def prune(model, share, seed):
-    """Zero about this share of all weights at random, and some rows and columns as a whole; biases half as often."""
+    """Zero about this share of all weights at random, and some whole rows and columns; biases half as often."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         often = share if parameter.dim() > 1 else share / 2
@@ -73,14 +73,14 @@ class Block(nn.Module):
 
 
 def finished(model, example, share, seed):
-    """In float64 and eval mode, with norms that do something, and pruned."""
+    """The model in float64 and eval mode, with nontrivial norms, and pruned."""
     spread(model.double())
     return prune(model.eval(), share, seed), example.double()
 
 
 @st.composite
 def pruned_networks(draw):
-    """A pruned network with its example."""
+    """A pruned network and its example."""
     seed = draw(st.integers(0, 2**16))
     torch.manual_seed(seed)
     kind = draw(st.sampled_from(("mlp", "pictures", "pictures", "pictures", "block")))
@@ -97,9 +97,9 @@ def pruned_networks(draw):
 
 
 def oracle(model, activation):
-    """The living neurons of each hidden layer of a chain of linear layers: degrees counted one by one until none dies.
+    """The live neurons of each hidden layer of a chain of linear layers, by counting degrees until none dies.
 
-    A neuron that no living, varying neuron feeds is a constant; it moves into the biases that it feeds.
+    A neuron without a live, varying input is a constant, and is folded into the biases of its readers.
     """
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     weights = [layer.weight.tolist() for layer in layers]

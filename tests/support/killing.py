@@ -1,6 +1,6 @@
-"""Children that are killed at a point which repeats exactly: with SIGKILL, at their n-th function call.
+"""Child processes that are killed at a reproducible point: with SIGKILL, at their n-th function call.
 
-One warm process forks every child, so torch is imported once. Calls are counted by `sys.setprofile`.
+One process forks every child, so torch is imported once. Calls are counted by `sys.setprofile`.
 """
 
 import json
@@ -27,7 +27,7 @@ Counts = Callable[[FrameType, str, Any], bool]
 
 
 def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
-    """The signal that ended a forked child (0: none), and what its work returned."""
+    """Run `work` in a forked child: the signal that ended it (0 if none), and the result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -50,7 +50,7 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def kill_after(calls: int, counts: Counts) -> None:
-    """Have this process killed at its n-th function call (or return from one) that counts."""
+    """Kill this process at its n-th function call (or return) that `counts`."""
     left = calls
 
     def count(frame, event, called):
@@ -67,7 +67,7 @@ def every_call(_: FrameType, event: str, __: Any) -> bool:
 
 
 def file_step(frame: FrameType, event: str, called: Any) -> bool:
-    """A call of the operating system by the code that writes and reads folders, itself or through pathlib."""
+    """Whether the code that reads and writes folders calls the operating system, directly or through pathlib."""
     if event not in ("c_call", "c_return") or not frame.f_globals["__name__"].startswith(FILE_CODE):
         return False
     if called.__name__ in ("stat", "fspath", "tell", "fileno"):
@@ -98,10 +98,10 @@ def killed(work: Callable[[], Any], calls: int, counts: Counts) -> Any:
 def sweep(
     folder: Path, old: int, save: Callable[..., None], what_is_left: Callable[[Path, int], tuple[int, Any]]
 ) -> dict[str, list[Any]]:
-    """Kill a save over an `old` value (0: over nothing) at each of its file-system steps.
+    """Kill a save over an `old` value (0 if the folder is empty) at each of its file-system steps.
 
-    `save(folder, value, step)` is killed at that step. What the folder then holds, step by step, and which files it has
-    after one more save, is what `what_is_left` says.
+    `save(folder, value, step)` is killed at that step. `what_is_left` then returns the value in the folder, and its
+    files after one more save; both are reported for every step.
     """
     in_child(lambda: save(folder, max(old, 1)))
     found, files = list[Any](), list[Any]()
@@ -118,11 +118,11 @@ def sweep(
 def race(
     folder: Path, save: Callable[[Path, int], None], read: Callable[[Path], int], *, rounds: int, seed: int
 ) -> dict[str, Any]:
-    """Processes that save into one folder at the same time, some of them killed at some moment.
+    """Processes that save into one folder at the same time, some of which are killed at a random moment.
 
     First four ranks save the value 3. Then, in each round, three processes save the values 1, 2 and 3 while a fourth
-    one reads the folder; a round begins where the last one ended. After it the folder holds what `read` says, which
-    raises for a folder that is not whole.
+    reads the folder, which is not cleared between rounds. `read` returns the value in the folder, and raises if it is
+    incomplete.
     """
     ranks = [_forked(partial(_save_often, folder, save, 3)) for _ in range(4)]
     same = [_ended(rank) for rank in ranks] + [in_child(lambda: read(folder))[1]]
@@ -142,7 +142,7 @@ def race(
         os.kill(watching, signal.SIGTERM)
         codes.append(_ended(watching))
         if set(codes) - {0, -signal.SIGKILL}:
-            raise RuntimeError(f"a process ended with an error of its own: {codes}")
+            raise RuntimeError(f"a process failed without being killed: {codes}")
         report["killed"] += codes.count(-signal.SIGKILL)
         report["found"].append(in_child(lambda: read(folder))[1])
     save(folder, 1)
@@ -156,7 +156,7 @@ def _forked(work: Callable[[], None]) -> int:
         try:
             work()
             code = 0
-        except BaseException:  # the parent sees the code only
+        except BaseException:  # the parent sees only the exit code
             traceback.print_exc()
         finally:
             os._exit(code)

@@ -1,4 +1,4 @@
-"""A web server on this machine, for downloads."""
+"""A local web server for tests of downloads."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Its address, which ends in a slash, and a list that grows by the path of every request."""
+    """Yield the server's address, which ends in a slash, and a list to which it appends the path of every request."""
     asked: list[str] = []
 
     class Handler(SimpleHTTPRequestHandler):

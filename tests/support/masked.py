@@ -17,7 +17,7 @@ def call(model, example):
 
 
 def masked(model, graph, units):
-    """A copy whose parameters are zero in every slice of every unit. Of the buffers, means are zeroed as well."""
+    """A copy in which every slice of every unit is zero in the parameters, and in the running means."""
     copied = copy.deepcopy(model)
     zero_slices(dict(copied.named_parameters(remove_duplicate=False)), copied, graph, units)
     means = {name: buffer for name, buffer in copied.named_buffers() if name.endswith("running_mean")}
@@ -27,7 +27,7 @@ def masked(model, graph, units):
 
 @torch.no_grad()
 def zero_slices(tensors, model, graph, units):
-    """Zero the units' slices in tensors that are shaped like the model's own of the same name."""
+    """Zero the units' slices in tensors with the names and shapes of the model's."""
     for unit in units:
         for name, axis, index in graph.slices(int(unit)):
             if name in tensors and not is_direction(model, name, axis):
@@ -35,7 +35,7 @@ def zero_slices(tensors, model, graph, units):
 
 
 def slice_of(tensor, axis, index, groups=1):
-    """The view of one index of an axis; axis 1 of a grouped weight counts (group, local), and has that group's rows."""
+    """A view of one index of an axis. On axis 1 of a grouped weight the index means (group, local index)."""
     if groups == 1 or axis != 1 or tensor.dim() < 3:
         return tensor.select(axis, index)
     group, local = divmod(index, tensor.shape[1])
@@ -44,7 +44,7 @@ def slice_of(tensor, axis, index, groups=1):
 
 
 def owner_of(model, name):
-    """The module whose weight it is: for a parametrized weight the layer, not the list of parametrizations."""
+    """The layer that a weight belongs to, which for a parametrized weight is not its direct parent."""
     path = name.split(".parametrizations.")[0] if ".parametrizations." in name else name.rpartition(".")[0]
     return model.get_submodule(path)
 
@@ -63,7 +63,7 @@ def is_direction(model, name, axis):
 
 
 def without_dropout(model):
-    """The same model in train mode, deterministic."""
+    """The same model in train mode without dropout, so that it is deterministic."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

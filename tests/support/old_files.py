@@ -1,7 +1,7 @@
 """Files written by an earlier version of the library, which later ones must read.
 
-``python tests/old_files.py`` writes them. They are committed under ``tests/fixtures`` and are not written again when
-the code changes; a new file format gets a folder of its own.
+``python tests/support/old_files.py`` writes them. They are committed under ``tests/fixtures`` and are not written again
+when the code changes; a new file format gets a new folder.
 """
 
 from pathlib import Path
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def pictures():
-    """Eight pictures; the same everywhere, whatever a generator does."""
+    """Eight images that do not depend on a random generator."""
     return torch.sin(torch.arange(8 * 3 * 5 * 5, dtype=torch.float32)).view(8, 3, 5, 5)
 
 
@@ -49,7 +49,7 @@ def build():
 
 
 def run_of(net):
-    """The run that was saved in its middle: channels and weights, four epochs."""
+    """The run that was saved half-way: channels and weights, four epochs."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     spaces = [
@@ -60,7 +60,7 @@ def run_of(net):
 
 
 def epoch(net, pruner, optimizer, scheduler):
-    """One update, and the event."""
+    """Run one update, then the event."""
     optimizer.zero_grad()
     net(pictures()).square().mean().backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What models, optimizers and dicts hold, as plain values: two pictures are equal if nothing changed between."""
+"""Snapshots of models, optimizers and dicts as plain values, which are equal if nothing changed in between."""
 
 from types import MappingProxyType
 
@@ -11,7 +11,7 @@ PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.Size)
 
 
 def picture(thing):
-    """Every tensor bit by bit with its object, strides and gradient; every module with its class and attributes."""
+    """A snapshot of every tensor (object, bits, strides, gradient) and of every module (class, attributes)."""
     if isinstance(thing, torch.Tensor):
         return picture_of_tensor(thing)
     if isinstance(thing, PLAIN):

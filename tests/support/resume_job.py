@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # the first optimizer step imports it: once here, not once a child
+import torch._dynamo  # the first optimizer step imports it: do it once here, not in every child
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A user's own training script, with everything that has a state."""
+    """A training script with every kind of object that has a state."""
 
     def __init__(self):
         random.seed(5), np.random.seed(5), torch.manual_seed(5)
@@ -103,16 +103,16 @@ class Training:
 
 
 def unreferenced(folder: Path) -> bool:
-    """Whether a kill left files that the index does not name: it struck inside save_checkpoint."""
+    """Whether the folder has files that the index does not name, so that the kill was inside save_checkpoint."""
     return folder.exists() and len([*folder.iterdir()]) not in (0, 2)
 
 
 def chain(folder: Path, seed: int, calls: int) -> dict[str, Any]:
-    """One run that is killed again and again, and then left to finish."""
+    """One run that is killed several times and then allowed to finish."""
     draw = random.Random(seed)
     kills = inside_a_save = 0
     for turn in range(KILLS_PER_CHAIN):
-        # Calls are everywhere; file steps are in the saves and loads.
+        # Function calls happen anywhere in a run; file-system steps only in saves and loads.
         limit, counts = (draw.randint(1, calls // 4), every_call) if turn % 2 else (draw.randint(1, 150), file_step)
         ended_by, _ = in_child(partial(killed, lambda: Training().run(folder), limit, counts))
         kills += ended_by == signal.SIGKILL
@@ -129,7 +129,7 @@ def save_value(folder: Path, value: int, step: int | None = None) -> None:
 
 
 def read_value(folder: Path) -> int:
-    """What the folder holds: 0 for no checkpoint; a checkpoint that is not whole raises."""
+    """The value in the folder, or 0 without a checkpoint; an incomplete checkpoint raises."""
     if not (folder / "checkpoint.json").exists():
         return 0
     extra = keepk.load_checkpoint(folder)
@@ -138,7 +138,7 @@ def read_value(folder: Path) -> int:
 
 
 def what_is_left(folder: Path, old: int) -> tuple[int, int]:
-    """What the folder holds, and how many files there are after one more save."""
+    """The value in the folder, and the number of files after one more save."""
     found = read_value(folder)
     save_value(folder, old)
     assert read_value(folder) == old

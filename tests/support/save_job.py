@@ -1,4 +1,4 @@
-"""The saves that test_save_load.py kills at each of their file-system steps, or lets race each other.
+"""The saves that test_save_load.py kills at each of their file-system steps, or runs concurrently.
 
 Prints a report as JSON. Arguments: a folder, and "kills", "locks" or "no locks".
 """
@@ -24,7 +24,7 @@ def build():
 
 
 def made(value: int) -> nn.Module:
-    """A model whose parameters all have one value, and from which so many units were removed."""
+    """A model whose parameters all have the same value, with this number of units removed."""
     model = build()
     keepk.shrink(model, keepk.trace(model, torch.zeros(2, 20)), range(value))
     for parameter in model.parameters():
@@ -42,7 +42,7 @@ def save_value(folder: Path, value: int, step: int | None = None) -> None:
 
 
 def read_value(folder: Path) -> int:
-    """What the folder holds: 0 for no model; one that is not whole raises."""
+    """The value in the folder, or 0 without a model; an incomplete model raises."""
     if not (folder / "arch.json").exists():
         return 0
     model = keepk.load(build(), folder)
@@ -52,7 +52,7 @@ def read_value(folder: Path) -> int:
 
 
 def what_is_left(folder: Path, old: int) -> tuple[int, list[str]]:
-    """What the folder holds, and which files there are after one more save."""
+    """The value in the folder, and its files after one more save."""
     found = read_value(folder)
     save_value(folder, max(old, 1))
     assert read_value(folder) == max(old, 1)

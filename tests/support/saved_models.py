@@ -1,4 +1,4 @@
-"""Saved models compared with what they were before, and loads that must change nothing."""
+"""Helpers that compare a saved model with the original, and check that a refused load changes nothing."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def contents(folder):
 
 
 def looks(model):
-    """All that a refused load must leave as it was."""
+    """Everything that a refused load must not change."""
     state = {name: (id(tensor), tensor.data_ptr(), tensor.clone()) for name, tensor in named(model).items()}
     modules = {path: (type(module), dict(vars(module))) for path, module in model.named_modules()}
     plain = {path: (kind, {k: v for k, v in own.items() if k[0] != "_"}) for path, (kind, own) in modules.items()}

@@ -1,4 +1,4 @@
-"""What `test_a_model_under_ddp` runs in a process of its own, with one rank."""
+"""The script that `test_a_model_under_ddp` runs in a separate process with one rank."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ def main():
         check()
         dist.destroy_process_group()
     print("all checks passed", flush=True)
-    os._exit(0)  # all is said; torch's threads for gloo now and then abort in the interpreter's own shutdown
+    os._exit(0)  # without the interpreter's shutdown, in which torch's gloo threads sometimes abort
 
 
 def check():
@@ -42,7 +42,7 @@ def check():
         refused(model, graph, units)
     refused_inside_another(ddp, graph, units)
     oracle = masked(net, graph, units)
-    ddp.__dict__["itself"] = ddp  # only the collector finds it
+    ddp.__dict__["itself"] = ddp  # a cycle, which only the garbage collector frees
     del ddp, model
     keepk.shrink(net, graph, units, optimizer=optimizer)
     assert relative_error(oracle(example), net(example)) < 1e-10
@@ -63,7 +63,7 @@ def refused(model, graph, units):
 
 
 def refused_inside_another(ddp, graph, units):
-    """The wrapper holds more than the model that is to shrink."""
+    """The wrapper holds a larger model, of which the one to shrink is a part."""
     gc.collect()
     net, _ = NETWORKS["linears"]()
     outer = DistributedDataParallel(torch.nn.Sequential(net, torch.nn.Linear(5, 5)))

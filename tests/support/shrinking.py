@@ -1,4 +1,4 @@
-"""What the tests of shrinking share."""
+"""Helpers for the tests of `keepk.shrink`."""
 
 import copy
 from collections import OrderedDict
@@ -14,7 +14,7 @@ KINDS = ("linears", "conv_bn_flatten", "dense_block", "multihead_attention", "ls
 
 
 def traced(name="linears", share=0.5):
-    """A network with its example, its graph and units that can go."""
+    """A network with its example, its graph and units that can be removed."""
     model, example, graph = traced_network(name)
     return model, example, graph, graph.choose(share, seed=0)
 
@@ -39,7 +39,7 @@ def output(model, example):
 
 
 def left(tensor, name, graph, units):
-    """The slow way to say what is left of a dense tensor; not for grouped weights."""
+    """A slow oracle for what is left of a dense tensor; not for grouped weights."""
     removed = {slice_ for unit in units for slice_ in graph.slices(int(unit))}
     for axis in range(tensor.dim()):
         kept = [index for index in range(tensor.shape[axis]) if (name, axis, index) not in removed]
@@ -48,7 +48,7 @@ def left(tensor, name, graph, units):
 
 
 def check_gradients(model, example):
-    """Equal to those of a copy, which has no history."""
+    """Check that gradients equal those of a copy, which has no autograd history."""
     model.zero_grad()
     backward(model, example)
     fresh = copy.deepcopy(model)
@@ -59,7 +59,7 @@ def check_gradients(model, example):
 
 
 class Stubborn(OrderedDict[Any, Any]):
-    """A dict that takes so many entries and refuses the next one, once."""
+    """A dict that accepts a number of writes and then refuses one."""
 
     patience = 10**9
 

@@ -1,4 +1,4 @@
-"""What the property tests draw from: small real networks, awkward weights, optimizers."""
+"""Hypothesis strategies for the property tests: small real networks, awkward weights, optimizers."""
 
 import itertools
 
@@ -10,7 +10,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 seeds = st.integers(0, 2**31 - 1)
 
-# eps as float16 can hold it: at the default 1e-8 torch itself divides 0 by 0 there.
+# An eps that float16 can represent: the default 1e-8 becomes 0 there, and torch divides 0 by 0.
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -72,7 +72,7 @@ def conv_block(before, after):
 
 
 def mlp(widths=(6, 5, 4, 2), dtype=torch.float32, seed=0):
-    """A plain network that can be trained."""
+    """A small network that can be trained."""
     torch.manual_seed(seed)
     layers = []
     for before, after in itertools.pairwise(widths):
@@ -81,7 +81,7 @@ def mlp(widths=(6, 5, 4, 2), dtype=torch.float32, seed=0):
 
 
 def train_step(model, optimizer, seed=0):
-    """One real update, by closure where the optimizer wants one."""
+    """Make one update, with a closure if the optimizer needs one."""
     generator = torch.Generator().manual_seed(seed)
     first = next(model.parameters())
     inputs = torch.randn(16, first.shape[1], generator=generator).to(first.dtype)

@@ -1,7 +1,7 @@
-"""The networks with their graphs, each traced once in a process.
+"""The zoo's small networks with their graphs, each traced once per process.
 
 A trace takes a hundred times as long as a copy of its result. A test whose subject is the trace itself calls
-`keepk.trace`; all others take their network from here.
+`keepk.trace`; all others get their network from here.
 """
 
 import copy
@@ -16,7 +16,7 @@ from networks import NETWORKS
 
 
 def traced_network(name):
-    """A model, its example and its graph. They are the caller's alone: no two calls share anything that can change.
+    """A model, its example and its graph, copied for every call, so that no two callers share mutable state.
 
     The three are copied together, so that a reference from one to another stays among the copies.
     """

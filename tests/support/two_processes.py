@@ -1,4 +1,4 @@
-"""What `test_two_processes_...` runs under torchrun: every rank asserts, and says so at its end."""
+"""The script that `test_two_processes_...` runs under torchrun. Every rank asserts, and prints a line at the end."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ def main():
     print(f"all checks passed on rank {rank}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # all is said; torch's threads for gloo now and then abort in the interpreter's own shutdown
+    os._exit(0)  # without the interpreter's shutdown, in which torch's gloo threads sometimes abort
 
 
 def train_together(rank):
@@ -64,7 +64,7 @@ def refuse_drift(rank):
 
 
 def refuse_failure_of_another(rank):
-    """A rank that cannot rank does not leave the others waiting."""
+    """A rank that fails to rank does not leave the others waiting."""
     net = mlp()
     pruner = keepk.Pruner(net, [keepk.weights("*", keep=9)])
     if rank == 1:
@@ -87,7 +87,7 @@ def refuse_a_model_changed_on_one_rank(rank):
 
 
 def take_back_what_another_rank_could_not_do(rank, make):
-    """A rank that fails after all agreed: weights, state, masks and epoch are as before on all of them."""
+    """If a rank fails after the agreement, weights, state, masks and epoch are restored on all ranks."""
     net = mlp()
     average = AveragedModel(net)
     optimizer = make(net.parameters(), lr=0.1, **({"momentum": 0.9} if make is torch.optim.SGD else {}))
@@ -121,7 +121,7 @@ def out_of_memory(*_):
 
 
 def step_while_another_is_in_backward(rank):
-    """Collectives that do not meet: the group's timeout ends them, and keepk says what probably happened."""
+    """Collectives that do not match end by the group's timeout, and keepk reports the probable cause."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=4))
     net = DistributedDataParallel(mlp())
     pruner = keepk.Pruner(net, [keepk.weights("*", keep=9)])

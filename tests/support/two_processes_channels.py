@@ -1,4 +1,4 @@
-"""What `test_channel_processes.py` runs under torchrun: every rank asserts, and says so at its end."""
+"""The script that `test_channel_processes.py` runs under torchrun. Every rank asserts, and prints a line at the end."""
 
 import copy
 import os
@@ -59,7 +59,7 @@ def one_event(model, optimizer=None, metric=None, shrink="each"):
 
 
 def loss_of(model, seed, rank):
-    """The loss on the part of a rank, or on the joined batch (rank None)."""
+    """The loss on a rank's part of the batch, or on the whole batch (rank None)."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(12, 1, 6, 6, dtype=torch.float64, generator=generator)
     y = torch.randint(0, 3, (12,), generator=generator)
@@ -68,7 +68,7 @@ def loss_of(model, seed, rank):
 
 
 def assert_same_everywhere(tree):
-    """To the bit, on all ranks."""
+    """Assert that the tensors are bit-equal on all ranks."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, picture_without_ids(tree))
     assert everyone[0] == everyone[1]
@@ -88,7 +88,7 @@ def picture_without_ids(tree):
 
 
 def gradients_are_averaged_after_every_event(rank):
-    """As one process that sees the joined batch, with gradients that accumulate over an event."""
+    """Training equals that of one process with the whole batch, also if gradients accumulate over an event."""
     options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 0.001}
     together, alone = net(rank, without_norm), net(0, without_norm)
     ddp = DistributedDataParallel(together, **options)
@@ -129,7 +129,7 @@ def train(model, optimizer, seed, rank):
 
 
 def all_ranks_stay_the_same(rank):
-    """Model, statistics, optimizer, average and masks, after every event; K exact."""
+    """Model, statistics, optimizer, average and masks agree after every event, and K is exact."""
     model = net(rank)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
@@ -191,7 +191,7 @@ def a_wrapper_that_was_deleted_is_not_kept_alive(rank):
 
 
 class Unchanged:
-    """Nothing of a model and its optimizer changes inside of it."""
+    """A context manager that asserts that a model and its optimizer do not change."""
 
     def __init__(self, ddp, optimizer, pruner):
         self.things = [ddp.module, optimizer.state, optimizer.param_groups]
@@ -215,7 +215,7 @@ def trained(rank, metric=None):
 
 
 def goes_on(ddp, optimizer, pruner, rank):
-    """After a refusal the same wrapper trains, and the event can happen."""
+    """After a refusal, training continues with the same wrapper, and the event succeeds."""
     train(ddp, optimizer, 1, rank)
     ddp = pruner.step(ddp)
     train(ddp, optimizer, 2, rank)
@@ -249,7 +249,7 @@ def a_rank_that_fails_is_named(rank):
 
 
 def an_event_that_a_rank_cannot_carry_out_is_taken_back_on_all(rank):
-    """After the agreement: channels are back in the model; the wrapper has lost them, and says so."""
+    """After a failure past the agreement the model has its channels back, and the wrapper refuses to run."""
     ddp, optimizer, pruner = trained(rank)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -271,7 +271,7 @@ def out_of_memory(*_):
 
 
 def a_step_without_the_wrapper_is_refused(rank):
-    """On all ranks, or on one of them while the others give theirs."""
+    """It is refused on all ranks, also if only one rank omits the wrapper."""
     ddp, optimizer, pruner = trained(rank)
     with Unchanged(ddp, optimizer, pruner), pytest.raises(ShrinkError, match=r"Call ddp = pruner.step\(ddp\)"):
         pruner.step()
@@ -320,7 +320,7 @@ def a_wrapper_with_a_communication_hook_is_refused(rank):
 
 
 def masks_need_no_wrapper(rank):
-    """Nothing is cut, so nothing has to be wrapped again."""
+    """Nothing is cut, so the wrapper stays valid."""
     ddp = DistributedDataParallel(net())
     pruner = one_event(ddp, optimizer := sgd(ddp), shrink="never")
     train(ddp, optimizer, 0, rank)
@@ -380,7 +380,7 @@ def main():
     print(f"all checks passed on rank {dist.get_rank()}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # all is said; torch's threads for gloo now and then abort in the interpreter's own shutdown
+    os._exit(0)  # without the interpreter's shutdown, in which torch's gloo threads sometimes abort
 
 
 if __name__ == "__main__":

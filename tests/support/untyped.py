@@ -1,8 +1,8 @@
-"""Arguments that the library's annotations forbid, for tests of how it treats them."""
+"""Pass arguments of forbidden types past the type checker, to test how the library refuses them."""
 
 from typing import Any
 
 
 def untyped(value: object) -> Any:
-    """`value` itself, which the type checker then accepts anywhere."""
+    """Return `value`, typed so that the type checker accepts it anywhere."""
     return value
