@@ -6,6 +6,7 @@ Networks with one hidden layer of 256 nodes are annealed to 1 .. 16 nodes and co
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from keepk.plan.names import nearest
 from keepk.plan.numbers import count
 from keepk.plan.schedules import Annealing
 from keepk_paper import results as result_files
-from keepk_paper.parity_training import SEEDS_A_DRAW, SIZES, Recipe, Trained, at_floor, draw, train
+from keepk_paper.parity_training import (
+    SEEDS_A_DRAW,
+    SIZES,
+    Recipe,
+    Trained,
+    at_floor,
+    draw,
+    train,
+    train_by_pruner,
+)
 
 NODES = 256
 GOALS = tuple(range(1, 17))
@@ -44,7 +54,10 @@ ADAM = from_the_start(name="adam", optimizer="adam", lr=0.01, shrink=DECAY)
 SGD = from_the_start(name="sgd", optimizer="sgd", lr=1.0, shrink=DECAY)
 # By validation error SGD needs a lighter decay.
 SGD_LIGHT = from_the_start(name="sgd, light decay", optimizer="sgd", lr=1.0, shrink=LIGHT_DECAY)
-RECIPES = {recipe.name: recipe for recipe in (KEEPK, ADAM, SGD, SGD_LIGHT)}
+# The recipe of KEEPK for separate networks pruned by `keepk.Pruner`, to a few numbers of nodes.
+BY_PRUNER = replace(KEEPK, name="keepk, Pruner")
+PRUNER_GOALS = (4, 6)
+RECIPES = {recipe.name: recipe for recipe in (KEEPK, ADAM, SGD, SGD_LIGHT, BY_PRUNER)}
 
 
 def run_parity(
@@ -96,7 +109,11 @@ def points(
 ) -> list[dict[str, Any]]:
     """The points of one recipe on one draw: the dense network, if there is one, and each number of nodes."""
     parity = draw(seed, sizes=sizes).to(device)
-    trained = train(recipe, parity, seed=seed, inits=inits, goals=goals)
+    if recipe.name == BY_PRUNER.name:
+        goals = PRUNER_GOALS
+        trained = train_by_pruner(recipe, parity, seed=seed, inits=inits, goals=goals)
+    else:
+        trained = train(recipe, parity, seed=seed, inits=inits, goals=goals)
     shared = {
         "noise_floor": parity.test.floor,
         "val_noise_floor": parity.validation.floor,

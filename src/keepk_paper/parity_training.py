@@ -24,8 +24,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from keepk.errors import DataError, RankError
+from keepk.metrics.layers import Layer
 from keepk.plan.numbers import count
+from keepk.plan.phases import Phase
 from keepk.plan.schedules import AnySchedule, plan
+from keepk.plan.spaces import channels
+from keepk.run.pruner import Pruner
 
 INPUTS, PARITY, NOISE = 50, 5, 0.1
 SIZES = (15_000, 5_000, 5_000)
@@ -388,6 +392,77 @@ def _batches(
     for step, batch in enumerate(batches):
         recipe.tune(optimizer, epoch - 1 + step / len(batches))
         yield batch
+
+
+def train_by_pruner(recipe: Recipe, parity: Parity, *, seed: int, inits: int, goals: Sequence[int]) -> Trained:
+    """The same as `train`, with separate networks that `keepk.Pruner` prunes: the library itself, without the stack.
+
+    Initial weights, batches, plans and scores are those of the stack, so that both prune the same nodes.
+    """
+    assert recipe.start is not None
+    began, cpu_began = perf_counter(), process_time()
+    errors, kept = dict[int, Errors](), dict[int, int]()
+    for goal in goals:
+        networks = [_pruned_network(recipe, parity, seed, init, goal) for init in range(inits)]
+        (kept[goal],) = {network.nodes for network in networks}
+        errors[recipe.start] = Errors(*zip(*(network.dense for network in networks), strict=True))
+        errors[goal] = Errors(*zip(*(network.pruned for network in networks), strict=True))
+    kept[recipe.start] = recipe.start
+    return Trained(errors, kept, round(perf_counter() - began, 1), round(process_time() - cpu_began, 1))
+
+
+@dataclass(frozen=True)
+class _Network:
+    """The number of nodes at the end, and validation and test errors before the first event and at the end."""
+
+    nodes: int
+    dense: tuple[float, float]
+    pruned: tuple[float, float]
+
+
+def _pruned_network(recipe: Recipe, parity: Parity, seed: int, init: int, goal: int) -> _Network:
+    assert recipe.start is not None
+    incoming, outgoing, offset = _fresh_member(recipe.start, INPUTS, SEEDS_A_DRAW * seed + 1 + init)
+    first, last = nn.Linear(INPUTS, recipe.start), nn.Linear(recipe.start, 1)
+    with torch.no_grad():
+        first.weight.copy_(incoming[:, :-1])
+        first.bias.copy_(incoming[:, -1])
+        last.weight.copy_(outgoing[None])
+        last.bias.copy_(offset[None])
+    model = nn.Sequential(first, nn.Tanh(), last).to(parity.train.signs)
+    groups = [{"params": [*first.parameters()]}, {"params": [*last.parameters()]}]
+    optimizer = AdamW(groups, lr=recipe.lr, fused=True)
+    assert recipe.optimizer == "adam"
+    assert recipe.schedule is not None
+    space = channels("0", keep=goal, schedule=recipe.schedule, metric=weight_in_times_out, name="nodes")
+    phases = [Phase(recipe.dense), Phase(recipe.anneal, prune=("nodes",)), Phase(recipe.tail)]
+    pruner = Pruner(model, space, optimizer, phases=phases, example=parity.train.signs[:2])
+    order = torch.Generator().manual_seed(SEEDS_A_DRAW * seed)
+
+    @torch.no_grad()
+    def errors() -> tuple[float, float]:
+        validation, test = (part.errors(model(part.signs).squeeze(1)) for part in (parity.validation, parity.test))
+        return float(validation), float(test)
+
+    for epoch in range(1, recipe.epochs + 1):
+        for signs, labels in _batches(recipe, parity.train, epoch, order, optimizer):
+            optimizer.zero_grad()
+            loss = F.softplus(-labels * model(signs[:, :-1]).squeeze(1)).mean()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            optimizer.step()
+        if epoch == recipe.dense:
+            dense = errors()
+        pruner.step()
+    pruner.close()
+    return _Network(len(first.bias), dense, errors())
+
+
+def weight_in_times_out(layer: Layer) -> Tensor:
+    """A metric of channels: |v| ||(W, b)||, as `Stack.scores`."""
+    rows = [part.tensor.view(len(layer), -1) for part in (*layer.producer, *layer.carrier)]  # weights, and the bias
+    (reader,) = layer.reader
+    scores: Tensor = reader.tensor.view(len(layer)).abs() * torch.linalg.vector_norm(torch.cat(rows, dim=1), dim=1)
+    return scores
 
 
 @torch.no_grad()

@@ -135,14 +135,15 @@ def test_the_recipes_are_as_long_and_ours_goes_from_256_to_every_goal():
         counts = KEEPK.plan(goal)
         assert counts[0] == counts[KEEPK.dense] == 256
         assert counts[-1 - KEEPK.tail :] == (goal,) * (1 + KEEPK.tail)
-        assert {recipe.plan(goal) for recipe in RECIPES.values() if recipe != KEEPK} == {(goal,) * 103}
+        assert {recipe.plan(goal) for recipe in RECIPES.values() if recipe.start is None} == {(goal,) * 103}
+        assert experiment.BY_PRUNER.plan(goal) == counts
     assert list(KEEPK.plan(1)[38:-16:3]) == list(range(17, 0, -1))
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize(("progress", "phase"), [(0, 0), (29.9, 0), (30, 1), (86, 2)])
 def test_decay_takes_the_share_written_off_a_weight_without_gradient(recipe, progress, phase):
-    phase = phase if recipe == KEEPK else 0
+    phase = phase if recipe.start is not None else 0
     stack = Stack(torch.full((1, 1, 2), 2.0), torch.full((1, 1), 2.0), torch.full((1,), 2.0), [1]).double()
     for parameter in stack.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -1,6 +1,7 @@
 """A stack equals the same networks trained one by one and pruned by the library's selection."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from keepk.errors import RankError
+from keepk.plan.schedules import Annealing
 from keepk.rank.kth_largest import Ranked
 from keepk.rank.weights import cut_points, dead_mask
-from keepk_paper.parity_training import Stack, ranking, train_epoch, with_ones
+from keepk_paper import parity
+from keepk_paper.parity_training import Stack, draw, ranking, train, train_by_pruner, train_epoch, with_ones
 
 INPUTS = 7
 OPTIMIZERS = {
@@ -175,3 +178,13 @@ def test_a_member_starts_from_its_own_seed_whatever_stands_beside_it():
     assert torch.equal(alone.offset[0], beside.offset[1])
     assert alone.incoming.abs().max() <= INPUTS**-0.5
     assert alone.outgoing.abs().max() <= 3**-0.5
+
+
+def test_the_stack_prunes_as_the_pruner_does():
+    """Separate networks under `keepk.Pruner` keep the same nodes and end with the same errors, in float64."""
+    recipe = replace(parity.KEEPK, start=16, dense=2, anneal=5, tail=2, schedule=Annealing(p0=0.5, n1=1, nu=0.125))
+    data = draw(3, sizes=(400, 200, 300)).to(torch.float64)
+    stacked, separate = (make(recipe, data, seed=3, inits=2, goals=(2, 4)) for make in (train, train_by_pruner))
+    assert separate.kept == {2: 2, 4: 4, 16: 16}
+    assert separate.errors == stacked.errors
+    assert len({*separate.errors[2].test, *separate.errors[4].test}) == 4  # not four times the same network
