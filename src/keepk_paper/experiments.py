@@ -47,7 +47,7 @@ SHARED_OPTIONS: dict[str, Any] = {
 OPTIONS = {**SHARED_OPTIONS, "seeds": 5, "data": None, "runs": Path("runs"), "jobs": 2, "full": False, "amp": False}
 PARITY_OPTIONS = {**SHARED_OPTIONS, "seeds": parity.DRAWS, "inits": parity.INITS, "figure": None}
 # A quick run trains on this many images and tests on as many; it shows that everything works, not how well.
-QUICK_IMAGES, QUICK_EPOCHS, QUICK_PARITY = 256, 3, (1_000, 500, 500)
+QUICK_IMAGES, QUICK_EPOCHS, QUICK_PARITY = 128, 3, (1_000, 500, 500)
 
 
 @dataclass(frozen=True)
