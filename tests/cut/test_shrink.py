@@ -168,7 +168,7 @@ def plain(module):
     return nn.Linear(module.in_features, module.weight.shape[0]) if isinstance(module, nn.Linear) else module
 
 
-# What is in a model
+# Contents of a model
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -376,7 +376,7 @@ def test_after_a_shrink_that_failed_old_losses_are_good():
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), wanted, strict=True))
 
 
-# What torch made of the model
+# Compiled and wrapped models
 
 
 @pytest.mark.parametrize("name", ["linears", "conv_bn_flatten", "multihead_attention"])
@@ -442,7 +442,7 @@ def test_a_model_under_ddp():
     assert "all checks passed" in done.stdout
 
 
-# What is refused
+# Refusals
 
 
 def refuses(words, model, graph, units, error=ShrinkError, **more):

@@ -417,7 +417,7 @@ def test_what_is_no_operation_is_refused(wrong):
     assert before == table.RULES
 
 
-# What is refused
+# Refusals
 
 
 class Locked(nn.Linear):

@@ -43,7 +43,7 @@ def check_both_modes(model, example):
     return graph
 
 
-# Rounds that end
+# Number of rounds
 
 
 class Literals(nn.Module):
@@ -321,7 +321,7 @@ def test_every_level_of_a_grid_is_looked_at():
     assert set(left.array.tolist()) == {1, 2}
 
 
-# What only training uses
+# Parts used only in training
 
 
 class Auxiliary(nn.Module):

@@ -234,7 +234,7 @@ def test_a_network_without_exact_channels_is_refused_with_the_reason(name):
         Run(traced_network(name), all_channels(prune=0.5))
 
 
-# Which stay
+# Selection
 
 
 @given(data=st.data(), seed=seeds, levels=st.integers(1, 4), floor=st.integers(1, 3))
@@ -323,7 +323,7 @@ def width_of(run, layer):
     return slices.count((tensor, axis))
 
 
-# Readings
+# Reads
 
 
 @given(data=st.data(), seed=seeds, floor=st.integers(1, 2))

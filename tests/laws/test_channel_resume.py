@@ -141,7 +141,7 @@ def test_a_state_of_a_later_epoch_goes_on_from_an_earlier_one(tmp_path):
     assert everything(other) == before
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------------------
 
 
 class Told:

@@ -321,7 +321,7 @@ def test_two_shrinks_in_a_row_are_one(name):
     assert all(torch.equal(value, at_once.state_dict()[key]) for key, value in model.state_dict().items())
 
 
-# What the graph says
+# Content of the graph
 
 
 def units_of(graph, tensor, axis):
@@ -406,7 +406,7 @@ def test_lossy_units_can_go_as_well(name):
         assert new.isfinite().all()
 
 
-# What stays
+# Preserved objects
 
 
 def parameter_facts(model):

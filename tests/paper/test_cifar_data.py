@@ -224,7 +224,7 @@ def test_a_data_set_moves_as_a_whole(tmp_path):
     assert_is_ten(data)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_missing_files_are_named_with_where_to_put_and_to_get_them(tmp_path):

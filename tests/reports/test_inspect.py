@@ -152,7 +152,7 @@ def test_totals_are_those_of_torchs_counter_on_the_real_model(name):
     assert report.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-# ---- what it finds
+# ---- findings
 
 
 def test_it_says_what_the_graph_says():
@@ -254,7 +254,7 @@ def test_wrapped_models_go_by_the_names_of_the_model_inside():
     assert keepk.inspect(nn.DataParallel(net), torch.zeros(2, 8)) == keepk.inspect(net, torch.zeros(2, 8))
 
 
-# ---- how it is shown
+# ---- output
 
 
 def test_the_table_in_words():

@@ -262,7 +262,7 @@ def test_what_is_no_run_or_no_number_is_refused():
             keepk.report(pruner, error=untyped(error))
 
 
-# What a console and a notebook show -----------------------------------------------------------------------------------
+# Output in a console and a notebook -----------------------------------------------------------------------------------
 
 
 def linears(count):

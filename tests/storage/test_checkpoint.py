@@ -143,7 +143,7 @@ def test_the_tensors_can_be_read_without_keepk(tmp_path):
     torch.testing.assert_close(stored["model[0]['state']['conv.weight']"], model.conv.weight.detach(), rtol=0, atol=0)
 
 
-# What is in a folder -------------------------------------------------------------------------------------------------
+# Contents of a folder ------------------------------------------------------------------------------------------------
 
 
 def test_a_new_checkpoint_replaces_the_old_and_its_leftovers_and_nothing_else(tmp_path):
@@ -238,7 +238,7 @@ def test_a_path_that_is_a_file_is_refused(tmp_path, below):
     assert file.read_text() == "mine"
 
 
-# What is refused when reading ----------------------------------------------------------------------------------------
+# Refusals when reading -----------------------------------------------------------------------------------------------
 
 
 def cut_short(folder):

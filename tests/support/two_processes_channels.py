@@ -84,7 +84,7 @@ def picture_without_ids(tree):
     return repr(tree)
 
 
-# What goes on --------------------------------------------------------------------------------------------------------
+# Training continues --------------------------------------------------------------------------------------------------
 
 
 def gradients_are_averaged_after_every_event(rank):
@@ -187,7 +187,7 @@ def a_wrapper_that_was_deleted_is_not_kept_alive(rank):
     assert pruner.step(ddp) is ddp
 
 
-# What is refused -----------------------------------------------------------------------------------------------------
+# Refusals ------------------------------------------------------------------------------------------------------------
 
 
 class Unchanged:
