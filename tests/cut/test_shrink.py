@@ -458,7 +458,7 @@ def refuses(words, model, graph, units, error=ShrinkError, **more):
     [
         ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. Take them from graph.groups"),
         ([-1], "unit -1 does not exist"),
-        ([0.5], r"units contains 0.5 \(float\). Give the units' numbers as ints"),
+        ([0.5], r"units contains 0.5 \(float\). Pass the units' numbers as ints"),
         (["first"], r"units contains 'first' \(str\)"),
         ([True], r"units contains True \(bool\).*numpy.flatnonzero\(mask\)"),
         (np.ones(21, bool), r"units contains True \(bool\)"),
@@ -483,11 +483,11 @@ def test_units_that_are_none_are_refused(units, words):
 @pytest.mark.parametrize(
     ("units", "words"),
     [
-        (0.5, r"shrink: units=0.5. Give the units' numbers; a share is graph.choose\(0.5\)."),
+        (0.5, r"shrink: units=0.5. Pass the units' numbers; a share is graph.choose\(0.5\)."),
         (0.25, r"a share is graph.choose\(0.25\)."),
-        (3, r"shrink: units=3. Give the units' numbers; a share is graph.choose\(0.5\)."),
-        (None, "shrink: units=None. Give the units' numbers"),
-        (torch.tensor(3), r"shrink: units=<Tensor of shape \(\)>\. Give the units' numbers"),
+        (3, r"shrink: units=3. Pass the units' numbers; a share is graph.choose\(0.5\)."),
+        (None, "shrink: units=None. Pass the units' numbers"),
+        (torch.tensor(3), r"shrink: units=<Tensor of shape \(\)>\. Pass the units' numbers"),
     ],
 )
 def test_what_is_no_list_of_units_is_refused(units, words):
@@ -584,8 +584,8 @@ def test_a_graph_that_was_spent_on_a_copy_is_refused():
 @pytest.mark.parametrize(
     ("model", "graph", "words"),
     [
-        ("net", None, "shrink: got str as the model. Give the torch.nn.Module that was traced"),
-        (None, [0, 1], r"shrink: got list as the graph. Give what keepk.trace\(model, example\) returns"),
+        ("net", None, "shrink: got str as the model. Pass the torch.nn.Module that was traced"),
+        (None, [0, 1], r"shrink: got list as the graph. Pass what keepk.trace\(model, example\) returns"),
     ],
 )
 def test_what_is_no_model_or_graph_is_refused(model, graph, words):

@@ -135,7 +135,7 @@ def test_a_state_of_a_later_epoch_goes_on_from_an_earlier_one(tmp_path):
     assert other.fingerprint() == run.fingerprint()
     before = everything(other)
     with pytest.raises(
-        StateError, match=r"channels are already gone from this model and cannot be restored. Build a fresh"
+        StateError, match=r"channels that were already pruned from this model and cannot be restored. Build a fresh"
     ):
         other.pruner.load_state_dict(earlier)
     assert everything(other) == before
@@ -208,9 +208,9 @@ def test_a_state_of_another_plan_is_refused(tmp_path):
     saved(tmp_path)
     run = Training(spaces=partial(convnet_spaces, keep=8))
     before = everything(run)
-    with pytest.raises(StateError, match="space 'channels' is of another plan"):
+    with pytest.raises(StateError, match="space 'channels' belongs to another plan"):
         keepk.load_checkpoint(tmp_path, **run.parts())
-    with pytest.raises(StateError, match="space 'channels' is of another plan"):
+    with pytest.raises(StateError, match="space 'channels' belongs to another plan"):
         run.pruner.load_state_dict(saved(tmp_path).pruner.state_dict())
     assert everything(run) == before
 
@@ -260,11 +260,11 @@ def no_list(channels):
 
 
 TAMPERED: dict[Callable[..., None], tuple[Any, str]] = {
-    one_unit_back: (StateError, r"pruner state: 13 channels of space 'channels' are left, the plan says 12"),
+    one_unit_back: (StateError, r"pruner state: space 'channels' keeps 13 channels, the plan says 12"),
     another_layer: ((StateError, CheckpointError), r"no bool mask of shape|is \(\d+, .* here and"),
-    no_such_unit: (StateError, "pruner state: its channels are not those of this model"),
+    no_such_unit: (StateError, "pruner state: its channels do not fit this model"),
     not_cut: (StateError, "no bool mask of shape"),
-    no_list: (StateError, "pruner state: its channels are not those of this model"),
+    no_list: (StateError, "pruner state: its channels do not fit this model"),
 }
 
 

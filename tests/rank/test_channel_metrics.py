@@ -593,16 +593,16 @@ def test_numbers_of_metrics_that_make_no_sense():
     for alpha, words in ((1.5, "a share"), (-0.1, "negative"), (True, "got bool"), ("0.5", "got str")):
         with pytest.raises(RankError, match=rf"blend: alpha={alpha!r}: .*{words}"):
             metrics.blend(untyped(alpha))
-    with pytest.raises(RankError, match=r"norm\(per_weight=1\): got int. Give True or False"):
+    with pytest.raises(RankError, match=r"norm\(per_weight=1\): got int. Pass True or False"):
         metrics.norm("l1", per_weight=untyped(1))
-    with pytest.raises(RankError, match=r"blend\(over='net'\): unknown. Give \"space\" or \"layer\""):
+    with pytest.raises(RankError, match=r"blend\(over='net'\): unknown. Pass \"space\" or \"layer\""):
         metrics.blend(0.5, over=untyped("net"))
     with pytest.raises(RankError, match=r"norm\(kind='l3', of=None\): unknown"):
         metrics.norm(untyped("l3"))
     with pytest.raises(RankError, match=r"norm\(kind='l1', of='both'\): unknown"):
         metrics.norm("l1", of=untyped("both"))
     for seed in (True, 1.0, None):
-        with pytest.raises(RankError, match=rf"random\(seed={seed}\): got {type(seed).__name__}. Give an int"):
+        with pytest.raises(RankError, match=rf"random\(seed={seed}\): got {type(seed).__name__}. Pass an int"):
             metrics.random(untyped(seed))
 
 
@@ -635,14 +635,14 @@ def test_random_scores_belong_to_the_unit_at_every_event_and_in_every_mode():
 def test_attributes_of_a_metric_are_checked_where_they_are_given():
     for wrong in ({"ranks": ("weight",)}, {"ranks": "weights"}, {"ranks": ()}):
         with pytest.raises(
-            RankError, match=r"^describes\(ranks=.*\): unknown. Give a tuple of 'weights', 'channels'.$"
+            RankError, match=r"^describes\(ranks=.*\): unknown. Pass a tuple of 'weights', 'channels'.$"
         ):
             describes(**wrong)
     with pytest.raises(
-        RankError, match=r"^describes\(needs='weights'\): unknown. Give a tuple of 'weights', 'gradients'"
+        RankError, match=r"^describes\(needs='weights'\): unknown. Pass a tuple of 'weights', 'gradients'"
     ):
         describes(ranks=("weights",), needs=untyped("weights"))
-    with pytest.raises(RankError, match=r"^describes\(over='model'\): unknown. Give one of 'space', 'layer'.$"):
+    with pytest.raises(RankError, match=r"^describes\(over='model'\): unknown. Pass one of 'space', 'layer'.$"):
         describes(ranks=("channels",), over=untyped("model"))
 
 

@@ -299,7 +299,7 @@ def test_a_cut_that_the_pruner_has_not_seen_is_told():
 
 def test_wrong_uses_are_refused():
     net = convnet()
-    with pytest.raises(KeepkError, match=r"Statistics: of='gradients': unknown. Give of=\(\"gradients\",\)"):
+    with pytest.raises(KeepkError, match=r"Statistics: of='gradients': unknown. Pass of=\(\"gradients\",\)"):
         keepk.Statistics(net, of="gradients")
     with pytest.raises(KeepkError, match="unknown"):
         keepk.Statistics(net, of=("noise",))

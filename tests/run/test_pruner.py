@@ -318,12 +318,10 @@ def test_a_second_pruner_is_refused_until_the_first_is_closed(first, second, tra
         for _ in range(events):
             pruner.step()
             before = copy.deepcopy(net.state_dict())
-        words = (
-            rf"Pruner: the model has one already, of space '{space.name}', {where}; .* close the first: pruner.close"
-        )
+        words = rf"Pruner: the model already has one, with space '{space.name}', {where}; .* close the first one with pruner.close"
         with pytest.raises(SpaceError, match=words):
             keepk.Pruner(net, SPACES[second](), optimizer, example=example)
-        with pytest.raises(SpaceError, match="the model has one already"):
+        with pytest.raises(SpaceError, match="the model already has one"):
             keepk.Pruner(nn.Sequential(net), keepk.weights("*", keep=5), optimizer)
         assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     keepk.Pruner(three_layers(), SPACES[second](), example=example)  # another model

@@ -274,7 +274,9 @@ def test_an_event_that_would_undercut_is_refused_and_changes_nothing(shrink):
     optimizer.step()
     pruner.step()
     before, state = copy.deepcopy(parts(model, optimizer)), repr(pruner.state_dict())
-    words = r"'w': the channels that stay have only 2 of its weights, fewer than the 6 of its plan at this event"
+    words = (
+        r"'w': the remaining channels have only 2 of its weights, fewer than the 6 that its plan keeps at this event"
+    )
     for _ in range(2):
         with pytest.raises(RankError, match=words):
             pruner.step()

@@ -71,7 +71,7 @@ CHECKPOINT = Trusted(
     VERSION,
     _digest,
     CheckpointError,
-    source="Give a folder that keepk.save_checkpoint wrote.",
+    source="Pass a folder that keepk.save_checkpoint wrote.",
     remedy="Use another checkpoint.",
 )
 
@@ -297,11 +297,11 @@ def _part(kind: str, name: str, value: Any) -> Part:
     if not all(hasattr(value, method) for method in needed):
         raise CheckpointError(f"{name}: got a {type(value).__name__}, which has no {' and '.join(needed)}")
     if kind == "model" and not isinstance(value, nn.Module):
-        raise CheckpointError(f"model: got a {type(value).__name__}. Give a torch.nn.Module.")
+        raise CheckpointError(f"model: got a {type(value).__name__}. Pass a torch.nn.Module.")
     if isinstance(value, nn.Module):
         return ModulePart(name, value)
     if kind == "optimizer" and not isinstance(value, torch.optim.Optimizer):
-        raise CheckpointError(f"{name}: got a {type(value).__name__}. Give a torch.optim.Optimizer.")
+        raise CheckpointError(f"{name}: got a {type(value).__name__}. Pass a torch.optim.Optimizer.")
     part: Part = _PARTS.get(kind, StatefulPart)(name, value)
     return part
 
@@ -320,7 +320,7 @@ def _check(parts: dict[str, list[Part]], saved: dict[str, Any], resumes: bool) -
     for name, several in parts.items():
         if len(several) != len(saved[name]):
             raise CheckpointError(
-                f"{name}: got {len(several)}, but {len(saved[name])} were saved. Give the same number."
+                f"{name}: got {len(several)}, but {len(saved[name])} were saved. Pass the same number."
             )
         for part, state in zip(several, saved[name], strict=True):
             part.check(state)

@@ -161,7 +161,7 @@ class OptimizerPart:
             if here != there:
                 raise CheckpointError(
                     f"{self._name}: parameter {index} has shape {tuple(here)} here and {tuple(there)} in the "
-                    f"checkpoint. Give the parameters in the same order."
+                    f"checkpoint. Build it from the parameters in the same order."
                 )
 
     def restore(self, saved: Any) -> None:

@@ -61,11 +61,11 @@ def plan(
     n1: Annotated[int, typer.Option(help="Epochs of the first part. 1 prunes p0 at once; 0 omits the part.")],
     nu: Annotated[float, typer.Option(help="Additional share pruned at each later event, 0 to 1.")],
     prune: Annotated[
-        float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. Give this or --keep.")
+        float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. Use this or --keep.")
     ] = None,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", "-K", help="K, the number of weights or channels to keep. Give this or --prune."),
+        typer.Option("--keep", "-K", help="K, the number of weights or channels to keep. Use this or --prune."),
     ] = None,
     mu: Annotated[float, typer.Option(help="Steepness of the first part, at least 0.")] = 10,
     every: Annotated[int, typer.Option(help="Epochs between events after the first part.")] = 1,

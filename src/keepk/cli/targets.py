@@ -130,7 +130,7 @@ def input_from(spec: str) -> Tensor:
     ) as error:  # which one depends on how large the numbers are
         reason = shorten(f"{type(error).__name__}: {error}", REASON, placeholder=" ...")
         raise TraceError(
-            f"input {spec!r}: the tensor cannot be created ({reason}). Give smaller sizes or a common dtype."
+            f"input {spec!r}: the tensor cannot be created ({reason}). Use smaller sizes or a common dtype."
         ) from error
 
 

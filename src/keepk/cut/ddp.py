@@ -54,10 +54,12 @@ def refuse_other_wrapper(wrapper: Any, model: nn.Module) -> None:
     """Refuse anything but a DDP wrapper of this model that still has its reducer and can be built again."""
     if not isinstance(wrapper, DistributedDataParallel):
         raise ShrinkError(
-            f"step: got {type(wrapper).__name__}. Give the DistributedDataParallel wrapper of the model, or nothing."
+            f"step: got {type(wrapper).__name__}. Pass the DistributedDataParallel wrapper of the model, or nothing."
         )
     if unwrap(wrapper) is not model:
-        raise ShrinkError("step: the wrapper holds a different model than the Pruner. Give the Pruner's model wrapped.")
+        raise ShrinkError(
+            "step: the wrapper holds a different model than the Pruner. Pass a wrapper of the Pruner's model."
+        )
     if not hasattr(wrapper, "reducer"):
         raise ShrinkError(
             "step: the wrapper was replaced in an earlier event. Use the wrapper that step returned: "

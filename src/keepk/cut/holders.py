@@ -67,7 +67,7 @@ def refuse_no_followers(followers: object, model: nn.Module, who: str) -> None:
     """Refuse anything but a list of followers, and a list that would cut the same object twice."""
     if isinstance(followers, nn.Module | dict):
         raise ShrinkError(
-            f"{who}: followers: got one {type(followers).__name__}. Give a list, also of one: followers=[...]."
+            f"{who}: followers: got one {type(followers).__name__}. Pass a list, also of one: followers=[...]."
         )
     listed = followers if isinstance(followers, Sequence) and not isinstance(followers, str) else [followers]
     known = {id(unwrap(model)): "the model itself"}
@@ -90,7 +90,7 @@ def refuse_missing(follower: Follower, tensors: Mapping[str, Tensor], names: Ite
         if not isinstance(tensors.get(name), Tensor):
             inner = getattr(follower, "module", None)
             remedy = (
-                "Its .module has it: give that"
+                "Its .module has it: pass that"
                 if isinstance(inner, nn.Module) and name in tensors_of(inner)
                 else "A follower is a copy of the model, an AveragedModel of it, or a dict of tensors with its names"
             )
@@ -130,7 +130,7 @@ def refuse_follower(
 def _no_follower(given: object) -> ShrinkError:
     return ShrinkError(
         f"followers: got {type(given).__name__}. "
-        f"Give a list of modules (a copy, an AveragedModel) or dicts of tensors by name."
+        f"Pass a list of modules (a copy, an AveragedModel) or dicts of tensors by name."
     )
 
 

@@ -122,17 +122,17 @@ def _no_optimizer(given: object) -> str:
     """Describe an object that was passed as the optimizer, and say what to pass."""
     kind = type(given).__name__
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
-        return f"got the class {given.__name__}. Give {given.__name__}(model.parameters(), ...), or several optimizers."
+        return f"got the class {given.__name__}. Pass {given.__name__}(model.parameters(), ...), or several optimizers."
     if isinstance(given, nn.Module | nn.Parameter):
-        return f"got {kind}, a part of the model. Give the torch.optim.Optimizer that trains it, or several."
+        return f"got {kind}, a part of the model. Pass the torch.optim.Optimizer that trains it, or several."
     inner = getattr(given, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         what = "a learning-rate scheduler" if isinstance(given, LRScheduler) else "which holds an optimizer"
         return (
-            f"got {kind}, {what}. Give the torch.optim.Optimizer itself, which is its .optimizer "
+            f"got {kind}, {what}. Pass the torch.optim.Optimizer itself, which is its .optimizer "
             f"({type(inner).__name__})."
         )
-    return f"got {kind}. Give a torch.optim.Optimizer, or several."
+    return f"got {kind}. Pass a torch.optim.Optimizer, or several."
 
 
 def _follows(key: str, value: Any, parameter: nn.Parameter) -> bool:

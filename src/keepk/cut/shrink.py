@@ -132,10 +132,10 @@ def prepare(
     `wrapper` is a DDP wrapper around the model that will be discarded before the shrink is applied.
     """
     if not isinstance(model, nn.Module):
-        raise ShrinkError(f"shrink: got {type(model).__name__} as the model. Give the torch.nn.Module that was traced.")
+        raise ShrinkError(f"shrink: got {type(model).__name__} as the model. Pass the torch.nn.Module that was traced.")
     if not isinstance(graph, Graph):
         raise ShrinkError(
-            f"shrink: got {type(graph).__name__} as the graph. Give what keepk.trace(model, example) returns."
+            f"shrink: got {type(graph).__name__} as the graph. Pass what keepk.trace(model, example) returns."
         )
     refuse_quantised(unwrap(model), ShrinkError)
     refuse_no_followers(followers, model, "shrink")
@@ -200,7 +200,7 @@ def _number(unit: Any) -> int:
     plain = unit.tolist() if hasattr(unit, "tolist") else unit
     if not isinstance(plain, int) or isinstance(plain, bool):
         raise ShrinkError(
-            f"shrink: units contains {shown(plain)} ({type(plain).__name__}). Give the units' numbers as ints; for a "
+            f"shrink: units contains {shown(plain)} ({type(plain).__name__}). Pass the units' numbers as ints; for a "
             f"mask over all units, numpy.flatnonzero(mask)."
         )
     return plain
@@ -212,7 +212,7 @@ def _refuse_share(units: object) -> None:
     except TypeError:
         share = units if isinstance(units, float) else 0.5
         raise ShrinkError(
-            f"shrink: units={shown(units)}. Give the units' numbers; a share is graph.choose({share})."
+            f"shrink: units={shown(units)}. Pass the units' numbers; a share is graph.choose({share})."
         ) from None
 
 

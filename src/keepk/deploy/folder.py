@@ -49,7 +49,7 @@ SAVED_MODEL = Trusted(
     VERSION,
     digest,
     FileError,
-    source="Give a folder of keepk.save.",
+    source="Pass a folder that keepk.save wrote.",
     remedy="Save the model again.",
 )
 

@@ -285,7 +285,7 @@ def _try_out(model: nn.Module, run: Run, example: Example, batch: int) -> None:
     except Exception as error:
         raise TraceError(
             f"model {type(unwrap(model)).__name__}: its forward failed on the example with {batch} rows "
-            f"({type(error).__name__}: {error}). Give an example whose first dim is the batch, or other batches."
+            f"({type(error).__name__}: {error}). Pass an example whose first dim is the batch, or other batches."
             f"{likely_slip(model, example)}"
         ) from error
 
@@ -307,16 +307,16 @@ def _devices(models: Sequence[nn.Module], example: Example) -> list[torch.device
 def _sizes(batches: int | Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(batches) if isinstance(batches, Sequence) else (batches,)
     if not sizes or not all(map(_is_count, sizes)):
-        raise KeepkError(f"latency: batches={shown(batches)}. Give one or more ints of at least 1, such as (1, 32).")
+        raise KeepkError(f"latency: batches={shown(batches)}. Pass one or more ints of at least 1, such as (1, 32).")
     return sizes
 
 
 def _refuse_numbers(repeats: int, threads: int | None) -> None:
     if not _is_count(repeats):
-        raise KeepkError(f"latency: repeats={shown(repeats)}. Give an int of at least 1.")
+        raise KeepkError(f"latency: repeats={shown(repeats)}. Pass an int of at least 1.")
     if threads is not None and not _is_count(threads):
         raise KeepkError(
-            f"latency: threads={shown(threads)}. Give an int of at least 1, or None to leave torch's setting."
+            f"latency: threads={shown(threads)}. Pass an int of at least 1, or None to leave torch's setting."
         )
 
 

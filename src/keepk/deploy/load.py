@@ -45,7 +45,7 @@ def edits_of(saved: Description) -> Edits:
 def refuse_shrunk(model: nn.Module) -> None:
     """Refuse a model from which something was already cut."""
     if was_cut(model):
-        raise FileError(f"the given {type(model).__name__} was shrunk before. Give a freshly built one.")
+        raise FileError(f"the given {type(model).__name__} was shrunk before. Pass a freshly built one.")
 
 
 def refuse_other_model(model: nn.Module, saved: Description, given: Description) -> None:

@@ -144,7 +144,7 @@ def _refuse_tolerance(tolerance: object) -> None:
     is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     if tolerance is not None and not (is_number and tolerance >= 0):  # type: ignore[operator]  # `is_number` says so
         raise FileError(
-            f"export_onnx: tolerance={shown(tolerance)}. Give a number of at least 0, such as 1e-4, or None for the "
+            f"export_onnx: tolerance={shown(tolerance)}. Pass a number of at least 0, such as 1e-4, or None for the "
             f"default."
         )
 
@@ -192,7 +192,7 @@ def _outputs(twin: nn.Module, workshop: Workshop) -> list[Tensor]:
     except Exception as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(workshop.example))
         raise TraceError(
-            f"model {type(twin).__name__}: its forward failed on {shapes} ({type(error).__name__}: {error}). Give an "
+            f"model {type(twin).__name__}: its forward failed on {shapes} ({type(error).__name__}: {error}). Pass an "
             f"example on which model(*example) works; if only other batch sizes fail, export with dynamic_batch=False."
             f"{likely_slip(twin, workshop.example)}"
         ) from error

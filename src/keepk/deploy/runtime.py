@@ -34,7 +34,7 @@ def rows_of(example: Example) -> int:
     3
     """
     if is_shape(example):
-        raise TraceError(f"example: got the shape {example.arguments}. Give a tensor, not a shape.")
+        raise TraceError(f"example: got the shape {example.arguments}. Pass a tensor, not a shape.")
     first = next(iter(tensors_of(example)), None)
     if first is None or first.dim() == 0 or len(first) == 0:
         got = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"

@@ -63,7 +63,7 @@ def choose(graph: Graph, share: float, *, seed: int | None, lossy: bool) -> Indi
     exact = exact_share(share, "choose: share", ShrinkError)
     size = len(graph.units)
     if seed is not None and (not isinstance(seed, int) or seed < 0):
-        raise ShrinkError(f"choose: seed={shown(seed)}. Give an int of 0 or more, or None for the first ones.")
+        raise ShrinkError(f"choose: seed={shown(seed)}. Pass an int of 0 or more, or None for the first ones.")
     rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
     chosen = _chosen(graph, repeat(share_of(exact)), rank, lossy=lossy)
     # The rank of a LoRA adapter is a setting of the user's, not a width of the model.

@@ -400,7 +400,7 @@ class _Watched:
                 f'mode, or train_mode="accept" if a cut may break code that runs only in training.'
             )
         return TraceError(
-            f"model {name}: its forward failed on the example {what}. Give an example on which model(*example) works."
+            f"model {name}: its forward failed on the example {what}. Pass an example on which model(*example) works."
             f"{likely_slip(self.workshop.model, run.example)}"
         )
 
@@ -546,7 +546,7 @@ def _refuse_strange_example(model: nn.Module, example: Example) -> None:
             if tensor.numel() == 0:
                 raise TraceError(
                     f"example: argument {place!r} has a tensor of shape {tuple(tensor.shape)}, without elements, so "
-                    f"nothing can be traced. Give an example with a batch size of at least 2 and no empty tensors."
+                    f"nothing can be traced. Pass an example with a batch size of at least 2 and no empty tensors."
                 )
     given = list(tensors_in([*example.arguments, example.by_name]))
     shaped = [tensor for tensor in given if tensor.ndim]

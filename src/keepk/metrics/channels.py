@@ -51,11 +51,11 @@ class Norm:
     def __post_init__(self) -> None:
         if not isinstance(self.per_weight, bool):
             raise RankError(
-                f"norm(per_weight={shown(self.per_weight)}): got {type(self.per_weight).__name__}. Give True or False."
+                f"norm(per_weight={shown(self.per_weight)}): got {type(self.per_weight).__name__}. Pass True or False."
             )
         if self.kind not in ("l1", "l2", "l1_l2") or self.of not in (None, "producer", "reader"):
             raise RankError(
-                f'norm(kind={shown(self.kind)}, of={shown(self.of)}): unknown. Give "l1", "l2" or "l1_l2", of '
+                f'norm(kind={shown(self.kind)}, of={shown(self.of)}): unknown. Pass "l1", "l2" or "l1_l2", of '
                 f'"producer", '
                 f'"reader" or None.'
             )
@@ -134,7 +134,7 @@ def product(layer: Layer) -> Tensor:
     """
     sides = _together([_norm(_weights(side), 2) for side in (layer.producer, layer.reader) if side])
     if not sides:
-        raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Give a metric of your own.")
+        raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Pass another metric.")
     return sides[0] * sides[1] if len(sides) == 2 else sides[0]
 
 
@@ -207,7 +207,7 @@ def blend(
     """
     share = float(exact_share(alpha, "blend: alpha", RankError))
     if over not in ("space", "layer"):
-        raise RankError(f'blend(over={shown(over)}): unknown. Give "space" or "layer".')
+        raise RankError(f'blend(over={shown(over)}): unknown. Pass "space" or "layer".')
     return Blend(((share, scale), (1 - share, weights)), over)
 
 

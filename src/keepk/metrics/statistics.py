@@ -85,10 +85,10 @@ class Statistics:
 
     def __init__(self, model: nn.Module, of: Sequence[str] = KINDS) -> None:
         if not isinstance(model, nn.Module):
-            raise KeepkError(f"Statistics: model: got {type(model).__name__}. Give the nn.Module that is trained.")
+            raise KeepkError(f"Statistics: model: got {type(model).__name__}. Pass the nn.Module that is trained.")
         kinds = of if isinstance(of, tuple | list) else ()
         if not kinds or any(kind not in KINDS for kind in kinds):
-            raise KeepkError(f'Statistics: of={shown(of)}: unknown. Give of=("gradients",).')
+            raise KeepkError(f'Statistics: of={shown(of)}: unknown. Pass of=("gradients",).')
         self._model = unwrap(model)
         self._gates: tuple[_Gates, ...] = ()
         self._units: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -202,7 +202,7 @@ class Statistics:
         """Go on with what `state_dict` returned; load the Pruner's state first, which says what channels there are."""
         keys = {"version", "units", "batches", "with_gradient", "sums"}
         if not isinstance(state, Mapping) or not keys <= set(state) or state["version"] != VERSION:
-            raise StateError("Statistics: not a state of statistics. Give what state_dict() returned.")
+            raise StateError("Statistics: not a state of statistics. Pass what state_dict() returned.")
         units, sums, batches = state["units"], state["sums"], state["batches"]
         fits = isinstance(units, Tensor) and units.tolist() == self._units.tolist()
         if not fits or len(state["with_gradient"]) != len(self._gates):

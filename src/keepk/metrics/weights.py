@@ -78,7 +78,7 @@ def describes(
         if not _is_allowed(name, value):
             words = ", ".join(map(repr, ALLOWED[name]))
             kind = "one of" if name == "over" else "a tuple of"
-            raise RankError(f"describes({name}={shown(value)}): unknown. Give {kind} {words}.")
+            raise RankError(f"describes({name}={shown(value)}): unknown. Pass {kind} {words}.")
 
     def attach(metric: Metric) -> Metric:
         vars(metric).update(given)  # mypy has no attributes on functions, so they are set through their dict
@@ -173,7 +173,7 @@ def random(seed: int) -> Random:
     True
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise RankError(f"random(seed={shown(seed)}): got {type(seed).__name__}. Give an int.")
+        raise RankError(f"random(seed={shown(seed)}): got {type(seed).__name__}. Pass an int.")
     return Random(seed)
 
 

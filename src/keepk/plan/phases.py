@@ -47,7 +47,7 @@ class Phase:
         pruned, frozen = as_globs(prune), as_globs(freeze)
         if pruned is None or frozen is None:
             raise PlanError(
-                f"Phase(prune={shown(prune)}, freeze={shown(freeze)}): not globs. Give a string or a list of strings."
+                f"Phase(prune={shown(prune)}, freeze={shown(freeze)}): not globs. Pass a string or a list of strings."
             )
         object.__setattr__(self, "epochs", count(epochs, "Phase: epochs", PlanError, least=1))
         object.__setattr__(self, "prune", pruned)

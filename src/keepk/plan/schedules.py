@@ -198,7 +198,7 @@ class Cubic:
         if self.epochs is not None:
             return (self.begin + self.epochs if epochs is None else epochs), self.epochs
         if epochs is None:
-            raise PlanError("Cubic: no length. Give Cubic(epochs=...), or Pruner(epochs=...), or phases.")
+            raise PlanError("Cubic: no length. Set epochs= of Cubic or of the Pruner, or use phases.")
         if epochs <= self.begin:
             raise PlanError(f"Cubic: begin={self.begin} leaves nothing of {epochs} epochs. Choose a smaller begin.")
         return epochs, epochs - self.begin
@@ -253,7 +253,7 @@ def checked_schedule(given: Any, what: str) -> AnySchedule:
         return given  # type: ignore[no-any-return]  # its result is checked when it is called
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise PlanError(
-            f"{what}={shown(given)}: got {type(given).__name__}. Give keepk.Cubic(epochs=...), a callable or "
+            f"{what}={shown(given)}: got {type(given).__name__}. Pass keepk.Cubic(epochs=...), a callable or "
             f"a list of ints."
         )
     return tuple(given) if isinstance(given, list) else given
@@ -264,7 +264,7 @@ def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tu
     schedule = checked_schedule(schedule, "plan: schedule")
     answer = _called(schedule, total, keep, epochs) if callable(schedule) else schedule
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
-        raise PlanError(f"schedule {shown(schedule)}: got {type(answer).__name__}. Give a sequence of ints.")
+        raise PlanError(f"schedule {shown(schedule)}: got {type(answer).__name__}. Pass a sequence of ints.")
     read = partial(count, what=f"schedule {shown(schedule)}: an entry", error=PlanError, least=0)
     return tuple(read(entry) for entry in answer)
 
@@ -278,8 +278,8 @@ def _called(schedule: Callable[..., Any], total: int, keep: int, epochs: int | N
     except Exception as error:
         raise PlanError(
             f"schedule {shown(schedule)}: failed on ({total}, {keep}, {epochs}), which are M, K and the epochs, or "
-            f"None for its own length ({type(error).__name__}: {shortened(str(error))}). Give a function of these "
-            f"three to a sequence of ints."
+            f"None for its own length ({type(error).__name__}: {shortened(str(error))}). Pass a function that takes "
+            f"these three and returns a sequence of ints."
         ) from error
 
 

@@ -49,7 +49,7 @@ class Space:
             if keep < 1:
                 raise SpaceError(
                     f"space {self.name!r}: prune={self.prune} of {total} {self.units} keeps none. "
-                    f"Prune less, or give keep=."
+                    f"Prune less, or pass keep=."
                 )
             return keep
         assert self.keep is not None  # a space has exactly one of the two
@@ -125,7 +125,7 @@ def weights(
     >>> weights("fc*", keep=100, prune=0.98)
     Traceback (most recent call last):
         ...
-    keepk.errors.SpaceError: space 'fc*': got both keep=100 and prune=0.98. Give exactly one of them.
+    keepk.errors.SpaceError: space 'fc*': got both keep=100 and prune=0.98. Pass exactly one of them.
 
     """
     globs, excluded = _globs("weights", select, exclude, such_as="fc*")
@@ -186,7 +186,7 @@ def channels(
     >>> channels("features.*", keep=64, at="middle")
     Traceback (most recent call last):
         ...
-    keepk.errors.SpaceError: space 'features.*': at='middle'. Give "output" or "input".
+    keepk.errors.SpaceError: space 'features.*': at='middle'. Pass "output" or "input".
 
     """
     globs, excluded = _globs("channels", select, exclude, such_as="features.*")
@@ -197,11 +197,11 @@ def channels(
     if not (isinstance(layer_floor, float) and 0 < layer_floor < 1):
         layer_floor = count(layer_floor, f"space {called!r}: layer_floor", _or_a_share, least=1)
     if at not in ("output", "input"):
-        raise SpaceError(f'space {called!r}: at={shown(at)}. Give "output" or "input".')
+        raise SpaceError(f'space {called!r}: at={shown(at)}. Pass "output" or "input".')
     if round_to is not None:
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
     if not isinstance(lossy, bool):
-        raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Give True or False.")
+        raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Pass True or False.")
     return ChannelSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy)
 
 
@@ -214,7 +214,7 @@ def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[t
     if not globs or excluded is None:
         raise SpaceError(
             f"{function}(select={shown(select)}, exclude={shown(exclude)}): not globs. "
-            f"Give a string or a list of strings, such as {such_as!r}."
+            f"Pass a string or a list of strings, such as {such_as!r}."
         )
     return globs, excluded
 
@@ -223,7 +223,7 @@ def _called(function: str, name: object, globs: tuple[str, ...]) -> str:
     if name is None:
         return "+".join(globs)
     if not isinstance(name, str) or not name:
-        raise SpaceError(f"{function}(name={shown(name)}): not a name. Give a string.")
+        raise SpaceError(f"{function}(name={shown(name)}): not a name. Pass a string.")
     return name
 
 
@@ -231,16 +231,16 @@ def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
     """`keep`, if exactly one of the two is given and it is what it should be."""
     if (keep is None) == (prune is None):
         got = "neither keep= nor prune=" if keep is None else f"both keep={shown(keep)} and prune={shown(prune)}"
-        raise SpaceError(f"space {called!r}: got {got}. Give exactly one of them.")
+        raise SpaceError(f"space {called!r}: got {got}. Pass exactly one of them.")
     if prune is not None:
         if exact_share(prune, f"space {called!r}: prune", SpaceError) == 1:
-            raise SpaceError(f"space {called!r}: prune={prune} keeps none. Prune less, or give keep=.")
+            raise SpaceError(f"space {called!r}: prune={prune} keeps none. Prune less, or pass keep=.")
         return None
     if isinstance(keep, float) and 0 < keep < 1:
         kept = Fraction(str(keep))
         raise SpaceError(
-            f"space {called!r}: keep={keep}: got float, but keep= is a count. To keep {float(100 * kept):g} %, say "
-            f"prune={float(1 - kept):g}; to keep a number of units, give an int."
+            f"space {called!r}: keep={keep}: got float, but keep= is a count. To keep {float(100 * kept):g} %, pass "
+            f"prune={float(1 - kept):g}; to keep a number of units, pass an int."
         )
     return count(keep, f"space {called!r}: keep", SpaceError, least=1)
 
@@ -248,7 +248,7 @@ def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
 def _refuse_no_metric(called: str, metric: object, metrics: Sequence[str]) -> None:
     if metric is None or callable(metric):
         return
-    remedy = "Give a function, see keepk.metrics"
+    remedy = "Pass a function, see keepk.metrics"
     if isinstance(metric, str):
         calls = {call.partition("(")[0]: call for call in metrics}
         likely = get_close_matches(metric, calls, n=1 if metric in calls else 3, cutoff=0.4) or list(calls)[:3]

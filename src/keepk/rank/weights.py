@@ -160,7 +160,7 @@ def _checked(tensor: Ranked, sizes: Sizes) -> Ranked:
     if dead is not None and (dead.shape, dead.dtype, dead.device) != (scores.shape, torch.bool, scores.device):
         raise RankError(
             f"{name!r}: the mask is {dead.dtype} {tuple(dead.shape)} on {dead.device}, the scores are "
-            f"{tuple(scores.shape)} on {scores.device}; give a bool mask of the scores' shape and device."
+            f"{tuple(scores.shape)} on {scores.device}; pass a bool mask of the scores' shape and device."
         )
     tensor = tensor._replace(scores=scores)
     # A finite sum proves in one read that every entry is finite. A sum that is not may still be an overflow, so the

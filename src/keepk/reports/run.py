@@ -172,7 +172,7 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     'epoch 1/2: kept 0 4 of 6; 51 parameters, 44 MACs per sample, error 1.50 %'
     """
     if not isinstance(pruner, Pruner):
-        raise KeepkError(f"report: got {type(pruner).__name__}. Give the keepk.Pruner of the run.")
+        raise KeepkError(f"report: got {type(pruner).__name__}. Pass the keepk.Pruner of the run.")
     if error is not None:
         error = float(exact_number(error, "report: error", KeepkError))
     plan, epoch = pruner.plan, pruner.epoch

@@ -58,7 +58,7 @@ def place(given: object, verb: str, order: str, error: type[KeepkError]) -> Path
         raise error(f"{verb}: got {type(given).__name__} as the path. The order is {order}.")
     path = os.fspath(given)
     if not isinstance(path, str) or not path or not _can_be_named(path):
-        raise error(f"{verb}: got {path!r} as the path, which no file can have. Give a name, such as 'out/net'.")
+        raise error(f"{verb}: got {path!r} as the path, which no file can have. Pass a name, such as 'out/net'.")
     return Path(path)
 
 
@@ -495,7 +495,7 @@ def _meant(given: Path, name: str) -> str:
     except OSError:  # a path that the system refuses
         return ""
     if given.is_file() and (folder / name).is_file():
-        return f" {given.name} is a file inside one: give {folder}."
+        return f" {given.name} is a file inside one: pass {folder}."
     for other, (what, function) in READ_BY.items():
         if other != name and (folder / other).is_file():
             return f" {folder} has {what}: read it with {function}."

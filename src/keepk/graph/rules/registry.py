@@ -97,6 +97,6 @@ def _name(operation: Any) -> str:
     if isinstance(operation, torch.library.CustomOpDef):  # type: ignore[attr-defined]  # public, and not exported
         return operation._qualname
     raise TraceError(
-        f"rule: got {shown(operation)} ({type(operation).__name__}). Give an operation such as torch.ops.mylib.scale, "
+        f"rule: got {shown(operation)} ({type(operation).__name__}). Pass an operation such as torch.ops.mylib.scale, "
         f"or its name, 'mylib::scale'."
     )
