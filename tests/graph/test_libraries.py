@@ -159,7 +159,7 @@ def test_what_is_fixed_inside_a_glob_is_said_before_what_is_lossy():
         "space 'attn*': select='attn*': axis 0 of 'attn.query.weight' (3 such axes) is fixed, is kept"
     )
     assert "past_key_values, the cache that forward returns; trace the model with use_cache=False" in words
-    assert "The only channels that it matches, 12 of 'first', are different ones: lossy=True would remove" in words
+    assert "The only channels that the glob matches, 12 of 'first', are others: lossy=True would remove" in words
     assert "Use lossy=True" not in words
 
 

@@ -112,7 +112,7 @@ def with_nearest_keep(build, **asked):
     try:
         return build(**asked)
     except SpaceError as refused:
-        found = re.search(r"(?:Nearest that can: |Choose keep >= )(\d+)", str(refused))
+        found = re.search(r"(?:Nearest possible: |Choose keep >= )(\d+)", str(refused))
         if found is None:
             raise
         return build(keep=int(found[1]))

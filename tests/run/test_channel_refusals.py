@@ -74,7 +74,7 @@ def test_a_space_that_makes_no_sense(arguments, words):
         ([keepk.channels(["0", "conv*"], keep=1)], r"space '0\+conv\*': select='conv\*' matches no module"),
         (
             [keepk.channels("*.weight", keep=1)],
-            r"matches no module. .*channels takes names of modules; keepk.weights takes those of parameters.$",
+            r"matches no module. .*channels takes names of modules, keepk.weights names of parameters.$",
         ),
         ([keepk.channels("*.wait", keep=1)], r"'\*.wait' matches no module. Nearest names: '0', '1', '2'.$"),
         (
@@ -85,7 +85,7 @@ def test_a_space_that_makes_no_sense(arguments, words):
             [keepk.channels("0", keep=2, metric=describes(ranks=("weights",))(lambda weight: weight))],
             "^space '0': metric <lambda> ranks weights, not channels. Use keepk.metrics.l2 or product.$",
         ),
-        ([keepk.channels("1", keep=1)], r"'1' matches modules, but none with channels at its output. .*: '0', '2'"),
+        ([keepk.channels("1", keep=1)], r"'1' matches modules, but none that has channels at its output. .*: '0', '2'"),
         ([keepk.channels("*", keep=12)], r"keep=12, but \['\*'\] matches only 11 channels. Choose keep <= 11"),
         ([keepk.channels("*", prune=0.95)], "prune=0.95 of 11 channels keeps none. Prune less, or pass keep="),
         ([keepk.channels("*", keep=1)], "keep=1, but layer_floor=1 in 2 layers needs 2 channels. Choose keep >= 2"),
@@ -180,7 +180,7 @@ def test_the_nearest_counts_of_round_to_are_those_of_counting(round_to, floor):
         assert (got is None) == (keep in possible)
         if keep not in possible and keep > min(possible):
             assert got == nearest_by_counting(possible, keep)
-            assert f"keep={keep} of 21 channels cannot be met: round_to={round_to} binds the width" in words
+            assert f"keep={keep} of 21 channels cannot be met: round_to={round_to} restricts the width" in words
         elif keep not in possible:
             assert f"needs {min(possible)} channels. Choose keep >= {min(possible)}" in words
 
@@ -202,7 +202,7 @@ def test_the_nearest_counts_of_bound_groups_are_those_of_counting(select, round_
         assert (got is None) == (keep in possible)
         if keep not in possible:
             assert got == nearest_by_counting(possible, keep)
-            assert f"keep={keep} of {total} channels cannot be met: 2 parts must keep equally many" in words
+            assert f"keep={keep} of {total} channels cannot be met: 2 parts must keep equal numbers" in words
 
 
 class JoinedGroups(nn.Module):
@@ -220,8 +220,8 @@ class JoinedGroups(nn.Module):
 
 def test_bound_layers_are_selected_together():
     pictures = torch.zeros(2, 3, 4, 4)
-    words = "space 'left': its channels must be removed in equal numbers with those of 'right', which are not in it. "
-    words += "Select that module as well, or exclude both."
+    words = "space 'left': some of its layers must lose as many channels as 'right', which is not in the space. "
+    words += "Select that module too, or exclude both."
     refused(SpaceError, re.escape(words), JoinedGroups(), keepk.channels("left", keep=2), example=pictures)
     model = JoinedGroups()
     keepk.Pruner(model, keepk.channels(["left", "right"], keep=4), example=pictures).step()
@@ -368,7 +368,7 @@ def test_a_parametrized_layer_has_the_name_that_its_user_gave_it():
 
 def test_an_exclude_that_leaves_nothing_says_so():
     for select, exclude in (("0", ["0"]), ("*", ["0", "2"]), ("*", ["*"])):
-        words = f"select={select!r} without {exclude} leaves no channel. Exclude less"
+        words = f"select={select!r} leaves no channel after exclude={exclude}. Exclude less"
         space = keepk.channels(select, exclude=exclude, keep=1)
         refused(SpaceError, re.escape(words), small(), space, example=inputs())
 

@@ -26,7 +26,7 @@ from keepk.graph.ids.maps import Flags
 from keepk.graph.trace import trace_inputs
 from keepk.model.copies import META, Workshop
 from keepk.model.edits import Change, Edits, Undo, all_or_nothing, replaced
-from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, no_model, refuse_quantised
+from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, not_a_model, refuse_quantised
 from keepk.model.names import unwrap
 
 
@@ -130,7 +130,7 @@ def compact(
         51 -> 11 parameters
     """
     if not isinstance(model, nn.Module):
-        raise ShrinkError(f"compact: {no_model(model)}")
+        raise ShrinkError(f"compact: {not_a_model(model)}")
     refuse_quantised(unwrap(model), ShrinkError)
     # Before the sweep, so that a wrong optimizer is refused even if nothing is dead.
     given = optimizer if isinstance(optimizer, Sequence) else () if optimizer is None else (optimizer,)

@@ -60,10 +60,10 @@ def tensors_of(follower: object) -> Mapping[str, Tensor]:
         return follower
     if isinstance(follower, nn.Module):
         return {name: tensor for name, tensor, _ in named_tensors(followed(follower))}
-    raise _no_follower(follower)
+    raise _not_a_follower(follower)
 
 
-def refuse_no_followers(followers: object, model: nn.Module, who: str) -> None:
+def refuse_bad_followers(followers: object, model: nn.Module, who: str) -> None:
     """Refuse anything but a list of followers, and a list that would cut the same object twice."""
     if isinstance(followers, nn.Module | dict):
         raise ShrinkError(
@@ -73,7 +73,7 @@ def refuse_no_followers(followers: object, model: nn.Module, who: str) -> None:
     known = {id(unwrap(model)): "the model itself"}
     for place, follower in enumerate(listed):
         if not isinstance(follower, nn.Module | dict):
-            raise _no_follower(follower)
+            raise _not_a_follower(follower)
         # Two wrappers around one module are one follower: compare what is inside.
         core = id(followed(follower) if isinstance(follower, nn.Module) else follower)
         if core in known:
@@ -94,7 +94,7 @@ def refuse_missing(follower: Follower, tensors: Mapping[str, Tensor], names: Ite
                 if isinstance(inner, nn.Module) and name in tensors_of(inner)
                 else "A follower is a copy of the model, an AveragedModel of it, or a dict of tensors with its names"
             )
-            raise ShrinkError(f"{told(follower, place)}: has no tensor {name!r}. {remedy}.")
+            raise ShrinkError(f"{follower_label(follower, place)}: has no tensor {name!r}. {remedy}.")
 
 
 def refuse_follower(
@@ -114,7 +114,7 @@ def refuse_follower(
         place: Its position in the list of followers.
     """
     refuse_missing(follower, tensors, [cut.tensor for cut in cuts], place)
-    who = told(follower, place)
+    who = follower_label(follower, place)
     for cut in cuts:
         for name in names[cut.tensor]:
             if name in tensors and tuple(tensors[name].shape) != cut.before:
@@ -127,14 +127,14 @@ def refuse_follower(
         refuse_uncuttable(tensors, cuts, f"{who}: ")
 
 
-def _no_follower(given: object) -> ShrinkError:
+def _not_a_follower(given: object) -> ShrinkError:
     return ShrinkError(
         f"followers: got {type(given).__name__}. "
         f"Pass a list of modules (a copy, an AveragedModel) or dicts of tensors by name."
     )
 
 
-def told(follower: Follower, place: int) -> str:
+def follower_label(follower: Follower, place: int) -> str:
     """How error messages refer to a follower."""
     return f"followers[{place}] ({type(follower).__name__})"
 
@@ -148,7 +148,7 @@ def zero_followers(followers: Iterable[Follower], dead: Mapping[str, Tensor]) ->
                 zero_dead([tensors[name].detach()], mask.to(tensors[name].device))
 
 
-def refuse_strange_followers(followers: Iterable[Follower], parameters: Mapping[str, Tensor]) -> None:
+def refuse_mismatched_followers(followers: Iterable[Follower], parameters: Mapping[str, Tensor]) -> None:
     """Refuse a follower whose tensors differ in shape from the model's, or cannot be written to."""
     for place, follower in enumerate(followers):
         for name, tensor in parameters_of(follower).items():

@@ -109,7 +109,7 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim
 def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
     """Refuse anything but an optimizer, and an optimizer that holds none of these parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(f"optimizer: {_no_optimizer(optimizer)}")
+        raise OptimizerError(f"optimizer: {_not_an_optimizer(optimizer)}")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in parameters):
         raise OptimizerError(
@@ -118,7 +118,7 @@ def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> No
         )
 
 
-def _no_optimizer(given: object) -> str:
+def _not_an_optimizer(given: object) -> str:
     """Describe an object that was passed as the optimizer, and say what to pass."""
     kind = type(given).__name__
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.holders import Follower, followed, refuse_follower, refuse_holders, refuse_no_followers, tensors_of
+from keepk.cut.holders import Follower, followed, refuse_bad_followers, refuse_follower, refuse_holders, tensors_of
 from keepk.cut.masks import (
     flat_history,
     refuse_factored,
@@ -138,7 +138,7 @@ def prepare(
             f"shrink: got {type(graph).__name__} as the graph. Pass what keepk.trace(model, example) returns."
         )
     refuse_quantised(unwrap(model), ShrinkError)
-    refuse_no_followers(followers, model, "shrink")
+    refuse_bad_followers(followers, model, "shrink")
     with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be trained
         inner = unwrap(model)
         _refuse_other_model(inner, graph, {name: tensor for name, tensor, _ in named_tensors(inner)})

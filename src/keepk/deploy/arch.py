@@ -126,10 +126,10 @@ def user_module(model: object, verb: str, order: str) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         # Imported for the error alone: its module knows about examples of a trace, which loading has no use for.
-        from keepk.model.example import no_model  # noqa: PLC0415
+        from keepk.model.example import not_a_model  # noqa: PLC0415
 
         swapped = "" if isinstance(model, type) else f" The order is {order}."
-        raise FileError(f"{verb}: {no_model(model)}{swapped}")
+        raise FileError(f"{verb}: {not_a_model(model)}{swapped}")
     if found := sharded(model):
         raise FileError(
             f"{verb}: {found} is sharded over processes, and each process sees only its own part. "

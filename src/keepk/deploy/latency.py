@@ -33,7 +33,7 @@ from keepk.deploy.runtime import (
     with_rows,
 )
 from keepk.errors import KeepkError, TraceError
-from keepk.model.example import Example, likely_slip, no_model
+from keepk.model.example import Example, likely_slip, not_a_model
 from keepk.model.names import named_tensors, unwrap
 from keepk.plan.names import shown
 from keepk.reports.tables import Table
@@ -294,7 +294,7 @@ def _models(model: nn.Module, baseline: nn.Module | None) -> list[nn.Module]:
     models = [model] if baseline is None else [model, baseline]
     for given, word in zip(models, ("model", "baseline"), strict=False):
         if not isinstance(given, nn.Module):
-            raise TraceError(f"latency: {no_model(given, word)}")
+            raise TraceError(f"latency: {not_a_model(given, word)}")
     # These wrappers would communicate with other processes or devices during a measurement.
     return [each.module if isinstance(each, DistributedDataParallel | DataParallel) else each for each in models]
 

@@ -28,7 +28,7 @@ from keepk.deploy.runtime import (
 )
 from keepk.errors import FileError, TraceError
 from keepk.model.copies import Workshop
-from keepk.model.example import Example, likely_slip, no_model, refuse_scripted
+from keepk.model.example import Example, likely_slip, not_a_model, refuse_scripted
 from keepk.model.names import named_tensors, unwrap
 from keepk.model.torch_internals import tree_map
 from keepk.plan.names import shown
@@ -61,13 +61,13 @@ class OnnxReport:
     bytes: int
 
     def __str__(self) -> str:
-        return self._told(", ".join(self.inputs), ", ".join(self.outputs))
+        return self._summary(", ".join(self.inputs), ", ".join(self.outputs))
 
     def __repr__(self) -> str:
         # A language model's cache has two tensors per layer, each of them an input and an output.
-        return f"<OnnxReport {self._told(_shortened(self.inputs), _shortened(self.outputs))}>"
+        return f"<OnnxReport {self._summary(_shortened(self.inputs), _shortened(self.outputs))}>"
 
-    def _told(self, inputs: str, outputs: str) -> str:
+    def _summary(self, inputs: str, outputs: str) -> str:
         checked = "not checked" if self.difference is None else f"differs from torch by {self.difference:.1e}"
         return f"{self.path}: {inputs} -> {outputs}; opset {self.opset}, {self.bytes:,} bytes, {checked}"
 
@@ -120,7 +120,7 @@ def export_onnx(
         (('input: float[batch, 8]',), ('linear_1: float[batch, 3]',))
     """
     if not isinstance(model, nn.Module):
-        raise TraceError(f"export_onnx: {no_model(model)}")
+        raise TraceError(f"export_onnx: {not_a_model(model)}")
     refuse_scripted("export_onnx", model)
     target = place(path, "export_onnx", "model, example, path", FileError)
     _refuse_tolerance(tolerance)

@@ -12,7 +12,7 @@ from keepk.deploy.folder import write_folder
 from keepk.errors import FileError
 from keepk.model.names import named_tensors
 from keepk.run.checks import live_pruner
-from keepk.run.warnings import told_untrue
+from keepk.run.warnings import untrue_message
 from keepk.storage.files import place
 from keepk.storage.tensors import pack
 
@@ -88,7 +88,7 @@ def _refuse_untrue(model: nn.Module) -> None:
         untrue |= pruner.untrue_counts()
     for space, (kept, found) in untrue.items():
         raise FileError(
-            f"save: {told_untrue(space, kept, found)} Without the Pruner, make one with the same space and call its "
+            f"save: {untrue_message(space, kept, found)} Without the Pruner, make one with the same space and call its "
             f"step(). To save the model as it is, without the counts: keepk.save(model, path, certificate=False)."
         )
     if pruner is not None:

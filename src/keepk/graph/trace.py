@@ -54,7 +54,15 @@ from keepk.graph.units import Wiring
 from keepk.graph.values import Asked, Outcomes, ValueRead, asked_in, fails_with_values_too, is_raised_by_program
 from keepk.model.copies import META, Workshop
 from keepk.model.edits import Indices
-from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, likely_slip, no_model, refuse_scripted
+from keepk.model.example import (
+    Example,
+    TraceInputs,
+    TrainMode,
+    ValueBranches,
+    likely_slip,
+    not_a_model,
+    refuse_scripted,
+)
 from keepk.model.layer_sizes import sized_attributes
 from keepk.model.layers import HeadwiseAttention
 from keepk.model.names import adapters_of, named_tensors, unwrap
@@ -529,7 +537,7 @@ def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, 
 
 def _refuse_strange(model: object, inputs: TraceInputs) -> None:
     if not isinstance(model, nn.Module):
-        raise TraceError(f"trace: {no_model(model)}")
+        raise TraceError(f"trace: {not_a_model(model)}")
     refuse_scripted("trace", model)
     for name, tensor, _ in named_tensors(model):
         if nn.parameter.is_lazy(tensor):

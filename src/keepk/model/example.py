@@ -146,10 +146,10 @@ class TraceInputs:
         return TraceInputs(tuple(map(Example.of, listed)), training, train_mode, value_branches)
 
 
-def no_model(given: object, place: str = "model") -> str:
+def not_a_model(given: object, place: str = "model") -> str:
     """The part of an error that says what was passed instead of a model, and what to pass.
 
-    >>> no_model("net"), no_model(nn.ReLU)
+    >>> not_a_model("net"), not_a_model(nn.ReLU)
     ('got str as the model. Pass a torch.nn.Module.', 'got the class ReLU. Pass ReLU(), a model.')
     """
     if isinstance(given, type) and issubclass(given, nn.Module):

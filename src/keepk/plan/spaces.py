@@ -131,7 +131,7 @@ def weights(
     globs, excluded = _globs("weights", select, exclude, such_as="fc*")
     called = _called("weights", name, globs)
     keep = _checked_count(called, keep, prune)
-    _refuse_no_metric(called, metric, OF_WEIGHTS)
+    _refuse_non_metric(called, metric, OF_WEIGHTS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
     return WeightSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor)
@@ -192,7 +192,7 @@ def channels(
     globs, excluded = _globs("channels", select, exclude, such_as="features.*")
     called = _called("channels", name, globs)
     keep = _checked_count(called, keep, prune)
-    _refuse_no_metric(called, metric, OF_CHANNELS)
+    _refuse_non_metric(called, metric, OF_CHANNELS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     if not (isinstance(layer_floor, float) and 0 < layer_floor < 1):
         layer_floor = count(layer_floor, f"space {called!r}: layer_floor", _or_a_share, least=1)
@@ -245,7 +245,7 @@ def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
     return count(keep, f"space {called!r}: keep", SpaceError, least=1)
 
 
-def _refuse_no_metric(called: str, metric: object, metrics: Sequence[str]) -> None:
+def _refuse_non_metric(called: str, metric: object, metrics: Sequence[str]) -> None:
     if metric is None or callable(metric):
         return
     remedy = "Pass a function, see keepk.metrics"

@@ -135,7 +135,7 @@ class Event:
     due: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def told(self) -> list[Tensor]:
+    def flags(self) -> list[Tensor]:
         """The decisions that all processes must agree on, as flags."""
         return [*self.masks.values(), torch.from_numpy(self.operation.flags)]
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from keepk.cut.holders import (
     Follower,
     parameters_of,
+    refuse_bad_followers,
+    refuse_mismatched_followers,
     refuse_missing,
-    refuse_no_followers,
-    refuse_strange_followers,
     tensors_of,
 )
 from keepk.cut.masks import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
@@ -30,16 +30,16 @@ from keepk.graph.trace import trace_inputs
 from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Parameters, layers_of
 from keepk.metrics.weights import traits_of
-from keepk.model.example import TraceInputs, TrainMode, ValueBranches, no_model, quantised_module, refuse_quantised
+from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
 from keepk.model.names import named_parameters, named_tensors, unwrap
 from keepk.model.weight_norm import lengths_of
 from keepk.plan.names import shown
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, Plan, check_phases, timeline
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
-from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, settled
+from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, snapped_plans
 from keepk.run.channels import Replayed
-from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
+from keepk.run.undercut import find_bounds, late_goals, refuse_undercut
 from keepk.run.weights import Members, find_frozen, find_members
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def run_spec(
 ) -> RunSpec:
     """Check the arguments of a `Pruner` (see there) and resolve them; nothing is changed."""
     refuse_wrong_types(model, spaces, phases, shrink)
-    refuse_no_followers(followers, model, "Pruner")
+    refuse_bad_followers(followers, model, "Pruner")
     if epochs is not None:
         count(epochs, "Pruner: epochs", PlanError, least=1)
     of_weights, of_channels = listed_spaces(spaces)
@@ -114,7 +114,7 @@ def run_spec(
     frozen = frozen_by_epoch(model, phases or ())
     names = {parameter: name for name, parameter in parameters.items()}
     optimizers = checked_optimizers(model, optimizer, names, any(frozen))
-    refuse_strange_followers(followers, named_parameters(model))
+    refuse_mismatched_followers(followers, named_parameters(model))
 
     # Trace the model to find its channels. This is the slow part, so checks that do not need the trace come first.
     inputs = None
@@ -128,15 +128,15 @@ def run_spec(
     found: dict[str, Members | ChannelMembers] = {**weights, **channels}
     totals = {name: it.total for name, it in found.items()}
     goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in found.items()}
-    rooms = find_rooms(inner, weights, graph, channels)
+    bounds = find_bounds(inner, weights, graph, channels)
     if phases is not None and channels:
         check_phases(goals, epochs, phases)
-        goals |= late_goals(goals, channels, rooms, phases)
+        goals |= late_goals(goals, channels, bounds, phases)
     plan = timeline(goals, epochs=epochs, phases=phases)
-    plan |= settled(channels, plan)
+    plan |= snapped_plans(channels, plan)
     plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
     refuse_weights_that_end_before_channels(plan, weights, channels)
-    refuse_undercut(plan, rooms)
+    refuse_undercut(plan, bounds)
     if channels and shrink != "each":
         refuse_masked_directions(inner, weights)
     # Channels that stay masked until the end are replayed when they are masked: at the end, refusing is too late.
@@ -149,7 +149,7 @@ def run_spec(
 def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object) -> None:
     """Refuse arguments of a `Pruner` that have the wrong type."""
     if not isinstance(model, nn.Module):
-        raise SpaceError(f"Pruner: {no_model(model)}")
+        raise SpaceError(f"Pruner: {not_a_model(model)}")
     listed = [spaces] if isinstance(spaces, Space) else spaces
     if not isinstance(listed, list | tuple) or not listed or not all(isinstance(it, Space) for it in listed):
         raise SpaceError(

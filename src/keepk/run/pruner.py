@@ -273,7 +273,7 @@ class Pruner:
             return wrapper
         before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
         device = next(self._spec.model.parameters()).device
-        event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.told, device)
+        event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.flags, device)
         # DDP allocates gradient buckets for the shapes that it was built with, so it has to be rebuilt after a cut.
         old: Any = wrapper if event.cuts else None
         try:

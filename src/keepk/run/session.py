@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.holders import followed, parameters_of, refuse_strange_followers, zero_followers
+from keepk.cut.holders import followed, parameters_of, refuse_mismatched_followers, zero_followers
 from keepk.cut.masks import Held, Masks, flat_history, held, restart_flat_history, state_per_weight
 from keepk.cut.module_edits import left_of
 from keepk.cut.record import (
@@ -230,7 +230,7 @@ class Session:
 
     def decide(self, wrapper: nn.Module | None) -> Event:
         """Decide the next event, without changing anything; everything that can be refused is refused here."""
-        refuse_strange_followers(self.spec.followers, named_parameters(self.spec.model))
+        refuse_mismatched_followers(self.spec.followers, named_parameters(self.spec.model))
         event = Event(self.epoch, wrapper)
         for side in self.sides:
             event = side.decide(event)
@@ -244,20 +244,20 @@ class Session:
             keep_values: Whether the undo restores the values of zeroed weights. This needs a copy of them, which only
                 distributed runs make: another process may fail after this one has succeeded.
         """
-        with ExitStack() as way_back:
-            way_back.callback(self.snapshot())
+        with ExitStack() as undos:
+            undos.callback(self.snapshot())
             for side in self.sides:
-                way_back.callback(side.apply(event))
+                undos.callback(side.apply(event))
             if event.prunes:
                 if keep_values:
-                    way_back.callback(self._values())
+                    undos.callback(self._values())
                 self._hold()
             else:
                 self.zero_masked()  # counts are exact after every event, even one that prunes nothing
-            way_back.callback(self.enter_epoch, self.epoch)
+            undos.callback(self.enter_epoch, self.epoch)
             self.enter_epoch(event.epoch + 1)
-            self._certify(way_back)
-            return way_back.pop_all().close
+            self._certify(undos)
+            return undos.pop_all().close
 
     def enter_epoch(self, epoch: int) -> None:
         """Set the number of past events, and freeze the parameters that the next epoch's phase names."""
@@ -268,7 +268,7 @@ class Session:
                 restart_flat_history(optimizer)  # LBFGS would still move frozen weights along its old directions
         self.frozen = frozen
 
-    def _certify(self, way_back: ExitStack | None = None) -> None:
+    def _certify(self, undos: ExitStack | None = None) -> None:
         """Write the certificate into the record of the model and of the modules that follow it."""
         modules = [followed(it) for it in self.spec.followers if isinstance(it, nn.Module)]
         mine, places = self.certificate(self.kept), self.channels.places
@@ -276,10 +276,10 @@ class Session:
             # Spaces of earlier runs over the same model keep their entries.
             others = {name: entry for name, entry in certificate_of(module).items() if name not in mine}
             masked: dict[str, Places] = {name: it for name, it in masked_places(module).items() if name in others}
-            if way_back is None:
+            if undos is None:
                 certify(module, {**others, **mine}, {**masked, **places})
             else:
-                way_back.callback(certified(module, {**others, **mine}, {**masked, **places})())
+                undos.callback(certified(module, {**others, **mine}, {**masked, **places})())
 
     def snapshot(self) -> Undo:
         """A function that restores masks and counts as they are now."""
@@ -307,7 +307,7 @@ class Session:
             if name not in now or now[name].shape != mask.shape:
                 got = f"has shape {tuple(now[name].shape)}" if name in now else "no longer exists"
                 raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
-        refuse_strange_followers(self.spec.followers, now)
+        refuse_mismatched_followers(self.spec.followers, now)
         self._hold()
 
     def _hold(self) -> None:
@@ -425,17 +425,17 @@ class Session:
         This is the second half of loading a state. The undo does not restore the values of zeroed weights.
         """
         saved = self._read(state)
-        with ExitStack() as way_back:
-            way_back.callback(self.enter_epoch, self.epoch)
-            way_back.callback(self.snapshot())
+        with ExitStack() as undos:
+            undos.callback(self.enter_epoch, self.epoch)
+            undos.callback(self.snapshot())
             for side in self.sides:
                 side.load(saved)
             self._hold()
             self.enter_epoch(saved.epoch)
             self.watch.restart()
             self.channels.follow_statistics()
-            self._certify(way_back)
-            return way_back.pop_all().close
+            self._certify(undos)
+            return undos.pop_all().close
 
     def refuse_closed(self) -> None:
         """Refuse to change anything once the `Pruner` is closed."""

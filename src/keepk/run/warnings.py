@@ -30,45 +30,45 @@ class Watch:
     """The warnings issued so far, and the optimizer steps since the last event."""
 
     def __init__(self) -> None:
-        self._told = set[tuple[str, ...]]()
+        self._warned = set[tuple[str, ...]]()
         self._updates = Counter[int]()  # by optimizer
         self._falls = 0  # consecutive events that lowered counts after at most one update
 
     def once(self, cause: tuple[str, ...], message: str) -> None:
         """Issue a warning, unless this cause was warned about before."""
-        if cause not in self._told:
+        if cause not in self._warned:
             warn(message)
             # Only after the warning: if a filter turns it into an error, the next call must warn again.
-            self._told.add(cause)
+            self._warned.add(cause)
 
     def untrue_counts(self, asked_by: str, claimed: Mapping[str, int], found: Mapping[str, int]) -> None:
         """Warn about spaces whose count differs from the number that the last event left."""
         wrong = {space: count for space, count in found.items() if count != claimed[space]}
         # A space whose count is right again gets a new warning when it becomes wrong the next time.
-        self._told -= {cause for cause in self._told if cause[0] == "untrue" and cause[2] not in wrong}
+        self._warned -= {cause for cause in self._warned if cause[0] == "untrue" and cause[2] not in wrong}
         for space, count in wrong.items():
-            self.once(("untrue", asked_by, space), told_untrue(space, claimed[space], count))
+            self.once(("untrue", asked_by, space), untrue_message(space, claimed[space], count))
 
     def thin_layers(self, space: str, kind: str, layers: Sequence[Thin]) -> None:
         """Warn about layers that would lose almost all of their units while the space keeps many."""
         share = sum(left for _, left, _ in layers) / max(1, sum(total for _, _, total in layers))
         if thin := thin_layers(layers, share):
-            self.once(("thin", space), told_thin(space, kind, thin))
+            self.once(("thin", space), thin_message(space, kind, thin))
 
     def uncounted(self, space: str, keep: int, total: int, layers: Sequence[tuple[str, int, int, str]]) -> None:
         """Warn about channels that cannot be removed and are not counted."""
         if layers:
-            self.once(("uncounted", space), told_uncounted(space, keep, total, layers))
+            self.once(("uncounted", space), uncounted_message(space, keep, total, layers))
 
     def tied_scores(self, space: str, kind: str, tied: int, total: int) -> None:
         """Warn if most units of a space have the score at which the ranking is cut."""
         if 2 * tied > total:
-            self.once(("tied", space), told_tied(space, kind, tied, total))
+            self.once(("tied", space), tied_message(space, kind, tied, total))
 
     def alike_scales(self, space: str, mean: float, deviation: float) -> None:
         """Warn if a space is ranked by BatchNorm scales that hardly differ; `tied_scores` warns about equal ones."""
         if 0 < deviation < SPREAD * mean:
-            self.once(("alike", space), told_alike(space, mean, deviation))
+            self.once(("alike", space), alike_message(space, mean, deviation))
 
     def updated(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an optimizer step."""
@@ -84,8 +84,8 @@ class Watch:
                 f"pruner.step() was called twice in a row after at most one optimizer step, and both calls prune "
                 f"(space {falling[0]!r}: now from {before[falling[0]]:,} to {counts[falling[0]]:,}). If it is called "
                 f"once per batch, the whole plan is over after {epochs} batches, with almost no training. "
-                f"Call it at the end of every epoch, or every n batches. If one update per event is intended, as with full "
-                f'batches, ignore this: warnings.filterwarnings("ignore", "pruner.step", keepk.KeepkWarning).',
+                f"Call it at the end of every epoch, or every n batches. If one update per event is intended, as with "
+                f'full batches, ignore this: warnings.filterwarnings("ignore", "pruner.step", keepk.KeepkWarning).',
             )
 
     def event(self, *, fell: bool) -> None:
@@ -103,7 +103,7 @@ class Watch:
         return max(self._updates.values(), default=0) <= 1
 
 
-def told_untrue(space: str, claimed: int, found: int) -> str:
+def untrue_message(space: str, claimed: int, found: int) -> str:
     """The message about a count that differs from the number that the last event kept."""
     if found > claimed:
         return (
@@ -130,7 +130,7 @@ def thin_layers(layers: Sequence[Thin], share: float) -> list[Thin]:
     return [(name, left, total) for name, left, total in layers if left < limit * total]
 
 
-def told_uncounted(space: str, keep: int, total: int, layers: Sequence[tuple[str, int, int, str]]) -> str:
+def uncounted_message(space: str, keep: int, total: int, layers: Sequence[tuple[str, int, int, str]]) -> str:
     """The message about layers with channels that are not counted."""
     fixed = sum(channels for _, channels, _, _ in layers)
     some = "; ".join(f"{name!r} {channels:,} of {width:,}, {why}" for name, channels, width, why in layers[:5])
@@ -143,7 +143,7 @@ def told_uncounted(space: str, keep: int, total: int, layers: Sequence[tuple[str
     )
 
 
-def told_thin(space: str, kind: str, thin: Sequence[Thin]) -> str:
+def thin_message(space: str, kind: str, thin: Sequence[Thin]) -> str:
     """The message about layers that would keep almost nothing."""
     some = ", ".join(f"{name!r} {left:,} of {total:,}" for name, left, total in thin[:5])
     more = f" and {len(thin) - 5} more" if len(thin) > 5 else ""
@@ -154,7 +154,7 @@ def told_thin(space: str, kind: str, thin: Sequence[Thin]) -> str:
     )
 
 
-def told_alike(space: str, mean: float, deviation: float) -> str:
+def alike_message(space: str, mean: float, deviation: float) -> str:
     """The message about scales that hardly differ."""
     return (
         f"space {space!r}: its BatchNorm scales hardly differ (mean {mean:.3g}, standard deviation {deviation:.2g}), "
@@ -164,7 +164,7 @@ def told_alike(space: str, mean: float, deviation: float) -> str:
     )
 
 
-def told_tied(space: str, kind: str, tied: int, total: int) -> str:
+def tied_message(space: str, kind: str, tied: int, total: int) -> str:
     """The message about ties at the cut of the ranking."""
     return (
         f"space {space!r}: {tied:,} of its {total:,} {kind} are tied at the cut of the ranking, so their order in the "

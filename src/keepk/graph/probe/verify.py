@@ -14,7 +14,7 @@ from keepk.graph.probe.repairs import passing_through
 from keepk.graph.probe.replay import Mismatch, Replays
 from keepk.model.copies import Workshop
 from keepk.model.edits import Edits, Indices, doomed, silencing
-from keepk.model.example import Example, no_model
+from keepk.model.example import Example, not_a_model
 from keepk.model.names import named_tensors, sharded, unwrap
 from keepk.model.torch_internals import tree_leaves, tree_map
 from keepk.model.weight_norm import lengths_of
@@ -56,7 +56,7 @@ def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, 
         True
     """
     if not isinstance(model, nn.Module):
-        raise ShrinkError(f"verify: {no_model(model)}")
+        raise ShrinkError(f"verify: {not_a_model(model)}")
     if found := sharded(model):
         raise ShrinkError(f"verify: {found} is sharded over processes. Trace, verify and shrink before sharding.")
     trial = _Trial(Workshop(unwrap(model), _in_float64(Example.of(example)), None), graph)
