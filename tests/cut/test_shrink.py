@@ -465,9 +465,9 @@ def refuses(words, model, graph, units, error=ShrinkError, **more):
         (torch.ones(21, dtype=torch.bool), r"units contains True \(bool\)"),
         (torch.tensor([1.0]), r"units contains 1.0 \(float\)"),
         ([[0, 1]], r"units contains \[0, 1\] \(list\)"),
-        ([3, 4, 3], "unit 3 is named more than once"),
-        (np.array([4, 5, 4], np.uint8), "unit 4 is named more than once"),
-        (torch.tensor([5, 5]), "unit 5 is named more than once"),
+        ([3, 4, 3], "unit 3 is listed more than once"),
+        (np.array([4, 5, 4], np.uint8), "unit 4 is listed more than once"),
+        (torch.tensor([5, 5]), "unit 5 is listed more than once"),
         ([0, 10**30], f"unit {10**30} does not exist; the graph has 21 units"),
         ([-(10**30)], f"unit {-(10**30)} does not exist"),
         (np.array([2**64 - 1], np.uint64), f"unit {2**64 - 1} does not exist"),
@@ -568,7 +568,7 @@ def test_a_model_that_was_cut_elsewhere_is_refused():
     model, example, graph, units = traced()
     keepk.shrink(model, keepk.trace(model, example), [0])
     refuses(
-        r"'first.weight' should have shape \(12, 7\) and has shape \(11, 7\). Trace this very model",
+        r"'first.weight' should have shape \(12, 7\) and has shape \(11, 7\). Trace this model object",
         model,
         graph,
         units,
@@ -645,7 +645,7 @@ def test_tensors_that_cannot_be_cut_are_refused(change, words):
 def test_a_model_made_in_inference_mode_is_refused():
     with torch.inference_mode():
         model, example, graph, units = traced()
-    with pytest.raises(ShrinkError, match=r"tensor 'first.weight' was made in inference mode and cannot change"):
+    with pytest.raises(ShrinkError, match=r"tensor 'first.weight' was made in inference mode and cannot be changed"):
         keepk.shrink(model, graph, units)
     assert graph.alive.all()
     assert output(model, example).isfinite().all()

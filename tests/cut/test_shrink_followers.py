@@ -315,16 +315,16 @@ def test_what_is_no_follower_is_refused(follower, words):
     [
         (
             lambda _, twin: [twin, twin],
-            r"shrink: followers\[1\] \(.*\) is followers\[0\] again, which is cut once. Leave",
+            r"shrink: followers\[1\] \(.*\) is followers\[0\] again, and would be cut twice. Leave",
         ),
         (lambda _, twin: [AveragedModel(twin), twin, twin], r"followers\[2\] \(.*\) is followers\[1\] again"),
         (
             lambda model, _: [model],
-            r"shrink: followers\[0\] \(.*\) is the model itself, which is cut once. Leave it out",
+            r"shrink: followers\[0\] \(.*\) is the model itself, and would be cut twice. Leave it out",
         ),
         (lambda model, twin: [twin, nn.DataParallel(model)], r"followers\[1\] \(DataParallel\) is the model itself"),
-        (lambda _, twin: twin, r"^shrink: followers: got one \w+. Pass a list, also of one: followers=\[...\].$"),
-        (lambda model, _: dict(model.state_dict()), r"^shrink: followers: got one dict. Pass a list, also of one"),
+        (lambda _, twin: twin, r"^shrink: followers: got one \w+. Pass a list, even for one: followers=\[...\].$"),
+        (lambda model, _: dict(model.state_dict()), r"^shrink: followers: got one dict. Pass a list, even for one"),
     ],
 )
 def test_a_follower_that_would_be_cut_twice_and_one_without_a_list_are_refused(followers, words):

@@ -482,7 +482,7 @@ class TwoWay:
 
 
 def test_layers_that_read_each_other_in_turn_are_refused():
-    words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be met."
+    words = "channels of 'a' are read by 'b', .*; both layers read each other, so the count could not be met."
     with pytest.raises(SpaceError, match=words):
         find_links(untyped(TwoWay()), keepk.channels("*", keep=2), untyped(TwoWay.groups))
 

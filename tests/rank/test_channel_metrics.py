@@ -482,7 +482,10 @@ def test_a_term_of_the_blend_that_keeps_no_contract_is_named():
     net = narrow()
     found = layers(net, keepk.trace(net, example()), "output")
     for metric, words in (
-        (metrics.blend(0.5, scale=square), r"metric square: gave torch.float32 of shape \(6, 1\) for the 6 channels"),
+        (
+            metrics.blend(0.5, scale=square),
+            r"metric square: returned torch.float32 of shape \(6, 1\) for the 6 channels",
+        ),
         (metrics.blend(0.5, weights=untyped(lambda layer: [1.0] * len(layer))), "gave list for the 6 channels of '0'"),
     ):
         with pytest.raises(RankError, match=words):

@@ -63,7 +63,7 @@ def test_a_fresh_resnet_warns_of_ties_and_of_the_layers_that_would_keep_one_chan
 
 
 def test_a_floor_or_another_metric_silences_what_it_cures():
-    ties, thin = "are tied where", "would keep less than 5 %"
+    ties, thin = "are tied at", "would keep less than 5 %"
     for options, expected in (
         ({"layer_floor": 4}, ties),
         ({"metric": lambda layer: torch.linspace(0, 1, len(layer))}, None),

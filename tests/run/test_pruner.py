@@ -219,7 +219,7 @@ def test_weights_that_a_cut_elsewhere_takes_below_the_plan_are_refused():
     weights.step()
     keepk.shrink(net, keepk.trace(net, images), range(6), optimizer=optimizer)
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    with pytest.raises(RankError, match=r"'some': the model was cut elsewhere, which left only \d+ .* the 50 of its"):
+    with pytest.raises(RankError, match=r"'some': the model was cut elsewhere, which left only \d+ .* the 50 that its"):
         weights.step()
     assert weights.epoch == 1
     assert all(map(torch.equal, before, net.parameters()))
@@ -338,7 +338,9 @@ def test_a_pruner_that_nobody_refers_to_is_forgotten(kind):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     first = keepk.Pruner(net, SPACES["other weights"](), optimizer)
     del first
-    with pytest.raises(SpaceError, match="If no variable refers to it any more, its optimizer does: delete that too"):
+    with pytest.raises(
+        SpaceError, match="If no variable refers to it any more, its optimizer still does: delete that too"
+    ):
         keepk.Pruner(net, SPACES["other weights"](), torch.optim.SGD(net.parameters(), lr=0.1))
     del optimizer
     gc.collect()
@@ -355,5 +357,5 @@ def test_a_pruner_that_has_cut_its_last_channel_holds_nothing_and_is_not_in_the_
         assert net[0].out_features == keep
     masks = keepk.Pruner(net, keepk.weights("4.weight", keep=9), optimizer)
     masks.step()
-    with pytest.raises(SpaceError, match=r"of space '4\.weight', at the end of its plan; each of two would"):
+    with pytest.raises(SpaceError, match=r"with space '4\.weight', at the end of its plan; each of the two would"):
         keepk.Pruner(net, keepk.channels("0", keep=4), optimizer, example=example)

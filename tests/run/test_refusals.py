@@ -224,10 +224,10 @@ def test_a_state_of_another_model_plan_or_version():
     source.step()
     state = source.state_dict()
     for other, words in [
-        (pruner(mlp((4, 4))), "of another model"),
-        (pruner(schedule=(9, 3)), "of another plan"),
-        (pruner(keep=2, schedule=(10, 2)), "of another plan"),
-        (pruner(select="0.*", schedule=(10, 3)), "of another model"),
+        (pruner(mlp((4, 4))), "belongs to another model"),
+        (pruner(schedule=(9, 3)), "belongs to another plan"),
+        (pruner(keep=2, schedule=(10, 2)), "belongs to another plan"),
+        (pruner(select="0.*", schedule=(10, 3)), "belongs to another model"),
     ]:
         with pytest.raises(StateError, match=words):
             other.load_state_dict(state)

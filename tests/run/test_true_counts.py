@@ -236,7 +236,7 @@ def test_a_parameter_that_is_gone_or_has_another_size_is_counted_as_it_is():
     model, _, pruner, _ = pruned()
     kept = {name: int(mask.sum()) for name, mask in pruner.masks.items()}
     head, model[2] = model[2], nn.Identity()
-    with pytest.warns(KeepkWarning, match=rf"kept 300 units, but only {kept['0.weight']} are there.*new Pruner"):
+    with pytest.warns(KeepkWarning, match=rf"kept 300 units, but there are only {kept['0.weight']} now.*new Pruner"):
         assert pruner.kept == {"w": kept["0.weight"]}
     with pytest.raises(StateError, match=r"'2.weight': no longer exists, but its mask has shape \(4, 80\)"):
         pruner.apply_masks()
@@ -624,7 +624,7 @@ def test_layers_of_width_one_are_told_and_certified(widths, fixed):
     torch.manual_seed(0)
     model, example = narrow(*widths), torch.randn(4, 20)
     listed = "; ".join(f"'{name}' 1 of 1, every layer keeps at least one channel" for name in fixed)
-    with pytest.warns(KeepkWarning, match=rf"not counted: {listed}\. It keeps 10 of") as told:
+    with pytest.warns(KeepkWarning, match=rf"not counted: {listed}\. The space keeps 10 of") as told:
         pruner = keepk.Pruner(model, keepk.channels("*", keep=10, name="c"), example=example)
     assert len(told) == 1
     pruner.step()
@@ -728,5 +728,5 @@ def test_a_plan_that_still_falls_is_refused_where_a_sweep_left_fewer():
     pruner.step()
     keepk.compact(model, torch.zeros(2, 64))
     assert nonzero(model) < 90
-    with pytest.raises(RankError, match=r"was cut elsewhere, which left only .* fewer than the 90 of its plan"):
+    with pytest.raises(RankError, match=r"was cut elsewhere, which left only .* fewer than the 90 that its plan"):
         pruner.step()

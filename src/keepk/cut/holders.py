@@ -1,8 +1,8 @@
-"""Everything else that holds the tensors about to be cut: followers, DDP wrappers, views.
+"""Objects besides the model that hold its tensors or copies of them: followers, DDP wrappers, views.
 
-Followers are copies of a model, averages of it (EMA), and dicts of its tensors, which are cut and masked with it. Other
-holders (DDP wrappers, views, tensors that cannot change) are refused before the first cut. `keepk.load` uses this
-module too, so it imports nothing of the trace.
+Followers are copies of a model, averages of it (EMA), and dicts of its tensors. They are cut and masked with the model.
+Other holders (DDP wrappers, views, tensors that cannot be changed) are refused before the first cut. `keepk.load` uses
+this module too, so it does not import the tracer.
 """
 
 import gc
@@ -20,7 +20,7 @@ from keepk.model.names import named_parameters, named_tensors, unwrap
 
 
 def sharing_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of names of tensors whose memory overlaps; tensors side by side in one storage do not.
+    """Pairs of names of tensors whose memory overlaps; tensors side by side in one storage do not overlap.
 
     A tensor that overlaps several others is paired with the one that reaches furthest.
 
@@ -67,18 +67,18 @@ def refuse_bad_followers(followers: object, model: nn.Module, who: str) -> None:
     """Refuse anything but a list of followers, and a list that would cut the same object twice."""
     if isinstance(followers, nn.Module | dict):
         raise ShrinkError(
-            f"{who}: followers: got one {type(followers).__name__}. Pass a list, also of one: followers=[...]."
+            f"{who}: followers: got one {type(followers).__name__}. Pass a list, even for one: followers=[...]."
         )
     listed = followers if isinstance(followers, Sequence) and not isinstance(followers, str) else [followers]
     known = {id(unwrap(model)): "the model itself"}
     for place, follower in enumerate(listed):
         if not isinstance(follower, nn.Module | dict):
             raise _not_a_follower(follower)
-        # Two wrappers around one module are one follower: compare what is inside.
+        # Two wrappers around one module are the same follower, so compare the modules inside.
         core = id(followed(follower) if isinstance(follower, nn.Module) else follower)
         if core in known:
             raise ShrinkError(
-                f"{who}: followers[{place}] ({type(follower).__name__}) is {known[core]}, which is cut once. "
+                f"{who}: followers[{place}] ({type(follower).__name__}) is {known[core]}, and would be cut twice. "
                 f"Leave it out; a follower is a copy with separate tensors."
             )
         known[core] = f"followers[{place}] again"
@@ -122,7 +122,8 @@ def refuse_follower(
                     f"{who}: {name!r} has shape {tuple(tensors[name].shape)}, the model's {cut.before}. "
                     f"Pass a follower to every shrink of the model, or make a new copy of the model."
                 )
-    # The tensors of a dict are replaced under their keys, never resized in place, so they may be of any kind.
+    # Only tensors of modules are resized in place. A dict gets new tensors under its keys, so its old ones may be of
+    # any kind.
     if isinstance(follower, nn.Module):
         refuse_uncuttable(tensors, cuts, f"{who}: ")
 
@@ -159,17 +160,18 @@ def refuse_mismatched_followers(followers: Iterable[Follower], parameters: Mappi
                 )
             if name in parameters and tensor.is_inference():
                 raise ShrinkError(
-                    f"followers[{place}]: {name!r} was made in inference mode and cannot change. Make it outside of it."
+                    f"followers[{place}]: {name!r} was made in inference mode and cannot be changed. Make it outside "
+                    f"of inference mode."
                 )
 
 
 def parameters_of(follower: Follower) -> Mapping[str, Tensor]:
-    """The parameters of a follower, by the names that they have without wrappers."""
+    """The parameters of a follower, by their names without wrappers."""
     return follower if isinstance(follower, dict) else named_parameters(followed(follower))
 
 
 def refuse_holders(model: nn.Module, edits: Edits, wrapper: nn.Module | None = None) -> None:
-    """Refuse to cut tensors that a DDP wrapper or another tensor object also uses, or that cannot change.
+    """Refuse to cut tensors that a DDP wrapper or another tensor object also uses, or that cannot be changed.
 
     Args:
         model: The model about to be cut.
@@ -197,7 +199,8 @@ def refuse_uncuttable(tensors: Mapping[str, Tensor], cuts: Sequence[Cut], who: s
         tensor = tensors[name]
         if tensor.is_inference():
             raise ShrinkError(
-                f"{who}tensor {name!r} was made in inference mode and cannot change. Build the model outside of it."
+                f"{who}tensor {name!r} was made in inference mode and cannot be changed. Build the model outside of "
+                f"inference mode."
             )
         if hasattr(tensor, "device_mesh") or tensor.layout != torch.strided or tensor.is_quantized:
             raise ShrinkError(
@@ -229,7 +232,7 @@ def _refuse_ddp(model: nn.Module, leaving: nn.Module | None) -> None:
 
 
 def _ddp_over(parameters: set[int], leaving: nn.Module | None) -> bool:
-    # type() instead of isinstance(): the latter asks a dead weak proxy for its class, which raises ReferenceError.
+    # type() instead of isinstance(), which reads __class__ of a dead weak proxy and raises ReferenceError.
     wrappers = (held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel))
     # A wrapper that lost its reducer (`cut.ddp.disarm`) no longer has buffers for gradients.
     armed = (wrapper for wrapper in wrappers if wrapper is not leaving and hasattr(wrapper, "reducer"))

@@ -1,7 +1,7 @@
 """`shrink`: remove channels physically, from the model, its optimizers' state and its followers.
 
-Every new tensor is made before the first old one is touched. Putting them in place is then a transaction: all changes
-are made, or none is.
+Every new tensor is made before the first old one is changed. Putting them in place is a transaction: all changes are
+made, or none.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,14 +43,14 @@ def shrink(
 ) -> Edits:
     """Remove units from a model, in place.
 
-    Parameter objects, module classes, names, ties, hooks, dtypes, devices, memory formats and `requires_grad` stay. The
-    graph stays valid: one trace serves any number of shrinks. If anything is refused, nothing has changed.
+    Parameter objects, module classes, names, ties, hooks, dtypes, devices, memory formats and `requires_grad` do not
+    change. The graph stays valid: one trace is enough for any number of shrinks. If this raises, nothing has changed.
 
     Args:
         model: The model that was traced.
         graph: The graph that `keepk.trace` returned for this model.
-        units: The numbers of the units to remove; see `Graph.groups` and `Graph.choose`. Units that cannot stay without
-            them are removed too.
+        units: The numbers of the units to remove; see `Graph.groups` and `Graph.choose`. Units that depend on them are
+            removed too.
         optimizer: The optimizer, or several. State with one entry per weight (momentum, Adam's moments) is cut like the
             parameters.
         followers: Copies of the model, averages of it (`AveragedModel`), or dicts of tensors under its names (at least
@@ -188,11 +188,11 @@ def _numbers(units: Iterable[Any]) -> np.ndarray:
     _refuse_share(units)
     given = units.numpy(force=True) if isinstance(units, Tensor) else units
     if not (isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"):
-        # As objects, so that an int beyond 64 bits reaches the graph, whose error says which units exist.
+        # As objects, so that even an int beyond 64 bits reaches the graph, whose error says which units exist.
         given = np.array([_number(unit) for unit in given], object)
     numbers, counts = np.unique(given, return_counts=True)
     if (counts > 1).any():
-        raise ShrinkError(f"shrink: unit {numbers[counts > 1][0]} is named more than once. Name each unit once.")
+        raise ShrinkError(f"shrink: unit {numbers[counts > 1][0]} is listed more than once. List each unit once.")
     return numbers
 
 
@@ -238,7 +238,7 @@ def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tens
             got = f"has shape {tuple(named[name].shape)}" if name in named else "is not there"
             raise ShrinkError(
                 f"shrink: the graph does not fit the model {type(model).__name__}: {name!r} should have shape "
-                f"{expected} and {got}. Trace this very model; a model that was cut elsewhere needs a new trace."
+                f"{expected} and {got}. Trace this model object; a model that was cut elsewhere needs a new trace."
             )
     for name in (name for name, tensor in named.items() if tensor.dim() and name not in graph.wiring.shapes):
         raise ShrinkError(

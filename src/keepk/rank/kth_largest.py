@@ -34,8 +34,8 @@ class Ranked(NamedTuple):
     Attributes:
         name: Its name, for errors.
         scores: The scores, or the weights themselves if ``absolute``.
-        dead: The entries that were pruned before, which are never kept, whatever their score.
-        absolute: Rank by ``|scores|``. The magnitudes are then never stored as a tensor.
+        dead: A mask of the entries that were pruned before; these are never kept.
+        absolute: Whether to rank by ``|scores|``, without storing the magnitudes as a tensor.
         floor: At least ``min(floor, alive)`` entries are kept.
     """
 
@@ -59,8 +59,8 @@ class Sizes:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run CPU kernels on one thread within the context."""
-    # A piece of 256K entries takes tens of microseconds, about as long as waking the threads of a pool and waiting for
-    # the slowest one, the more so on a shared machine (docs/decisions/0006).
+    # A piece of 256K entries takes tens of microseconds. Waking the threads of a pool and waiting for the slowest one
+    # takes about as long, and longer on a shared machine (docs/decisions/0006).
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -3,8 +3,8 @@
 Ranking only reads. `cut_points` finds the score at which each tensor is cut, and may raise; `dead_mask` then makes the
 mask of one tensor. A caller can thus rank everything before it changes anything.
 
-A comparison with a threshold cannot keep exactly k when scores are equal. Of 2 0 2 2 1, keep 2: all above 1 would be
-three, all above 2 none. The cut therefore has a value and the number of ties that are kept, and the first ones are:
+A threshold alone cannot keep exactly k when scores are equal. To keep 2 of the scores 2 0 2 2 1: three are above 1, and
+none is above 2. A cut point therefore has a value and the number of ties to keep, which are the first ones:
 
 >>> tensor = Ranked("fc", torch.tensor([2.0, 0.0, 2.0, 2.0, 1.0]))
 >>> [cut] = cut_points([tensor], 2)
@@ -163,8 +163,8 @@ def _checked(tensor: Ranked, sizes: Sizes) -> Ranked:
             f"{tuple(scores.shape)} on {scores.device}; pass a bool mask of the scores' shape and device."
         )
     tensor = tensor._replace(scores=scores)
-    # A finite sum proves in one read that every entry is finite. A sum that is not may still be an overflow, so the
-    # entries are looked at then.
+    # A finite sum proves in one read that every entry is finite. If the sum is not finite, it may just have overflowed,
+    # so the entries are checked one by one.
     if not math.isfinite(scores.sum(dtype=torch.promote_types(scores.dtype, torch.float32)).item()):
         _refuse_unrankable(tensor, sizes)
     return tensor
