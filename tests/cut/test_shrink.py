@@ -456,7 +456,7 @@ def refuses(words, model, graph, units, error=ShrinkError, **more):
 @pytest.mark.parametrize(
     ("units", "words"),
     [
-        ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. Take them from graph.groups"),
+        ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. graph.groups lists them"),
         ([-1], "unit -1 does not exist"),
         ([0.5], r"units contains 0.5 \(float\). Pass the units' numbers as ints"),
         (["first"], r"units contains 'first' \(str\)"),
@@ -537,7 +537,10 @@ def test_a_unit_that_is_gone_is_refused():
     model, _, graph, _ = traced()
     keepk.shrink(model, graph, [3])
     refuses(
-        r"unit 3 of 'first' \(1 in all\) was removed before. Choose among those where graph.alive", model, graph, [3, 4]
+        r"unit 3 of 'first' \(1 in total\) was already removed. Choose units for which graph.alive",
+        model,
+        graph,
+        [3, 4],
     )
 
 
@@ -550,7 +553,7 @@ def test_the_last_unit_is_refused_though_the_others_went_before():
 def test_unequal_numbers_of_bound_parts_are_refused():
     model, _, graph, _ = traced("grouped")
     one = graph.bindings[0][0][:1]
-    refuses(r"must lose equally many of each of its \d+ parts, because it .*; got 1, 0", model, graph, one)
+    refuses(r"must lose equal numbers of units from each of its \d+ parts, because it .*; got 1, 0", model, graph, one)
 
 
 def test_a_graph_of_another_model_is_refused():

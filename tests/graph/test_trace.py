@@ -338,7 +338,7 @@ def test_an_operation_without_a_rule_fixes_what_goes_in(operation):
     graph = keepk.trace(WithOperation(operation), numbers())
     assert not graph.groups
     [why] = set(reasons(graph, "first.weight", 0))
-    assert why.startswith(f"keepk_test_trace::{operation} has no rule; keepk.rule teaches one")
+    assert why.startswith(f"keepk_test_trace::{operation} has no rule; keepk.rule registers one")
     [place] = {record.place for record in graph.fixed if record.tensor == "first.weight" and record.axis == 0}
     assert place.startswith("test_trace.py:")
 

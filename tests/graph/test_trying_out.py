@@ -175,7 +175,7 @@ def test_one_number_for_two_widths_keeps_them_equal():
     graph = keepk.trace(model, example)
     [[left, right]] = graph.bindings
     assert len(left) == len(right) == 6
-    with pytest.raises(ShrinkError, match=r"must lose equally many .* has its size in 'width', as another part"):
+    with pytest.raises(ShrinkError, match=r"must lose equal numbers .* has its size in 'width', as another part"):
         keepk.shrink(model, graph, left[:2])
     keepk.shrink(model, graph, [*left[:2], *right[3:5]])
     assert model.width == 4

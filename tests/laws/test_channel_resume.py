@@ -195,7 +195,7 @@ def test_a_model_that_was_refused_once_takes_the_right_state(tmp_path):
     right.run(None, 2)
     right.save(tmp_path / "right", 2, 0, None)
     run = SCENARIOS["each"]()
-    with pytest.raises(StateError, match=r"of spaces .*channels.*, but this Pruner has"):
+    with pytest.raises(StateError, match=r"has spaces .*channels.*, but this Pruner has"):
         keepk.load_checkpoint(tmp_path / "wrong", **{**wrong.parts(), "pruner": run.pruner})
     with pytest.raises(CheckpointError, match="optimizer: is a Adam here"):
         keepk.load_checkpoint(tmp_path / "right", **{**run.parts(), "optimizer": adam(run.model.parameters())})
@@ -220,7 +220,7 @@ def test_a_part_that_is_missing_is_asked_for(tmp_path):
     run = Training()
     before = everything(run)
     with pytest.raises(
-        CheckpointError, match=r"holds the run's ema, without which it would not continue .* Pass ema=\.\.\."
+        CheckpointError, match=r"has the run's ema, without which the run would not continue .* Pass ema=\.\.\."
     ):
         keepk.load_checkpoint(tmp_path, **{name: part for name, part in run.parts().items() if name != "ema"})
     assert everything(run) == before
@@ -298,10 +298,10 @@ def test_units_that_cannot_go_together_are_refused_whether_cut_or_masked(tmp_pat
     fresh = Training(Grouped, grouped_spaces, shrink=shrink)
     fresh.update(torch.arange(BATCH))
     before, bits = everything(fresh), fresh.fingerprint()
-    with pytest.raises(StateError, match=r"pruner state: .*must lose equally many of each of its 3 parts"):
+    with pytest.raises(StateError, match=r"pruner state: .*must lose equal numbers of units from each of its 3 parts"):
         fresh.pruner.load_state_dict(state)
     assert everything(fresh) == before
-    with pytest.raises(StateError, match=r"pruner state: .*must lose equally many of each of its 3 parts"):
+    with pytest.raises(StateError, match=r"pruner state: .*must lose equal numbers of units from each of its 3 parts"):
         keepk.load_checkpoint(tmp_path, **fresh.parts())
     assert fresh.fingerprint() == bits
 

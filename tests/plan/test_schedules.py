@@ -130,7 +130,7 @@ def test_callables_and_lists_are_schedules():
         (keepk.Annealing(p0=0.95, n1=2, nu=0.1), None, r"p0=0.95 leaves 50 of 1000, .* Choose p0 <= 0.9"),
         (keepk.Cubic(epochs=9), 5, r"needs 9 epochs"),
         (keepk.Cubic(), None, "no length"),
-        (keepk.Cubic(begin=5), 5, "begin=5 leaves nothing of 5"),
+        (keepk.Cubic(begin=5), 5, "begin=5 leaves none of the 5"),
         (keepk.Cubic(epochs=5, p0=0.95), None, "p0=0.95 prunes more"),
         ([500, 600, 100], None, "rises from 500 to 600 at epoch 2"),
         ([1001, 100], None, "rises from 1000 to 1001 at epoch 1"),

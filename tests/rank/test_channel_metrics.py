@@ -486,7 +486,10 @@ def test_a_term_of_the_blend_that_keeps_no_contract_is_named():
             metrics.blend(0.5, scale=square),
             r"metric square: returned torch.float32 of shape \(6, 1\) for the 6 channels",
         ),
-        (metrics.blend(0.5, weights=untyped(lambda layer: [1.0] * len(layer))), "gave list for the 6 channels of '0'"),
+        (
+            metrics.blend(0.5, weights=untyped(lambda layer: [1.0] * len(layer))),
+            "returned list for the 6 channels of '0'",
+        ),
     ):
         with pytest.raises(RankError, match=words):
             channel_scores(metric, found)
@@ -536,7 +539,9 @@ def test_writing_into_what_a_metric_sees_is_refused_by_name(side):
     net = narrow()
     pruner = keepk.Pruner(net, keepk.channels("0", keep=2, metric=greedy), example=example())
     name = {"producer": "0.weight", "carrier": "0.bias", "reader": "3.weight"}[side]
-    with pytest.raises(RankError, match=rf"metric greedy: changed parameter '{name}' .*in place. Return scores"):
+    with pytest.raises(
+        RankError, match=rf"metric greedy: changed parameter '{name}' .*in place. A metric must only return"
+    ):
         pruner.step()
     assert (pruner.epoch, net[0].out_features) == (0, 6)
 
@@ -556,13 +561,13 @@ def test_writing_into_a_gradient_is_refused_by_name():
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (lambda layer: metrics.l2(layer)[1:], r"gave torch.float32 of shape \(5,\) for the 6 channels of '0'"),
-        (lambda layer: metrics.l2(layer).sum(), r"gave torch.float32 of shape \(\) for the 6 channels"),
+        (lambda layer: metrics.l2(layer)[1:], r"returned torch.float32 of shape \(5,\) for the 6 channels of '0'"),
+        (lambda layer: metrics.l2(layer).sum(), r"returned torch.float32 of shape \(\) for the 6 channels"),
         (lambda layer: metrics.l2(layer).unsqueeze(0), r"of shape \(1, 6\) for the 6 channels of '0'. Return a float"),
-        (lambda layer: metrics.l2(layer).int(), "gave torch.int32"),
-        (lambda layer: metrics.l2(layer) > 0, "gave torch.bool"),
-        (lambda layer: metrics.l2(layer).tolist(), "gave list"),
-        (lambda _: None, "gave NoneType"),
+        (lambda layer: metrics.l2(layer).int(), "returned torch.int32"),
+        (lambda layer: metrics.l2(layer) > 0, "returned torch.bool"),
+        (lambda layer: metrics.l2(layer).tolist(), "returned list"),
+        (lambda _: None, "returned NoneType"),
         (lambda layer: metrics.l2(layer) * math.nan, "6 of the 6 channels of '0' have NaN as their score.*nothing was"),
         (metrics.norm("l2", of="reader").__call__, None),
         (partial(metrics.product), None),

@@ -516,5 +516,5 @@ def test_a_model_prepared_for_quantisation_gets_the_cure():
     net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
     prepared = torch.ao.quantization.prepare_qat(net.train())
     found = str(keepk.inspect(prepared, torch.zeros(2, 8)))
-    assert "quantised or prepared for that" in found
+    assert "quantised or prepared for it" in found
     assert "Prune first and quantise afterwards" in found

@@ -186,9 +186,12 @@ def test_state_that_is_not_per_weight_is_refused_by_name():
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (lambda weight: weight.sum(), r"gave torch.float32 of shape \(\) for parameter '0.weight' of shape \(3, 4\)"),
-        (lambda weight: weight > 0, "gave torch.bool"),
-        (lambda weight: weight.tolist(), "gave list"),
+        (
+            lambda weight: weight.sum(),
+            r"returned torch.float32 of shape \(\) for parameter '0.weight' of shape \(3, 4\)",
+        ),
+        (lambda weight: weight > 0, "returned torch.bool"),
+        (lambda weight: weight.tolist(), "returned list"),
         (lambda weight: weight.zero_(), "changed parameter '0.weight' in place"),
         (lambda weight: weight * float("nan"), "'0.weight'"),
         (
@@ -237,7 +240,7 @@ def test_a_state_of_another_model_plan_or_version():
         ({"epoch": 7}, "epoch 7, but the plan has 2"),
         ({"epoch": 2}, "space 'all' keeps 10 weights, the plan says 3"),
         ({"masks": {}}, "no bool mask"),
-        ({"spaces": {}}, "of spaces"),
+        ({"spaces": {}}, "has spaces"),
     ]
     for damage, words in damages:
         with pytest.raises(StateError, match=words):
@@ -406,7 +409,7 @@ def observed(net):
 @pytest.mark.parametrize("prepare", [prepared_for_training, prepared_and_fused, prepared_by_fx, observed])
 def test_a_model_prepared_for_quantisation_is_to_be_pruned_first(prepare):
     net = prepare(small_net())
-    words = r"space '0': module '.*' is quantised or prepared for that \(torch\.ao\..*Prune first and quantise"
+    words = r"space '0': module '.*' is quantised or prepared for it \(torch\.ao\..*Prune first and quantise"
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(net, keepk.channels("0", keep=5), example=PICTURES)
     with pytest.raises(SpaceError, match="matches no module"):  # a slip is still called by its name

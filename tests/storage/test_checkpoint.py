@@ -612,7 +612,7 @@ def test_a_resume_needs_every_part_that_was_saved(tmp_path, left_out):
     before = run.bits()
     parts = {name: part for name, part in run.parts().items() if name != left_out}
     with pytest.raises(
-        CheckpointError, match=f"holds the run.s {left_out}, .*Pass {left_out}=..., or only model= to read it"
+        CheckpointError, match=f"has the run.s {left_out}, .*Pass {left_out}=..., or only model= to read it"
     ):
         load_checkpoint(tmp_path, **parts)
     assert run.bits() == before
@@ -621,7 +621,7 @@ def test_a_resume_needs_every_part_that_was_saved(tmp_path, left_out):
 def test_a_part_that_was_not_saved_is_refused(tmp_path):
     run = Run(1)
     save_checkpoint(tmp_path, model=run.model)
-    with pytest.raises(CheckpointError, match=r"holds no ema, only model\. Leave ema= out"):
+    with pytest.raises(CheckpointError, match=r"has no ema, only model\. Omit ema="):
         load_checkpoint(tmp_path, model=run.model, ema=run.ema)
 
 

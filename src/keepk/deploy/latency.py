@@ -163,12 +163,12 @@ def latency(
     are restored afterwards.
 
     Args:
-        model: The model. It is measured as it is called, including a `torch.compile` wrapper.
+        model: The model. It is measured as passed, including a `torch.compile` wrapper.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments; the first dim is the batch.
         baseline: A model to compare with, such as the dense one; it takes the same example.
         batches: The batch sizes to measure, one or several; the example's rows are repeated as needed.
         repeats: How often each is measured, after a warm-up.
-        threads: How many threads an operation may use; None leaves torch's setting.
+        threads: How many threads an operation may use; None keeps torch's setting.
         runtimes: ``"torch"``, ``"onnxruntime"`` (on the CPU, through `export_onnx` for each batch size), or both.
 
     Returns:
@@ -231,7 +231,7 @@ def take_turns(
             runs[place]()
             taken = clock() - start
             if turn >= 0:
-                times[place].append(max(1, taken))  # a coarse clock may not advance, and ratios divide by it
+                times[place].append(max(1, taken))  # a coarse clock may not advance, and ratios divide by the time
     return times
 
 
@@ -240,7 +240,7 @@ def summary(runtime: str, batch: int, times: Sequence[Sequence[int]]) -> Latency
     spreads = [Spread.of([taken / NANOSECONDS for taken in each]) for each in times]
     if len(times) == 1:
         return LatencyRow(runtime, batch, spreads[0], None, None)
-    # Round by round, because both runs of a round met the same conditions; medians of all runs would mix them.
+    # Ratios within a round, because both runs of a round had the same conditions, which may change between rounds.
     ratios = [theirs / ours for ours, theirs in zip(*times, strict=True)]
     return LatencyRow(runtime, batch, spreads[0], spreads[1], Spread.of(ratios))
 
@@ -257,7 +257,7 @@ def _measured(
         stack.enter_context(torch.inference_mode())
         for model, run in zip(models, runs, strict=True):
             _try_out(model, run, example, batch)
-        stack.enter_context(no_collection())  # only now: exporting and trying out may leave much to collect
+        stack.enter_context(no_collection())  # only now, because exporting and trying out leave garbage to collect
         return summary(runtime, batch, take_turns(runs, repeats))
 
 
@@ -267,7 +267,7 @@ def _torch_run(model: nn.Module, example: Example) -> Run:
     def run() -> None:
         model(*example.arguments, **example.by_name)
         for device in busy:
-            torch.accelerator.synchronize(device)  # kernels run asynchronously, and the clock should see their end
+            torch.accelerator.synchronize(device)  # kernels run asynchronously, so wait for their end
 
     return run
 
@@ -316,7 +316,7 @@ def _refuse_numbers(repeats: int, threads: int | None) -> None:
         raise KeepkError(f"latency: repeats={shown(repeats)}. Pass an int of at least 1.")
     if threads is not None and not _is_count(threads):
         raise KeepkError(
-            f"latency: threads={shown(threads)}. Pass an int of at least 1, or None to leave torch's setting."
+            f"latency: threads={shown(threads)}. Pass an int of at least 1, or None to keep torch's setting."
         )
 
 
@@ -333,7 +333,7 @@ def _refuse_runtimes(runtimes: Sequence[str], devices: Sequence[torch.device]) -
     require_packages("latency", "onnx", "onnxscript", "onnxruntime")
     elsewhere = [str(device) for device in devices if device.type != "cpu"]
     if elsewhere:
-        raise KeepkError(f"latency: onnxruntime is measured on the CPU, the model is on {elsewhere[0]}. Move it.")
+        raise KeepkError(f"latency: onnxruntime runs on the CPU, but the model is on {elsewhere[0]}. Move it.")
 
 
 def _cells(row: LatencyRow) -> tuple[str, ...]:

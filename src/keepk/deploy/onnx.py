@@ -1,4 +1,4 @@
-"""`export_onnx`: write a model as one ``.onnx`` file, which is run and compared with torch before it gets its name."""
+"""`export_onnx`: write a model as one ``.onnx`` file, after running it and comparing the outputs with torch's."""
 
 import logging
 import os
@@ -34,9 +34,9 @@ from keepk.model.torch_internals import tree_map
 from keepk.plan.names import shown
 from keepk.storage.files import own_folder, place, sync_folder
 
-# Relative to the largest output: float32 in another order of summation, and half precision or TF32.
+# Tolerances relative to the largest output: for float32 summed in another order, and for half precision or TF32.
 ROUNDING, COARSE_ROUNDING = 1e-4, 1e-2
-REASON = 400  # letters of the exporter's message, which goes on for pages
+REASON = 400  # characters of the exporter's message, which may be pages long
 SHOWN = 3  # inputs and outputs in a repr
 
 
@@ -47,7 +47,7 @@ class OnnxReport:
     Attributes:
         path: The file.
         opset: The version of ONNX's operators that it uses.
-        inputs: Name, type and shape of each input; a word in a shape is a size that may differ from call to call.
+        inputs: Name, type and shape of each input; a word in a shape stands for a size that may vary.
         outputs: Name, type and shape of each output.
         difference: The largest max|torch - onnxruntime| / max|torch| of all outputs; None if it was not checked.
         bytes: The size on disk.
@@ -89,17 +89,18 @@ def export_onnx(
     """Export a model, shrunk or not, to ONNX, and run the file to check that it computes what torch computes.
 
     The model is exported in eval mode, from a copy. The file is self-contained up to 1.5 GB; for larger models torch
-    puts the values into ``<path>.data``. If anything is refused, a file that was at `path` is unchanged.
+    puts the values into ``<path>.data``. If this raises, an existing file at `path` is unchanged.
 
     Args:
-        model: Any module that `torch.export` takes; `DistributedDataParallel` and `torch.compile` wrappers are removed.
+        model: Any module that `torch.export` accepts; `DistributedDataParallel` and `torch.compile` wrappers are looked
+            through.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         path: The file, in a folder that exists.
         check: Whether to run the file with onnxruntime on the example and compare its outputs with torch's.
         tolerance: The largest max|torch - onnxruntime| / max|torch| that passes the check. None means 1e-4, or 1e-2 for
             half precision and on a GPU, where convolutions are rounded to TF32.
-        dynamic_batch: Whether the batch size may vary: the first dim of every tensor that is as long as the first
-            tensor. The check then also runs a batch of one, and one row more than the example has.
+        dynamic_batch: Whether the batch size may vary, that is, the first dim of every tensor that has as many rows as
+            the first tensor. The check then also runs a batch of one, and one row more than the example has.
 
     Returns:
         A report: inputs and outputs with names, types and shapes, the size, and the largest difference found.
@@ -172,12 +173,12 @@ def _draft(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise FileError(
             f"{path}: cannot be written ({error}). Choose a file in a folder that exists and can be written. "
-            f"A file that was there is unchanged."
+            f"An existing file is unchanged."
         ) from error
 
 
 def _commit(draft: Path, path: Path) -> None:
-    # Values in a separate file come before the file that names them.
+    # Write a separate file of values before the file that refers to it.
     for file in sorted(draft.parent.iterdir(), key=lambda file: file == draft):
         with file.open("r+b") as handle:
             os.fsync(handle.fileno())
@@ -226,7 +227,7 @@ def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
 
 @contextmanager
 def _silent_exporter() -> Iterator[None]:
-    """Silence the exporter, which warns of its internals, logs optional packages, and prints a graph if it fails."""
+    """Silence the exporter, which warns about internals, logs optional packages, and prints a graph if it fails."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""`Graph`: the units of a model, which of them belong together, what is fixed and why.
+"""`Graph`: the units of a model, the groups they form, and the axes that cannot shrink.
 
 The class is a view of a `Solution` plus one piece of state: the units that are still in the model. The work is done
 elsewhere: `units` finds the units and their groups, `choose` chooses units for trial cuts, and `remaining` plans a
@@ -45,9 +45,9 @@ class Graph:
         fixed: The axes that cannot shrink, with the reasons.
         bindings: Blocks of units that must lose the same number of units.
         constants: Attributes found by probing that follow sizes.
-        beside: Attributes that equal a size, which forward does not need; a removal leaves them unchanged.
+        beside: Attributes that equal a size but that forward does not use; a removal leaves them unchanged.
         replays: The forward passes that a cut model must repeat.
-        unknown: Behaviour of forward that the trace has not seen, as messages.
+        unknown: Messages about behaviour of forward that the trace has not seen.
 
     Examples:
         >>> import keepk, torch
@@ -71,7 +71,7 @@ class Graph:
         self.units: Units = find_units(wiring.axes, wiring.parameters, solution)
         self.groups: tuple[Group, ...] = tuple(find_groups(self.units, wiring.axes, solution, wiring.roles))
         self.fixed: tuple[Fixed, ...] = tuple(find_fixed(wiring.axes, solution))
-        # The only state of the graph: the model as it is now. A removal replaces the whole value.
+        # The only mutable state of the graph: the part of the model that is left. A removal replaces the whole value.
         self.left = Left(wiring, np.ones(len(solution.classes), bool))
         self._unit_of = np.full(len(solution.classes), -1, np.int64)  # by class; -1 for those that are not units
         self._unit_of[self.units.classes] = np.arange(len(self.units))
@@ -115,17 +115,17 @@ class Graph:
 
     @property
     def spaces(self) -> tuple[Group, ...]:
-        """Deprecated: use `groups`. Their names are those of modules, which several groups may share."""
+        """Deprecated: use `groups`. Here the names are those of modules, which several groups may share."""
         warnings.warn("Graph.spaces is deprecated; use Graph.groups.", DeprecationWarning, stacklevel=2)
         return tuple(replace(group, name=group.module) for group in self.groups)
 
     @property
     def alive(self) -> NDArray[np.bool_]:
-        """Whether each unit is still in the model."""
+        """Whether each unit is still in the model, as a bool array of shape [units]."""
         return self.left.alive[self.units.classes]
 
     def slices(self, unit: int) -> list[tuple[str, int, int]]:
-        """The slices of a unit, as (tensor, axis, index) in the model as it was traced.
+        """The slices of a unit, as (tensor, axis, index) in the model when it was traced.
 
         On the second axis of a grouped convolution's weight, the index is group * channels of a group + channel.
 
@@ -140,7 +140,7 @@ class Graph:
     def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
         """Choose a share of the units of every group, without ranking them; a `Pruner` ranks.
 
-        Blocks that are bound lose equal numbers, and something is left everywhere. The ranks of adapters (LoRA) are not
+        Bound blocks lose equal numbers, and every block keeps at least one unit. The ranks of LoRA adapters are not
         chosen.
 
         Args:
@@ -196,7 +196,7 @@ class Graph:
                 yield blocks
 
     def links(self) -> NDArray[np.int64]:
-        """Pairs (source, reader) of units: a norm that reads a channel that others read as well."""
+        """Pairs (source, reader) of units: a BatchNorm's reading of a channel that has other readers too."""
         return self._links
 
     # Cached, since each planned removal reads it; the solution never changes.
@@ -211,7 +211,7 @@ class Graph:
         return links[(links >= 0).all(axis=1)]
 
     def otherwise_used(self) -> Flags:
-        """Whether each unit is used by something else than the norms of `links`."""
+        """Whether each unit is used by anything other than the norms of `links`."""
         used = np.zeros(len(self.units), bool)
         found = self._unit_of[self.solution.used]
         used[found[found >= 0]] = True
@@ -231,20 +231,21 @@ class Graph:
             units: The numbers of the units.
 
         Returns:
-            The edits. Their `units` include those that have to be removed with the given ones.
+            The edits. Their `units` include those that have to be removed with the requested ones.
 
         Raises:
-            ShrinkError: A unit does not exist or is gone already, or the removal is impossible: nothing would be left
-                of an axis, blocks would become unequal, or a count would not be the multiple that it must be.
+            ShrinkError: A unit does not exist or was already removed, or the removal is impossible: an axis would
+                become
+                empty, blocks would become unequal, or a count would not be the required multiple.
         """
         return plan_edits(self, units)
 
     def alive_after(self, units: Indices) -> Flags:
-        """Which atoms are left once these units are removed as well."""
+        """Which atoms are left once these units are removed too."""
         return self.left_without(units).alive
 
     def left_without(self, units: Indices) -> Left:
-        """The part of the model that is left once these units are removed as well."""
+        """The part of the model that is left once these units are removed too."""
         return Left(self.wiring, self.left.alive & alive_atoms(self.solution.classes, self.units.classes[units]))
 
     def removed(self, units: Indices) -> None:
@@ -267,7 +268,7 @@ class Graph:
     def owners(self, tensor: str) -> dict[int, Indices]:
         """By axis of a tensor as it is now, the unit that each index belongs to; -1 for none.
 
-        A matrix, by row and column, where the in-channels of a grouped convolution differ from row to row.
+        If the in-channels of a grouped convolution differ from row to row, it is a matrix, by row and column.
         """
         left = self.left.atoms(tensor)
         return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in left.items()}

@@ -242,7 +242,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return ""
 
     def label_tensors(self, maps: Mapping[str, tuple[Map, ...]] | None = None) -> None:
-        """Give every parameter and buffer fresh atoms, or the maps of an earlier trace."""
+        """Label every parameter and buffer with new atoms, or with the maps of an earlier trace."""
         for name, tensor, parameter in named_tensors(self.model):
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
@@ -275,7 +275,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return self.model(*arguments, **by_name)
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
-        """The value that Python reads from tensors: the true one, or a given answer; it is recorded."""
+        """The value that Python reads from tensors, which is recorded: the real one, or the answer from `answers`."""
         place = self.place()
         value: Any = self._answers.told(self.reads, place) if boolean else None
         if value is None:
@@ -372,7 +372,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _apply_rule(self, call: Call) -> None:
         rule = rule_for(call)
-        why = f"{call.name} has no rule; keepk.rule teaches one"
+        why = f"{call.name} has no rule; keepk.rule registers one"
         if rule is not None:
             try:
                 rule(call)

@@ -1,4 +1,4 @@
-"""Checks of the model and the example that a user passes, and the words of the errors."""
+"""Checks of the model and the example that a user passes, and their error messages."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -141,7 +141,7 @@ class TraceInputs:
         if not listed:
             raise TraceError(
                 "example: got NoneType. Pass a tensor, a tuple of positional arguments, or a dict of keyword "
-                "arguments, as the model's forward takes them; such as one batch of the training data."
+                "arguments, as the model's forward takes them, such as one batch of the training data."
             )
         return TraceInputs(tuple(map(Example.of, listed)), training, train_mode, value_branches)
 
@@ -169,7 +169,7 @@ def refuse_scripted(verb: str, model: nn.Module) -> None:
 
 
 def quantised_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is a tensor subclass that stores its values in another form, such as those of torchao."""
+    """Whether a parameter is a tensor subclass that stores quantised values, such as those of torchao."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     sharded = hasattr(tensor, "device_mesh")  # a DTensor
     return not plain and not sharded and hasattr(type(tensor), "__tensor_flatten__")
@@ -200,7 +200,7 @@ def quantised_module(model: nn.Module) -> str:
     for path, module in model.named_modules():
         if type(module).__module__.startswith(QUANTISED):
             return (
-                f"module {path!r} is quantised or prepared for that ({type(module).__module__}.{type(module).__name__})"
+                f"module {path!r} is quantised or prepared for it ({type(module).__module__}.{type(module).__name__})"
             )
     return ""
 

@@ -1,4 +1,4 @@
-"""Spaces: named, disjoint sets of units, each with its own K."""
+"""Spaces: named, disjoint sets of units. Each has a separate K."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from keepk.plan.names import as_globs, shown
 from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
 
-# The metrics of keepk.metrics as they are written in a call, for errors about metrics given as strings.
+# The metrics of keepk.metrics as they are written in a call, for errors about metrics that are passed as strings.
 OF_WEIGHTS = ("magnitude", "random(seed=0)")
 OF_CHANNELS = (
     "l1",
@@ -30,7 +30,7 @@ OF_CHANNELS = (
 
 @dataclass(frozen=True)
 class Space:
-    """What both kinds of space have in common."""
+    """The fields that both kinds of space have in common; see `weights` and `channels` for their meaning."""
 
     select: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -43,7 +43,7 @@ class Space:
     units: ClassVar[str]
 
     def count_kept(self, total: int) -> int:
-        """K, for a space of `total` units."""
+        """K, the number of units to keep in a space of `total` units."""
         if self.prune is not None:
             keep = keep_count(total, exact_share(self.prune, f"space {self.name!r}: prune", SpaceError))
             if keep < 1:
@@ -63,7 +63,7 @@ class Space:
 
 @dataclass(frozen=True)
 class WeightSpace(Space):
-    """A space of single weights; `weights` makes it."""
+    """A space of single weights, made by `weights`."""
 
     layer_floor: int
     units: ClassVar[str] = "weights"
@@ -71,7 +71,7 @@ class WeightSpace(Space):
 
 @dataclass(frozen=True)
 class ChannelSpace(Space):
-    """A space of channels; `channels` makes it."""
+    """A space of channels, made by `channels`."""
 
     at: Literal["output", "input"]
     round_to: int | None
@@ -79,14 +79,14 @@ class ChannelSpace(Space):
     units: ClassVar[str] = "channels"
 
     def floor_of(self, width: int) -> int:
-        """The fewest channels that stay in a layer which had `width` of them when the run began.
+        """The least number of channels to keep in a layer that had `width` of them when the run began.
 
         >>> channels("*", keep=20, layer_floor=0.1).floor_of(30), channels("*", keep=20, layer_floor=2).floor_of(30)
         (3, 2)
         """
         if isinstance(self.layer_floor, int):
             return self.layer_floor
-        # In the decimals that were written: 0.1 * 30 is above 3 in floats.
+        # Computed in decimals: in floats, 0.1 * 30 is above 3.
         return ceil(width * exact_share(self.layer_floor, f"space {self.name!r}: layer_floor", SpaceError))
 
 
@@ -159,8 +159,8 @@ def channels(
     Args:
         select: A glob, or several, over ``model.named_modules()``: ``"features.*"``, ``"*.linear1"``.
         keep: K, the number of channels to keep at the end of the plan. Met exactly, even where layers must have equal
-            counts. Channels that cannot be removed (one that the model selects by its index, the only one of a layer)
-            are not counted: they stay in addition to K, and a `keepk.KeepkWarning` names them.
+            counts. Channels that cannot be removed (one that the model selects by index, the only one of a layer) are
+                not counted: they stay in addition to K, and a `keepk.KeepkWarning` lists them.
         prune: The share of channels to prune, in place of `keep`: K = floor(M (1 - prune)), computed in decimals.
         exclude: Globs over the same names; the channels of the modules that they match are left out of the space.
         at: "output" selects the channels that the modules produce, "input" those that they read. With "input", a
@@ -171,7 +171,7 @@ def channels(
         name: The name of the space in plans, reports and phases. Default: the globs.
         layer_floor: The least number of channels to keep in each layer. An int is a count; a float below 1 is a share
             of the layer's width when the `Pruner` was made, rounded up. K is still met.
-        round_to: Each layer keeps all of its channels, or as many as make its width a multiple of this number.
+        round_to: Each layer keeps either all of its channels, or a number that makes its width a multiple of this.
         lossy: Also select channels whose removal changes the output more than zeroing them would, such as channels
             that a LayerNorm normalises.
 
@@ -228,7 +228,7 @@ def _called(function: str, name: object, globs: tuple[str, ...]) -> str:
 
 
 def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
-    """`keep`, if exactly one of the two is given and it is what it should be."""
+    """Check that exactly one of `keep` and `prune` is passed and is valid; returns `keep`."""
     if (keep is None) == (prune is None):
         got = "neither keep= nor prune=" if keep is None else f"both keep={shown(keep)} and prune={shown(prune)}"
         raise SpaceError(f"space {called!r}: got {got}. Pass exactly one of them.")

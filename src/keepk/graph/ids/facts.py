@@ -118,9 +118,9 @@ class Facts:
         roles: By (tensor, dim), what that axis does.
     """
 
-    # Equal numbers are a condition (`even`), not an equality: chunk(2) of 8 channels needs 3 + 3 or 4 + 4 of them, not
-    # that channels 0 and 4 are removed together. A union would be sound too, but it costs freedom at every split: eight
-    # channel shuffles in a row would leave a handful of units out of hundreds (docs/decisions/0008).
+    # Equal numbers are a condition (`even`), not an equality: chunk(2) of 8 channels needs 3 + 3 or 4 + 4 of them, but
+    # channels 0 and 4 need not be removed together. Uniting them would be correct too, but too strict: after eight
+    # channel shuffles in a row, only a handful of hundreds of units would be left (docs/decisions/0008).
     equal: list[Lines] = field(default_factory=list)
     lines: dict[Line, list[Lines]] = field(default_factory=lambda: {line: [] for line in Line})
     even: list[Bound] = field(default_factory=list)

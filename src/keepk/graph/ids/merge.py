@@ -94,7 +94,7 @@ class Algebra:
 
     Args:
         atoms: Hands out fresh ids.
-        facts: Takes the facts.
+        facts: The facts are added to it.
         reason: Turns a few words into a `Reason` with the operation and its place in the user's program.
     """
 
@@ -291,8 +291,9 @@ class Algebra:
             return True
         if not _is_coarser(against, index_map):
             return _is_coarser(index_map, against)
-        # A folded axis against a whole one: an element of the whole axis would be removed along either of the folded
-        # maps. Only the finer one is free to go; the coarser is pinned, since the two could not be told apart.
+        # A folded axis meets a whole one: an element of the whole axis could be removed along either of the folded
+        # maps,
+        # and the two could not be told apart. So only the finer one can be removed, and the coarser one is pinned.
         finest = max((m for m in others if support(m) == support(against)), key=lambda m: len(np.unique(m)))
         if against is finest:
             self.facts.add_line(against, index_map, Line.COLLAPSE)

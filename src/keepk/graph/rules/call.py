@@ -6,7 +6,7 @@ them, and it records what the operation requires of its channels:
 =============================  =================================================  =======================
 method                         requirement                                        needed by
 =============================  =================================================  =======================
-`Call.merge`                   channels at the same position go together          add, mul, bias
+`Call.merge`                   channels at the same position are removed together add, mul, bias
 `Call.contract`                summed channels of both factors go together        linear, convolution
 `Call.require_equal_rows`      all parts keep equally many channels               reshape, chunk
 `Call.require_grid`            whole rows or whole columns go                     transpose of a split axis
@@ -34,7 +34,7 @@ from keepk.graph.ids.maps import Map, aligned, support
 from keepk.graph.ids.merge import Algebra, Operand
 from keepk.model.torch_internals import tree_flatten, tree_unflatten
 
-# Both signs, zero, and sizes on both sides of 1, for the inputs that are not zero.
+# Samples for inputs that are not zero: both signs, zero, and magnitudes on both sides of 1.
 FLOATS = (-1.3, 0.7, 2.1, -0.4, 0.0)
 OTHERS = (0, 1, 3, 1, -2)
 NOT_NEEDED = ("device", "generator", "memory_format")  # of the meta tensors in the trace; samples are on the CPU
@@ -72,7 +72,7 @@ def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], 
 
 @lru_cache(maxsize=4096)  # a network repeats its layers, and a trace its forward passes
 def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors: tuple[bool, ...]) -> bool:
-    """Run an operation with samples for its tensors; False if it fails on them, which leaves the question open."""
+    """Run an operation with samples for its tensors; False if it fails on them, since then nothing is known."""
     leaves = [_sample(*value) if is_tensor else value for value, is_tensor in zip(values, tensors, strict=True)]
     positional, by_name = tree_unflatten(leaves, tree)
     try:
@@ -251,8 +251,8 @@ class Call(Algebra):
 
     def take_by_number(self, channel: Map) -> None:
         """Pin a channel that is taken by its number; replays on cut copies must take the same one."""
-        # The result has no dim left for a map, so nothing else would notice that x[:, 0] reads another channel once
-        # channel 0 is gone.
+        # The result has no dim left for a map, so nothing else would notice that x[:, 0] reads another channel after
+        # channel 0 is removed.
         self.taken += channel.ravel().tolist()
         self.pin(channel, "one channel is taken by its number")
 
@@ -273,8 +273,9 @@ class Call(Algebra):
         everything = [self.operand(tensor, rank) for tensor in self.inputs]
         inputs = [place for place, tensor in enumerate(self.inputs) if tensor.ndim <= rank]
         if all(label_of(self.inputs[place]).from_parameters for place in inputs):
-            # weight * mask: merged maps take the ids of the first operand. It must be the weight, or the mask would be
-            # ranked as what produces the channels.
+            # weight * mask: merged maps get the ids of the first operand. It must be the weight, or the mask would
+            # count
+            # as the producer of the channels.
             inputs.sort(key=lambda place: _is_weight(self.inputs[place]), reverse=True)
         operands = [everything[place] for place in inputs]
         maps = list(operands[0].maps) if len(operands) == 1 else self.merge(operands, "meets")
