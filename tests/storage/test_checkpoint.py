@@ -494,7 +494,7 @@ MISFITS = [
     (other_order, r"optimizer: parameter 0 has shape \(3,\) here and \(8, 2, 3, 3\) in the checkpoint"),
     (other_scheduler, "scheduler: is a StepLR here and a MultiStepLR in the checkpoint"),
     (two_schedulers, "scheduler: got 2, but 1 were saved"),
-    (other_names, r"model: 0.weight, 0.bias \(2 in all\) missing from the checkpoint"),
+    (other_names, r"model: 0.weight, 0.bias \(2 in total\) missing from the checkpoint"),
     (other_dtype, r"model: 'conv.weight' is \(8, 2, 3, 3\), torch.float64 here and .*torch.float32 in the checkpoint"),
 ]
 

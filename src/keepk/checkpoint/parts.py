@@ -112,7 +112,7 @@ class ModulePart:
         for these, those, what in ((own, theirs, "missing from the checkpoint"), (theirs, own, "not here")):
             if strange := [key for key in these if key not in those]:
                 raise CheckpointError(
-                    f"{self._name}: {', '.join(strange[:3])} ({len(strange)} in all) {what}. Build the same model."
+                    f"{self._name}: {', '.join(strange[:3])} ({len(strange)} in total) {what}. Build the same model."
                 )
         versions = [it.get("version") for it in saved["metadata"].values()]
         if not all(isinstance(version, int | None) for version in versions):
@@ -203,7 +203,7 @@ class GeneratorPart:
 def host_copy(tree: Any) -> Any:
     """A copy of a state on the host, because a GPU may not have room for a second one."""
     if isinstance(tree, Tensor):
-        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses what cannot be stored
+        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses unpackable tensors
     if type(tree) in (list, tuple):
         return type(tree)(host_copy(item) for item in tree)
     if type(tree) in (dict, OrderedDict):

@@ -157,7 +157,7 @@ def fixed_groups(graph: Graph) -> tuple[FixedGroup, ...]:
         found = FixedAxis(fixed.tensor, fixed.axis, fixed.channels, totals[fixed.tensor, fixed.axis])
         axes.setdefault(key, []).append(found)
         reasons.setdefault(key, []).append(reason)
-    # Operations come first: these are the only reasons that a change of the model's code could remove.
+    # Operations come first, because only these reasons can be removed by changing the model's code.
     order = ["operation", "input", "output", "kernel"]
     return tuple(
         FixedGroup(key[0], reasons[key][0].why, _places(reasons[key]), tuple(axes[key]))

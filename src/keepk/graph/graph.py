@@ -103,7 +103,7 @@ class Graph:
         return f"{int(self.alive.sum()):,} of {len(self.units):,} units in {groups}; {fixed}"
 
     def _rows(self) -> list[tuple[str, int, int, str]]:
-        """Name, units left, units in all and remarks of each group."""
+        """Name, number of units left, total number of units and remarks of each group."""
         rows, alive = [], self.alive
         for group in self.groups:
             name = group.name if len(group.name) <= NAME else f"...{group.name[3 - NAME :]}"

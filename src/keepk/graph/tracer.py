@@ -104,7 +104,7 @@ SIZES = {
 # or fewer of these than the first trace; `replay` matches them loosely.
 MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
 MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
-# Arguments that do not affect values or shapes, and may depend on where the copy lives.
+# Arguments that do not affect values or shapes, and may depend on the device of the copy.
 NOT_VALUES = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "implicit")
 # Operations that take a part of a dim, with the argument that says where it begins.
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}

@@ -107,7 +107,7 @@ def totals(portions: Iterable[Portion]) -> int:
 
 
 def _shifted(bits: int, step: int, number: int) -> int:
-    """The union of `bits` shifted by 0, step, 2 step, ..., `number` shifts in all."""
+    """The union of `bits` shifted by 0, step, 2 step, ..., with `number` terms."""
     # Doubling takes log2(number) shifts. One shift per count was quadratic in the number of channels.
     done = 1
     while done < number:
@@ -136,7 +136,7 @@ def _nearest_set(met: int, wanted: int) -> list[int]:
 
 
 def split(portions: Sequence[Portion], total: int, gains: Gains) -> Split | None:
-    """How many units of each portion are kept so that `total` are kept in all, with the largest sum of gains.
+    """How many units of each portion to keep, so that `total` are kept and the sum of gains is largest.
 
     Args:
         portions: The portions.

@@ -290,7 +290,7 @@ def _check(counts: tuple[int, ...], total: int, keep: int) -> None:
         if after > before:
             raise PlanError(
                 f"plan {_short(counts)}: rises from {before} to {after} at epoch {epoch}. "
-                f"Pruned units never come back: start at most at {total} and never rise."
+                f"Pruned units cannot be restored, so counts must never rise, and not exceed {total}."
             )
         if after < keep:
             raise PlanError(

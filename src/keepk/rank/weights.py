@@ -36,8 +36,8 @@ class CutPoint:
     Attributes:
         value: Entries above it are kept.
         ties: Of the entries equal to it, the first ``ties`` are kept.
-        kept: How many entries are kept in all.
-        equal: How many entries equal it.
+        kept: How many entries are kept in total.
+        equal: How many entries equal the value.
     """
 
     value: float
@@ -55,7 +55,7 @@ def cut_points(tensors: Sequence[Ranked], k: int, *, sizes: Sizes | None = None)
 
     Args:
         tensors: The tensors, with scores, masks of entries pruned before, and floors.
-        k: How many entries are kept in all.
+        k: How many entries are kept in total.
         sizes: How much is read at a time; for tests.
 
     Returns:
@@ -198,7 +198,7 @@ def _refuse_count(k: int, floors: Sequence[int], alive: Sequence[int]) -> None:
     if k > sum(alive):
         raise RankError(
             f"asked to keep k={k} entries, but only {sum(alive)} are alive in {len(alive)} tensors; "
-            f"choose k <= {sum(alive)}: pruned entries do not come back."
+            f"choose k <= {sum(alive)}, because pruned entries cannot be restored."
         )
     raise RankError(
         f"asked to keep k={k} entries, but the floors of {len(floors)} tensors need {sum(floors)}; "

@@ -55,8 +55,8 @@ def count_weights(
                 found[space] += 0 if parameter is None else parameter.numel()  # no mask fits its new shape
             elif dead is not None:
                 revived.append((space, count_revived(parameter, dead)))
-        for parameter in _added_since(members, now, counted):  # of a new layer, or untied from another
-            # A parameter that was known under another name is zero where it was pruned; all of a new one counts.
+        for parameter in _added_since(members, now, counted):
+        # It was untied from a known parameter, whose pruned entries are zero, or it is new and counts as a whole.
             found[space] += int(parameter.count_nonzero()) if id(parameter) in known_objects else parameter.numel()
     for space, count in revived:  # int() waits for the device: launch all counts before reading the first
         found[space] += int(count)

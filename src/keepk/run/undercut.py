@@ -213,7 +213,7 @@ def late_goals(
     bounds: Mapping[str, WeightBound],
     phases: Sequence[Phase],
 ) -> dict[str, Goal]:
-    """New goals for weight spaces that are first pruned after channels were: they start from the weights left by then.
+    """New goals for weight spaces that are pruned after channels: they start from the weights left by then.
 
     A schedule that started from all weights of its space could keep more than there are. Lists of counts stay as the
     user has written them.

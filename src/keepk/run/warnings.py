@@ -108,9 +108,9 @@ def untrue_message(space: str, claimed: int, found: int) -> str:
     if found > claimed:
         return (
             f"space {space!r}: the last event kept {claimed:,} units, but there are {found:,} now: pruned ones are no "
-            f"longer zero, for example after load_state_dict or after training with another optimizer than the "
-            f"Pruner's. Call pruner.apply_masks() to set them to zero again. If parameters were added or untied since, "
-            f"make a new Pruner."
+            f"longer zero, for example after load_state_dict, or after training with an optimizer that was not passed "
+            f"to the Pruner. Call pruner.apply_masks() to set them to zero again. If parameters were added or untied "
+            f"since, make a new Pruner."
         )
     return (
         f"space {space!r}: the last event kept {claimed:,} units, but there are only {found:,} now: parameters were "

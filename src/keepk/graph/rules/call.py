@@ -6,10 +6,10 @@ them, and it records what the operation requires of its channels:
 =============================  =================================================  =======================
 method                         requirement                                        needed by
 =============================  =================================================  =======================
-`Call.merge`                   channels at the same position are removed together add, mul, bias
-`Call.contract`                summed channels of both factors go together        linear, convolution
-`Call.require_equal_rows`      all parts keep equally many channels               reshape, chunk
-`Call.require_grid`            whole rows or whole columns go                     transpose of a split axis
+`Call.merge`                   channels at one position are removed together      add, mul, bias
+`Call.contract`                summed channels are removed from both factors      linear, convolution
+`Call.require_equal_rows`      all parts keep equal numbers of channels           reshape, chunk
+`Call.require_grid`            only whole rows or columns are removed             transpose of a split axis
 `Call.mark_lossy`              removing some changes the others                   softmax, mean, LayerNorm
 `Call.pin`                     cannot be removed                                  roll, sort, gather
 =============================  =================================================  =======================
