@@ -21,8 +21,7 @@
 
 Every message says what is wrong, where, what was passed, and what to do about it. Every error is a ``ValueError``, so
 code can catch them without importing keepk. A warning is issued once per cause. To silence warnings or turn them into
-errors, filter by class:
-``warnings.filterwarnings("error", category=keepk.KeepkWarning)``.
+errors, filter by class: ``warnings.filterwarnings("error", category=keepk.KeepkWarning)``.
 
 >>> issubclass(SpaceError, KeepkError) and issubclass(KeepkError, ValueError)
 True
@@ -80,8 +79,8 @@ class DataError(KeepkError):
 class KeepkWarning(UserWarning):
     """The class of every warning that keepk issues, so that one filter silences them or turns them into errors.
 
-    It is issued when a count is wrong (pruned weights are no longer zero), when a ranking says little (most scores
-    are equal, BatchNorm scales hardly differ, or a layer would lose nearly all of its units), when selected layers
-    have channels that cannot be removed and are not counted, when `Pruner.step` seems to be called once per batch,
-    and when a model is saved before its first event.
+    It is issued when a count is wrong (pruned weights are no longer zero), when a ranking says little (most scores are
+    equal, BatchNorm scales hardly differ, or a layer would lose nearly all of its units), when selected layers have
+    channels that cannot be removed and are not counted, when `Pruner.step` seems to be called once per batch, and when
+    a model is saved before its first event.
     """

@@ -162,8 +162,7 @@ def save_checkpoint(
 
     The states of the random number generators are saved too (Python's, numpy's global one, torch's for CPU and CUDA).
     If the process is killed, the folder contains either the old checkpoint or the new one. Processes that write into
-    one
-    folder take turns, and the last checkpoint written stays. In a distributed run, let one process write, or use a
+    one folder take turns, and the last checkpoint written stays. In a distributed run, let one process write, or use a
     separate folder for each: their random number generators differ.
 
     Args:
@@ -180,8 +179,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: An argument has no state to save, a state contains something other than plain values and
-            tensors,
-            or the folder cannot be written. The contents of the folder are then unchanged.
+            tensors, or the folder cannot be written. The contents of the folder are then unchanged.
 
     Examples:
         >>> import tempfile
@@ -215,10 +213,8 @@ def load_checkpoint(
     """Restore freshly built objects to the states in the folder `path`.
 
     With only `model` or `ema` (or nothing), this reads the checkpoint for inference: other parts are ignored, and
-    random
-    number generators do not change. With any other part, it resumes a run: every part that was saved must be passed,
-    and
-    the generators continue from their saved states.
+    random number generators do not change. With any other part, it resumes a run: every part that was saved must be
+    passed, and the generators continue from their saved states.
 
     Everything is read, verified and compared with the objects before the first of them changes. If an object still
     refuses its state, all objects are reset to their old states, from a copy on the host.

@@ -94,8 +94,8 @@ def compact(
 ) -> Compaction:
     """Remove units that are dead because of zeros among the weights, in place; outputs in eval mode do not change.
 
-    A unit is dead if nothing that it computes reaches the output, or if no input reaches it. In the second case it is
-    a constant c, which is folded into the biases of the layers that read it, b + W c. If that is not exact (because of
+    A unit is dead if nothing that it computes reaches the output, or if no input reaches it. In the second case it is a
+    constant c, which is folded into the biases of the layers that read it, b + W c. If that is not exact (because of
     zero padding, or without a bias), the unit stays. Every layer keeps at least one unit.
 
     Args:

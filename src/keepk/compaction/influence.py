@@ -6,7 +6,7 @@ weights are set to zero. All of this follows from the zeros among the weights, o
 operation is assumed to pass everything on, so every finding is proved.
 
 Backwards from the outputs, an element is *needed* if an output depends on it. A factor of a product is not needed where
-everything that it is multiplied with is void. All weights that are not needed can be set to zero at once: a term could
+everything that it is multiplied with is void. All weights that are not needed can be set to zero together: a term could
 change only if one of its factors did and none of the others were void.
 
 For example, take h = W x, y = V h with two hidden units. If row 0 of W is zero, h[0] is void, and column 0 of V is not

@@ -4,8 +4,8 @@
 kernels update masked weights too.
 
 Optimizer state follows the masks. State of the parameter's shape (momentum, Adam's moments) is zeroed entry by entry.
-Counters are left alone. Any other state has no entry per weight: LBFGS keeps one flat history, which is known and
-restarted; everything else is refused by name, before anything is pruned.
+Counters are left alone. The flat history of LBFGS has no entry per weight, so it is cleared. Any other state is refused
+by name, before anything is pruned.
 
 Zeroing runs at memory bandwidth. On a CPU, ``masked_fill_`` handles one entry at a time. Instead, a mask is widened to
 words of the weights' size, with all bits set where a weight is alive, and combined with the bits of the weights by a

@@ -71,7 +71,11 @@ class Spread:
         return Spread(*map(float, np.quantile(values, (0.25, 0.5, 0.75))))
 
     def cells(self, unit: str = "") -> tuple[str, str]:
-        """The median, and the range from the first to the third quartile, as text."""
+        """The median, and the range from the first to the third quartile, as text.
+
+        Args:
+            unit: Appended to the median.
+        """
         return f"{self.median:.3g}{unit}", f"{self.lower:.3g} - {self.upper:.3g}"
 
 
@@ -116,11 +120,11 @@ class LatencyReport:
     rows: tuple[LatencyRow, ...]
 
     def json(self) -> str:
-        """Everything as JSON."""
+        """All attributes, as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, strings and numbers, as JSON reads it."""
+        """All attributes, as plain dicts, lists, strings and numbers."""
         plain: dict[str, Any] = json.loads(self.json())
         return plain
 

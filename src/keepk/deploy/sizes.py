@@ -138,7 +138,7 @@ def _unfounded(module: nn.Module, setting: Setting, axes: list[_Axis]) -> Iterat
     if not held or _is_option(module, outer):
         yield f"{where} ({type(module).__name__}) is not a size, but would change from {setting.old} to {setting.new}"
     elif not _counts(setting.old, setting.new, axes):
-        yield f"{where} would change from {setting.old} to {setting.new}, but nothing of {setting.old} was cut to that"
+        yield f"{where} would change from {setting.old} to {setting.new}, but no axis was cut in that way"
 
 
 SIZES = {"embed_dim", "kdim", "vdim", "num_heads", "head_dim", "num_features", "normalized_shape", "num_groups"}

@@ -125,9 +125,14 @@ class Graph:
         return self.left.alive[self.units.classes]
 
     def slices(self, unit: int) -> list[tuple[str, int, int]]:
-        """The slices of a unit, as (tensor, axis, index) in the model when it was traced.
+        """The slices of a unit in the model when it was traced.
 
-        On the second axis of a grouped convolution's weight, the index is group * channels of a group + channel.
+        Args:
+            unit: The number of the unit.
+
+        Returns:
+            A list of (tensor, axis, index). On the second axis of a grouped convolution's weight, the index is group *
+            channels of a group + channel.
 
         Raises:
             ShrinkError: The number is out of range.
@@ -157,23 +162,38 @@ class Graph:
         return choose(self, share, seed=seed, lossy=lossy)
 
     def adapter_of(self, group: Group) -> str:
-        """The path of the adapter (LoRA) whose ranks are the units of a group; empty if they are something else."""
+        """The path of the LoRA adapter whose ranks are the units of a group.
+
+        Args:
+            group: One of `groups`.
+
+        Returns:
+            The path, or an empty string if the units are not ranks of an adapter.
+        """
         owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in group.axes]
         return owners[0] if all(owners) else ""
 
     def multiple(self, blocks: Sequence[Indices]) -> int:
-        """The number that each block's remaining count must be divisible by."""
+        """The number that each block's remaining count must be divisible by.
+
+        Args:
+            blocks: The blocks of one of `choices`.
+        """
         numbers: list[int] = np.unique(self.units.group[np.concatenate(blocks)]).tolist()
         return max(self.groups[number].multiple for number in numbers)
 
     def choices(self) -> list[tuple[Indices, ...]]:
-        """The sets that units are chosen from independently: bindings, and the unbound units of each group."""
+        """The sets that units are chosen from independently: bindings, and the unbound units of each group.
+
+        Returns:
+            A list of tuples of blocks, each an array of unit numbers. All blocks of a tuple lose equal numbers.
+        """
         bound = self.bound()
         loose = [group.units[~bound[group.units]] for group in self.groups]
         return [*self.bindings, *((units,) for units in loose if len(units))]
 
     def bound(self) -> Flags:
-        """Whether each unit is part of a binding."""
+        """Whether each unit is part of a binding, as a bool array of shape [units]."""
         bound = np.zeros(len(self.units), bool)
         for blocks in self.bindings:
             bound[np.concatenate(blocks)] = True
@@ -196,7 +216,11 @@ class Graph:
                 yield blocks
 
     def links(self) -> NDArray[np.int64]:
-        """Pairs (source, reader) of units: a BatchNorm's reading of a channel that has other readers too."""
+        """Pairs of units: a BatchNorm's reading of a channel that has other readers too.
+
+        Returns:
+            An array of shape [pairs, 2] with (source, reader) in each row.
+        """
         return self._links
 
     # Cached, since each planned removal reads it; the solution never changes.
@@ -211,14 +235,18 @@ class Graph:
         return links[(links >= 0).all(axis=1)]
 
     def otherwise_used(self) -> Flags:
-        """Whether each unit is used by anything other than the norms of `links`."""
+        """Whether each unit is used by anything other than the norms of `links`, as a bool array of shape [units]."""
         used = np.zeros(len(self.units), bool)
         found = self._unit_of[self.solution.used]
         used[found[found >= 0]] = True
         return used
 
     def with_constants(self, constants: Iterable[Constant]) -> Graph:
-        """The same graph with other attributes that follow sizes; everything else is shared."""
+        """The same graph with other `constants`; everything else is shared.
+
+        Args:
+            constants: Attributes that follow sizes.
+        """
         # Units and groups depend on the solution alone; probing tries many sets of constants with one solution.
         other = copy.copy(self)
         other.constants = list(constants)
@@ -235,13 +263,12 @@ class Graph:
 
         Raises:
             ShrinkError: A unit does not exist or was already removed, or the removal is impossible: an axis would
-                become
-                empty, blocks would become unequal, or a count would not be the required multiple.
+                become empty, blocks would become unequal, or a count would not be the required multiple.
         """
         return plan_edits(self, units)
 
     def alive_after(self, units: Indices) -> Flags:
-        """Which atoms are left once these units are removed too."""
+        """Which atoms are left once these units are removed too, as a bool array of shape [atoms]."""
         return self.left_without(units).alive
 
     def left_without(self, units: Indices) -> Left:
@@ -258,17 +285,33 @@ class Graph:
         self.left = Left(self.wiring, self.left.alive | back)
 
     def lost(self, cuts: Iterable[Cut]) -> Indices:
-        """The units that cuts remove, for cuts that were not planned by this graph."""
+        """The units that cuts remove, for cuts that were not planned by this graph.
+
+        Args:
+            cuts: Cuts of the model as the graph knows it.
+
+        Returns:
+            The numbers of the units, sorted.
+        """
         return lost_units(self, cuts)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """The current shape of a tensor."""
+        """The current shape of a tensor.
+
+        Args:
+            tensor: The name of a parameter or buffer.
+        """
         return self.left.shape(tensor)
 
     def owners(self, tensor: str) -> dict[int, Indices]:
-        """By axis of a tensor as it is now, the unit that each index belongs to; -1 for none.
+        """The units that the indices of a tensor belong to, in its current shape.
 
-        If the in-channels of a grouped convolution differ from row to row, it is a matrix, by row and column.
+        Args:
+            tensor: The name of a parameter or buffer.
+
+        Returns:
+            By axis, an array of shape [size] with the unit of each index; -1 for none. If the in-channels of a grouped
+            convolution differ from row to row, the array has the shape [rows, columns].
         """
         left = self.left.atoms(tensor)
         return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in left.items()}

@@ -197,7 +197,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     Args:
         model: A copy of the user's model that may be labelled.
         groups: By name of a weight, the number of groups of the convolution that uses it; filled by the rules.
-        answers: Truth values that Python is told instead of the real ones.
+        answers: Truth values that Python gets instead of the real ones.
     """
 
     def __init__(self, model: nn.Module, groups: dict[str, int], answers: Answers | None = None) -> None:
@@ -277,7 +277,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
         """The value that Python reads from tensors, which is recorded: the real one, or the answer from `answers`."""
         place = self.place()
-        value: Any = self._answers.told(self.reads, place) if boolean else None
+        value: Any = self._answers.answer_to(self.reads, place) if boolean else None
         if value is None:
             values = [known for tensor in tensors if (known := value_of(tensor)) is not None]
             if len(values) < len(tensors):

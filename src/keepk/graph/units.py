@@ -1,10 +1,8 @@
 """Units, which are sets of slices that are removed together, stored as arrays; and groups of units.
 
 A *unit* is a class of atoms (`solve`) that has at least one slice of a parameter and is not pinned. A *group* is the
-set
-of all units that have their slices in the same axes: usually the output channels of one layer. Lossy and exact units
-are
-in different groups, and so are the kinds of `Group.kind`.
+set of all units that have their slices in the same axes: usually the output channels of one layer. The units of a group
+also have the same `Group.kind`, and are either all lossy or all exact.
 
 `Wiring` has the tensors, axes and size attributes of a model, as traced; it is the immutable part of a `Graph`.
 """

@@ -61,7 +61,17 @@ class Norm:
             )
 
     def __call__(self, layer: Layer) -> Tensor:
-        """One norm for each channel."""
+        """The norms of a layer's channels.
+
+        Args:
+            layer: The channels of one layer.
+
+        Returns:
+            The scores, of shape [channels].
+
+        Raises:
+            RankError: The layer has no weights on the side of `of`.
+        """
         side = self.of or ("producer" if layer.at == "output" else "reader")
         slices: tuple[Slices, ...] = getattr(layer, side)
         if not slices:

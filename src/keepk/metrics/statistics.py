@@ -53,8 +53,7 @@ class Statistics:
     The object registers no hooks and changes nothing in the model. After each `Pruner.step`, and after a state was
     loaded into the Pruner, it starts over with the remaining channels. A checkpoint written right after an event
     therefore does not need it. For a checkpoint written within an epoch, save its `state_dict` in ``extra``, and load
-    it
-    after the Pruner's state.
+    it after the Pruner's state.
 
     Args:
         model: The model that is pruned; wrappers are looked through.
@@ -201,7 +200,11 @@ class Statistics:
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics since the last event, as plain values and tensors."""
+        """The statistics since the last event.
+
+        Returns:
+            A dict of plain values and tensors, for `load_state_dict`.
+        """
         return {
             "version": VERSION,
             "units": torch.from_numpy(self._units.copy()),

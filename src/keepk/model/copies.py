@@ -100,8 +100,7 @@ class Workshop:
         """A context for a traced forward pass; yields the example on the workshop's device.
 
         In it there are no gradients and no fused kernels, and every pass draws the same random numbers, so that two
-        traces
-        of a model agree.
+        traces of a model agree.
         """
         self._clear_caches()
         with ExitStack() as stack:

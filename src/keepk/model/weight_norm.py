@@ -2,8 +2,7 @@
 
 A direction must not be zeroed, because 0 / 0 is NaN: a channel is masked by zeroing its length. The norm of a direction
 says nothing about the weight (|v| cancels), so channels are ranked by w. A ranking by v kept filters of length 0
-because
-their directions were long.
+because their directions were long.
 """
 
 from collections.abc import Iterator

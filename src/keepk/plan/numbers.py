@@ -1,9 +1,8 @@
 """Reading the numbers that users pass: counts are ints, shares are exact rationals.
 
 `keep_count` is the only place where a share becomes a count. In floats, 6.5 % of 266,200 weights is 17,302.999...,
-which
-floors to 17,302. The decimal that the user wrote gives 17,303. Plans consist of such floors, and an error of one would
-make the last count miss K.
+which floors to 17,302. The decimal that the user wrote gives 17,303. Plans consist of such floors, and an error of one
+would make the last count miss K.
 """
 
 from collections.abc import Callable

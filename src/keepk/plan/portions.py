@@ -24,9 +24,8 @@ values for the best 8, 16, 24 and 32 channels of each layer, 32 is split into 24
 
 Meeting every total is not enough. With portions in steps of 3 and 5, a plan may keep 13 and then 11. If the first event
 keeps 3 + 10, the only split of 11, 6 + 5, is out of reach, because pruned channels never come back. A plan therefore
-has
-a chain of splits in which no portion grows, down to K. An event may use another split only if another chain leads on
-from it.
+has a chain of splits in which no portion grows, down to K. An event may use another split only if another chain leads
+on from it.
 
 >>> threes, fives = Portion((3, 6)), Portion((5, 10))
 >>> chain([threes, fives], (13, 11)), chain([threes, fives], (16, 11))

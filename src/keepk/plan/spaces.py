@@ -30,7 +30,19 @@ OF_CHANNELS = (
 
 @dataclass(frozen=True)
 class Space:
-    """The fields that both kinds of space have in common; see `weights` and `channels` for their meaning."""
+    """The fields that both kinds of space have in common.
+
+    Attributes:
+        select: Globs over the names of parameters or modules.
+        exclude: Globs over the same names, which are left out.
+        keep: K, the number of units to keep; None if `prune` is set.
+        prune: The share of units to prune; None if `keep` is set.
+        name: The name of the space.
+        metric: The function that scores the units; None for the default.
+        schedule: The number of units to keep after each epoch.
+        layer_floor: The least number of units to keep in each layer.
+        units: "weights" or "channels".
+    """
 
     select: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -43,7 +55,11 @@ class Space:
     units: ClassVar[str]
 
     def count_kept(self, total: int) -> int:
-        """K, the number of units to keep in a space of `total` units."""
+        """K, the number of units to keep in a space of `total` units.
+
+        Raises:
+            SpaceError: The space would keep no unit, or more units than there are.
+        """
         if self.prune is not None:
             keep = keep_count(total, exact_share(self.prune, f"space {self.name!r}: prune", SpaceError))
             if keep < 1:
@@ -71,7 +87,13 @@ class WeightSpace(Space):
 
 @dataclass(frozen=True)
 class ChannelSpace(Space):
-    """A space of channels, made by `channels`."""
+    """A space of channels, made by `channels`.
+
+    Attributes:
+        at: "output" or "input", the side on which channels are counted.
+        round_to: The width of each layer that loses channels is a multiple of this number.
+        lossy: Whether lossy channels are selected too.
+    """
 
     at: Literal["output", "input"]
     round_to: int | None

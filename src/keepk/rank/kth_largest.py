@@ -228,7 +228,7 @@ def _next_bracket(
     among = sum(search.inside)
     if among <= min(sizes.sample, sizes.room):
         return search.low, search.high
-    # An odd stride: with an even one, a layer of even width would be sampled in the same few columns throughout.
+    # An odd stride, because an even one would always hit the same few columns of a layer of even width.
     stride = among // sizes.sample | 1
     sample = _sample(tensors, search.low, search.high, stride, generator, sizes)
     return _bracket(sample, (k - sum(search.above)) / among, search.low, search.high)
@@ -280,7 +280,8 @@ def _sample(
 def _bracket(sample: Tensor, share: float, low: float, high: float) -> tuple[float, float]:
     """A closed interval around the value that has ``share`` of the sample above it.
 
-    The interval is that one value if a sampled end equals it, or if the sample is too small to narrow the interval.
+    The interval shrinks to that value if one of its sampled ends equals it, or if the sample is too small to narrow the
+    interval.
     """
     size = len(sample)
     if size == 0:

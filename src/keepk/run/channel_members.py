@@ -23,8 +23,7 @@ from keepk.rank.channels import Choice, Links, find_links, refuse_bound_links
 
 NONE = np.zeros(0, np.int64)
 # The kinds of groups that a space can select. If several BatchNorms read a layer, its output channels are "source"
-# units
-# and each BatchNorm's view of them is a separate set of "read" units. A plain channel is one unit on both sides.
+# units and each BatchNorm's view of them is a separate set of "read" units. A plain channel is one unit on both sides.
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
 

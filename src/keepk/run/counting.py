@@ -1,10 +1,8 @@
 """How many units of each space the model has now, counted in its tensors and not taken from the plan.
 
 Masks say which weights are kept; a kept weight may be 0.0. A masked entry that is not 0.0 counts as kept again,
-whatever
-changed it: ``model.load_state_dict(best)``, training without the Pruner's optimizer, an assignment. A parameter that
-was
-replaced is counted as it is in the model now.
+whatever changed it: ``model.load_state_dict(best)``, training without the Pruner's optimizer, an assignment. A
+parameter that was replaced is counted as it is in the model now.
 """
 
 from collections.abc import Mapping
@@ -56,7 +54,7 @@ def count_weights(
             elif dead is not None:
                 revived.append((space, count_revived(parameter, dead)))
         for parameter in _added_since(members, now, counted):
-        # It was untied from a known parameter, whose pruned entries are zero, or it is new and counts as a whole.
+            # It was untied from a known parameter, whose pruned entries are zero, or it is new and counts as a whole.
             found[space] += int(parameter.count_nonzero()) if id(parameter) in known_objects else parameter.numel()
     for space, count in revived:  # int() waits for the device: launch all counts before reading the first
         found[space] += int(count)

@@ -8,8 +8,8 @@ One call of `Pruner.step` is an *event*. It runs in this order:
    for weight spaces. Each adds its decisions to an `Event`, without changing the model:
 
    * `ChannelSide.decide` runs first. The metric scores the layers (`metrics.channels.channel_scores`), `keep_best`
-     (`rank.channels`) keeps exactly as many channels as the plan says, and `Surgery.operation` prepares the removal:
-     it makes every new tensor and replays the cut on a copy without weights.
+     (`rank.channels`) keeps exactly as many channels as the plan says, and `Surgery.operation` prepares the removal: it
+     makes every new tensor and replays the cut on a copy without weights.
    * `WeightSide.decide` runs second, because the K of a weight space counts weights in the remaining channels only.
      `cut_points` (`rank.weights`) finds the threshold of each tensor and how many weights tied with it to keep;
      `dead_mask` makes the new masks.
@@ -204,13 +204,16 @@ class Pruner:
         ``alive`` is present if a different number is left now: fewer after `keepk.compact`, or more if pruned units are
         no longer zero. In the second case ``kept`` has the larger number too, and a `KeepkWarning` is issued. Channel
         spaces also have ``masked``, the number of channels that are masked but not removed, and ``fixed``, the number
-        of
-        channels in the same layers that cannot be removed and are not counted.
+        of channels in the same layers that cannot be removed and are not counted.
         """
         return self.counted_certificate("certificate")
 
     def counted_certificate(self, asked_by: str) -> Certificate:
-        """The certificate with counts of the model's tensors; warns once per space and caller if a count is wrong."""
+        """The certificate with counts of the model's tensors; warns if a count is wrong.
+
+        Args:
+            asked_by: The name of the caller; each caller gets one warning per space.
+        """
         return self._session.certificate(self._counted(asked_by))
 
     @property
@@ -243,8 +246,8 @@ class Pruner:
         only zeroes the masked weights again.
 
         Args:
-            wrapper: The `DistributedDataParallel` wrapper of the model, if it has one and channels are removed. The
-                old wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``.
+            wrapper: The `DistributedDataParallel` wrapper of the model, if it has one and channels are removed. The old
+                wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``.
 
         Returns:
             A new wrapper if one was passed and the event removed channels; otherwise `wrapper` itself.

@@ -19,8 +19,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     updates them gradually; to evaluate immediately, recalibrate first. Each BatchNorm gets the mean over batches of the
     batch's mean and (unbiased) variance, as in `torch.optim.swa_utils.update_bn`, except that all other modules are in
     eval mode, so dropout is off. Weights do not change; modes and momenta are restored. If a forward pass fails, the
-    old
-    statistics are restored as well.
+    old statistics are restored as well.
 
     Args:
         model: The model, or a wrapper of it. Every BatchNorm that has running statistics is recalibrated.

@@ -2,9 +2,9 @@
 
 Pruning a channel removes its weights. Before a run it is known how many channels will be kept, but not which ones. The
 smallest number of weights over all choices of channels is an upper bound for the plan of a weight space: a plan that
-keeps more might not be met, and is refused. For example, two layers of 4 and 2 channels that read 3 inputs each have 18
-weights; if 3 of the 6 channels are kept, 9 weights are left. If the first layer reads 10 inputs instead, the number
-depends on the choice: with a floor of 1 channel per layer, it is at least 10 + 2 * 3 = 16.
+keeps more cannot always be met, so it is refused. For example, two layers of 4 and 2 channels that read 3 inputs each
+have 18 weights; if 3 of the 6 channels are kept, 9 weights are left. If the first layer reads 10 inputs instead, the
+number depends on the choice: with a floor of 1 channel per layer, it is at least 10 + 2 * 3 = 16.
 
 `WeightBound` computes that bound for one weight space. `_UnitKinds` describes the weights left in each tensor as a
 product of counts of channels, and `plan.fewest_weights.least` minimises the sum of these products.

@@ -19,8 +19,8 @@ True
 Mismatch('aten::t got (3, 6), expected (3, 4)')
 
 There are two kinds of replay. `Replay` follows a cut copy; the first difference raises `Mismatch`, which `probe` turns
-into a repair. `Echo` follows an uncut copy in another mode, to see whether the pass does anything new. `Run` is one
-way of calling forward, and `Replays` lists all passes that a cut copy has to repeat.
+into a repair. `Echo` follows an uncut copy in another mode, to see whether the pass does anything new. `Run` is one way
+of calling forward, and `Replays` lists all passes that a cut copy has to repeat.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -200,8 +200,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
                 self._position = number + 1
                 return step
             # Either the shape is wrong, or torch moved the data in another order. If a later comparison fails, this
-            # step
-            # is to blame, since the number that prevents the cut is an argument of this operation.
+            # step is to blame, since the number that prevents the cut is an argument of this operation.
             if step.name == kind_of(call) and self._doubtful is None:
                 self._doubtful = number
         return None
@@ -500,7 +499,7 @@ class Run:
     Attributes:
         example: The arguments of forward.
         training: Whether the model is in train mode.
-        answers: The truth values that Python is told instead of the real ones.
+        answers: The truth values that Python gets instead of the real ones.
     """
 
     example: Example

@@ -111,7 +111,7 @@ def to_python(call: Call) -> None:
 
 @rule("bincount", "histc", "equal", "allclose")
 def counted(call: Call) -> None:
-    """Mark everything lossy: values are counted or compared, zeros included, so a removed channel is missed."""
+    """Mark everything lossy: all values are counted or compared, even zeros, so a removal changes the result."""
     for tensor in call.inputs:
         for index_map in call.maps(tensor):
             call.mark_lossy(index_map, support(index_map), f"{call.name.removeprefix('aten::')} counts all values")
