@@ -238,8 +238,7 @@ def _commit(
     for name, new in found.biases.items():
         changes.append(_new_values(named[name], new))
         for held in (held[name] for held in following if name in held):
-            # Checked before any change, and explicitly, because broadcasting would hide some wrong shapes in the sum
-            # below.
+            # Checked explicitly, before any change, because broadcasting would hide some wrong shapes below.
             if held.shape != new.shape:
                 raise ShrinkError(
                     f"followers: {name!r} has shape {tuple(held.shape)}, the model's {tuple(new.shape)}. "

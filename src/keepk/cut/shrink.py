@@ -62,8 +62,9 @@ def shrink(
         The edits that were made: the removed units, and each tensor and attribute that changed.
 
     Raises:
-        ShrinkError: The graph is not this model's, a unit does not exist or cannot be removed, another object holds a
-            tensor that would be cut, or the replay failed.
+        ShrinkError: The graph belongs to another model, a unit does not exist or cannot be removed, another object
+            refers
+            to a tensor that would be cut, or the replay failed.
         OptimizerError: The optimizer has state that cannot be cut, or does not hold the model's parameters.
 
     Examples:
@@ -242,8 +243,8 @@ def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tens
             )
     for name in (name for name, tensor in named.items() if tensor.dim() and name not in graph.wiring.shapes):
         raise ShrinkError(
-            f"shrink: the graph does not know {name!r} of {type(model).__name__}, of shape {tuple(named[name].shape)}, "
-            f"which was added to the model after the trace. Change the model first, then trace it."
+            f"shrink: {name!r} of {type(model).__name__}, of shape {tuple(named[name].shape)}, is not in the graph: it "
+            f"was added to the model after the trace. Change the model first, then trace it."
         )
 
 

@@ -57,7 +57,7 @@ class Description:
         settings: Attributes that were set; `old` is the value in the dense model.
         selections: The channels that a BatchNorm reads, by its path.
         headwise: Paths of the attentions that lost heads.
-        certificate: By space of a run: its kind, its units at the start, how many were asked for and are kept.
+        certificate: By space of a run: its kind, and the numbers of units at the start, asked for, and kept.
         masked: By space, the places of its channels that were masked but not removed; see `record_of`.
     """
 

@@ -101,7 +101,7 @@ class LatencyRow:
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """The result of `keepk.latency`, in plain values. It prints as a table, also in notebooks and on a rich console.
+    """The result of `keepk.latency`, in plain values. It prints as a table, in notebooks and on a rich console too.
 
     Attributes:
         model: The name of the model's class.

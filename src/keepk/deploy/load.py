@@ -245,7 +245,7 @@ def load(model: Model, path: str | os.PathLike[str], *, example: Any = None) -> 
     Raises:
         FileError: The folder has no saved model or a damaged one, `model` is not the dense model that was saved, or
             forward does not work at the saved sizes.
-        ShrinkError: Another object holds a tensor that would be cut.
+        ShrinkError: Another object refers to a tensor that would be cut.
         TraceError: The model cannot be traced with `example`.
 
     Examples:

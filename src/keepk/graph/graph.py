@@ -288,7 +288,7 @@ class Graph:
         """The units that cuts remove, for cuts that were not planned by this graph.
 
         Args:
-            cuts: Cuts of the model as the graph knows it.
+            cuts: Cuts that start from the model in its current state, as recorded by this graph.
 
         Returns:
             The numbers of the units, sorted.

@@ -174,7 +174,7 @@ def _for_replays(workshop: Workshop, replays: Replays, wiring: Wiring, watched: 
     """A workshop without weights for the cut copies, even if the first trace needed weights.
 
     A replay repeats the values that Python read in the first trace, so most models need no weights any more. A forward
-    in which sizes depend on values (``x[mask]``) still does: then the given workshop is returned.
+    in which sizes depend on values (``x[mask]``) still does; for such a model, `workshop` itself is returned.
     """
     if workshop.device is not None:
         return workshop

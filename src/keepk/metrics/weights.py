@@ -47,11 +47,11 @@ class Traits:
     Attributes:
         ranks: The kinds of units that it can score. A metric for channels only is refused for a weight space, and vice
             versa, before training.
-        needs: The inputs that it reads. A metric of channels that needs weights alone is tried before training, so that
-            a layer it cannot rank is refused early, and infinite scores are refused. None if unknown: it is then first
-            called at the first event, and may return an infinite score to protect a unit.
-        over: Its scores are relative to those of the whole space, or of each layer. A metric of channels then has a
-            method ``scores(layers)``. None if the score of a unit depends on no other.
+        needs: The inputs that it reads. A channel metric that needs only weights is tried before training, so that a
+            layer it cannot rank is refused early; infinite scores are refused. None if unknown: the metric is then not
+            called before the first event, and may return an infinite score to protect a unit.
+        over: The set of units that a score is relative to: the whole "space", or each "layer". A channel metric with
+            this attribute has a method ``scores(layers)``. None if the score of a unit does not depend on other units.
     """
 
     ranks: tuple[Ranks, ...] = ("weights", "channels")

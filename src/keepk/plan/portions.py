@@ -193,7 +193,7 @@ def _with_portion(
 def _last_pick(
     best: NDArray[np.float64], extra: NDArray[np.int64], gains: NDArray[np.float64], room: int
 ) -> int | None:
-    """The number of the count of the last portion that, with the best of all others, meets the total; None if none."""
+    """The index of the best count of the last portion that meets the total, together with the others; None if none."""
     others = room - extra
     fits = (others >= 0) & (others < len(best))
     sums = np.where(fits, best[np.where(fits, others, 0)] + gains, -np.inf)

@@ -182,13 +182,13 @@ def _refuse_unrankable(tensor: Ranked, sizes: Sizes) -> None:
         bad += int(flags.count_nonzero())
     if bad and tensor.absolute:
         raise RankError(
-            f"parameter {tensor.name!r} holds {bad} NaN or infinite values among {tensor.scores.numel()}; "
+            f"parameter {tensor.name!r}: {bad} of {tensor.scores.numel()} values are NaN or infinite; "
             "fix the training before pruning (lower the learning rate, clip the gradients)."
         )
     if bad:
         raise RankError(
-            f"the scores of {tensor.name!r} hold {bad} NaN values among {tensor.scores.numel()}; "
-            "give every weight that is not pruned a number (inf protects it)."
+            f"{bad} of the {tensor.scores.numel()} scores of {tensor.name!r} are NaN; "
+            "return a number for every weight that is not pruned (inf protects it)."
         )
 
 

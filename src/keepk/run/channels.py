@@ -317,7 +317,7 @@ class ChannelSide:
                 removed.append(decision.removed)
                 chains[name] = decision.chain
             else:
-                chains[name] = tuple(known[1:])
+                chains[name] = tuple(known[1:])  # the first split is the one of this event
         going = np.sort(np.concatenate(removed))
         ends = all(counts[event.epoch] == self.members[name].keep for name, counts in self._plan.items())
         physical = self._shrink == "each" or (self._shrink == "end" and ends)

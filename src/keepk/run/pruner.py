@@ -157,7 +157,6 @@ class Pruner:
         # Public hooks only: the optimizer's methods are never replaced, and `close` removes the hooks again.
         for it in self._spec.optimizers:
             self._handles.append(it.register_step_pre_hook(self._before_update))
-        for it in self._spec.optimizers:
             self._handles.append(it.register_step_post_hook(self._after_update))
         register_live(self)
 

@@ -245,12 +245,13 @@ class Session:
                 distributed runs make: another process may fail after this one has succeeded.
         """
         with ExitStack() as undos:
+            # Undone in reverse order: first the sides' changes to tensors, then masks and counts by the snapshot.
             undos.callback(self.snapshot())
             for side in self.sides:
                 undos.callback(side.apply(event))
             if event.prunes:
                 if keep_values:
-                    undos.callback(self._values())
+                    undos.callback(self._copied_values())
                 self._hold()
             else:
                 self.zero_masked()  # counts are exact after every event, even one that prunes nothing
@@ -269,7 +270,7 @@ class Session:
         self.frozen = frozen
 
     def _certify(self, undos: ExitStack | None = None) -> None:
-        """Write the certificate into the record of the model and of the modules that follow it."""
+        """Write the certificate into the records of the model and its followers; the undo is added to `undos`."""
         modules = [followed(it) for it in self.spec.followers if isinstance(it, nn.Module)]
         mine, places = self.certificate(self.kept), self.channels.places
         for module in (self.spec.model, *modules):
@@ -328,7 +329,7 @@ class Session:
         self.held = held((parameters[name], mask) for name, mask in zeroed.items())
         return zeroed
 
-    def _values(self) -> Undo:
+    def _copied_values(self) -> Undo:
         """Copy the weights and optimizer state that the masks are about to zero; returns a function to restore them."""
         parameters, zeroed = named_parameters(self.spec.model), self._zeroed
         tensors = [(parameters[name].detach(), mask) for name, mask in zeroed.items()]

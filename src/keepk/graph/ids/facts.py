@@ -75,7 +75,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bound:
-    """An array of atoms with a condition on what may be removed from it; the list that it is in says which one."""
+    """An array of atoms with a condition on its removals. The list in `Facts` that contains it says which condition."""
 
     array: Map
     reason: Reason

@@ -362,7 +362,7 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     No rules are applied: the same operation on the same inputs has the same result, so labels are copied from the other
     pass. Dropout and stochastic depth multiply by a random mask, made by `empty`, `bernoulli` and `div`; these
     operations are skipped in the comparison. All steps are recorded, including those of dropout, so that cut copies
-    can repeat this pass, too. The only new facts are those about the masks.
+    can repeat this pass too. The only new facts are those about the masks.
 
     Raises:
         Differs: The pass differs from the other one.
