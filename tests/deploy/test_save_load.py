@@ -448,11 +448,11 @@ class Numbers(nn.Module):
         (setting("first", "stride.0", 2, 1), r"stride of module 'first' \(Conv2d\) is not a size"),
         (setting("first", "padding.1", 1, 1), r"padding of module 'first' \(Conv2d\) is not a size"),
         (setting("first", "kernel_size.0", 3, 1), r"kernel_size of module 'first' \(Conv2d\) is not a size"),
-        (setting("", "depth", 12, 2), r"depth of module '' would change from 12 to 2, but nothing of 12 was cut"),
+        (setting("", "depth", 12, 2), r"depth of module '' would change from 12 to 2, but no axis was cut in that way"),
         (setting("", "sizes.1", 7, 2), r"sizes of module '' would change from 7 to 2"),
         (setting("", "sizes.2", 7, 6), r"sizes of module '' was 7 and is None"),
         (setting("", "sizes.-1", 7, 6), r"'sizes\.-1' of module '' is not the name of a size"),
-        (setting("", "width", 12, 8), r"width of module '' would change from 12 to 8, but nothing of 12 was cut"),
+        (setting("", "width", 12, 8), r"width of module '' would change from 12 to 8, but no axis was cut in that way"),
     ],
 )
 def test_numbers_that_do_not_follow_the_cut_stay(tmp_path, change, match):

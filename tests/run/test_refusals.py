@@ -314,7 +314,7 @@ def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, 
         keepk.save(net, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     keepk.save(nn.Linear(2, 2), tmp_path / "other")
-    with pytest.raises(FileError, match=rf"^load: {what} is sharded over processes.*shard after keepk\.load"):
+    with pytest.raises(FileError, match=rf"^load: {what} is sharded over processes.*shard it after keepk\.load"):
         keepk.load(net, tmp_path / "other")
 
 

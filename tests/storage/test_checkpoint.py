@@ -424,7 +424,7 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path, wo
 @pytest.mark.parametrize("path", ["x" * 300, "/proc/nowhere/run", "/dev/null/run"], ids=["long", "proc", "device"])
 def test_a_path_that_the_system_refuses_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r": cannot be written \(.*\)\. Choose a folder that can be"):
+    with pytest.raises(CheckpointError, match=r": cannot be written \(.*\)\. Choose a writable folder"):
         save_checkpoint(path, extra=1)
     with pytest.raises(CheckpointError, match="there is no checkpoint to read"):
         load_checkpoint(path)
