@@ -1,7 +1,7 @@
 """keepk prunes PyTorch models to exactly K weights or channels, inside your own training loop.
 
-Pruned channels, heads and neurons are removed from the tensors; pruned weights are held at zero. `keepk.Pruner` is the
-place to start; `keepk.typing` has the types for annotations.
+Pruned channels, heads and neurons are removed from the tensors; pruned weights are kept at zero. Start with
+`keepk.Pruner`; `keepk.typing` has the types for annotations.
 
 >>> import keepk, torch
 >>> model = torch.nn.Linear(100, 10)

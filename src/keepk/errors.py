@@ -17,12 +17,11 @@
         └── DataError          data files that are missing, truncated or have the wrong checksum
 
     UserWarning
-    └── KeepkWarning           every warning of keepk: a count that became wrong, a ranking that decides little
+    └── KeepkWarning           every warning of keepk: a wrong count, a meaningless ranking
 
-Every message says what is wrong, where, what was given, and what to do about it. Every error is a ``ValueError``, so
-code that only guards a constructor call needs no import from keepk. A warning is issued once per cause. To silence
-warnings or turn them into errors, filter by class:
-``warnings.filterwarnings("error", category=keepk.KeepkWarning)``.
+Every message says what is wrong, where, what was passed, and what to do about it. Every error is a ``ValueError``, so
+code can catch them without importing keepk. A warning is issued once per cause. To silence warnings or turn them into
+errors, filter by class: ``warnings.filterwarnings("error", category=keepk.KeepkWarning)``.
 
 >>> issubclass(SpaceError, KeepkError) and issubclass(KeepkError, ValueError)
 True
@@ -80,8 +79,8 @@ class DataError(KeepkError):
 class KeepkWarning(UserWarning):
     """The class of every warning that keepk issues, so that one filter silences them or turns them into errors.
 
-    It is issued when a count became wrong (pruned weights came back), when a ranking decides little (most scores
-    are equal, BatchNorm scales hardly differ, or a layer is about to lose nearly all of its units), when selected
-    layers have channels that cannot be removed and are not counted, when `Pruner.step` seems to be called once per
-    batch, and when a model is saved before its first event.
+    It is issued when a count is wrong (pruned weights are no longer zero), when a ranking says little (most scores are
+    equal, BatchNorm scales hardly differ, or a layer would lose nearly all of its units), when selected layers have
+    channels that cannot be removed and are not counted, when `Pruner.step` seems to be called once per batch, and when
+    a model is saved before its first event.
     """

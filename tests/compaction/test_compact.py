@@ -460,7 +460,7 @@ def test_lenets_by_magnitude(build, share):
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ShrinkError, match=r"compact: got int as the model\. Give a torch\.nn\.Module"):
+    with pytest.raises(ShrinkError, match=r"compact: got int as the model\. Pass a torch\.nn\.Module"):
         compact(untyped(3), torch.zeros(2, 4))
     with pytest.raises(TraceError, match="its forward failed on the example"):
         compact(nn.Linear(3, 3), torch.zeros(2, 4))
@@ -477,7 +477,7 @@ def test_a_wrong_optimizer_is_refused_where_nothing_is_dead():
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with pytest.raises(OptimizerError, match=r"got StepLR, a learning-rate scheduler\. Give the torch.optim.Optimizer"):
+    with pytest.raises(OptimizerError, match=r"got StepLR, a learning-rate scheduler\. Pass the torch.optim.Optimizer"):
         keepk.compact(net, torch.zeros(2, 4), untyped(scheduler))
     with pytest.raises(OptimizerError, match="holds no parameter of the model"):
         keepk.compact(net, torch.zeros(2, 4), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))

@@ -456,18 +456,18 @@ def refuses(words, model, graph, units, error=ShrinkError, **more):
 @pytest.mark.parametrize(
     ("units", "words"),
     [
-        ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. Take them from graph.groups"),
+        ([21], "unit 21 does not exist; the graph has 21 units, 0 to 20. graph.groups lists them"),
         ([-1], "unit -1 does not exist"),
-        ([0.5], r"units contains 0.5 \(float\). Give the units' numbers as ints"),
+        ([0.5], r"units contains 0.5 \(float\). Pass the units' numbers as ints"),
         (["first"], r"units contains 'first' \(str\)"),
         ([True], r"units contains True \(bool\).*numpy.flatnonzero\(mask\)"),
         (np.ones(21, bool), r"units contains True \(bool\)"),
         (torch.ones(21, dtype=torch.bool), r"units contains True \(bool\)"),
         (torch.tensor([1.0]), r"units contains 1.0 \(float\)"),
         ([[0, 1]], r"units contains \[0, 1\] \(list\)"),
-        ([3, 4, 3], "unit 3 is named more than once"),
-        (np.array([4, 5, 4], np.uint8), "unit 4 is named more than once"),
-        (torch.tensor([5, 5]), "unit 5 is named more than once"),
+        ([3, 4, 3], "unit 3 is listed more than once"),
+        (np.array([4, 5, 4], np.uint8), "unit 4 is listed more than once"),
+        (torch.tensor([5, 5]), "unit 5 is listed more than once"),
         ([0, 10**30], f"unit {10**30} does not exist; the graph has 21 units"),
         ([-(10**30)], f"unit {-(10**30)} does not exist"),
         (np.array([2**64 - 1], np.uint64), f"unit {2**64 - 1} does not exist"),
@@ -483,11 +483,11 @@ def test_units_that_are_none_are_refused(units, words):
 @pytest.mark.parametrize(
     ("units", "words"),
     [
-        (0.5, r"shrink: units=0.5. Give the units' numbers; a share is graph.choose\(0.5\)."),
+        (0.5, r"shrink: units=0.5. Pass the units' numbers; a share is graph.choose\(0.5\)."),
         (0.25, r"a share is graph.choose\(0.25\)."),
-        (3, r"shrink: units=3. Give the units' numbers; a share is graph.choose\(0.5\)."),
-        (None, "shrink: units=None. Give the units' numbers"),
-        (torch.tensor(3), r"shrink: units=<Tensor of shape \(\)>\. Give the units' numbers"),
+        (3, r"shrink: units=3. Pass the units' numbers; a share is graph.choose\(0.5\)."),
+        (None, "shrink: units=None. Pass the units' numbers"),
+        (torch.tensor(3), r"shrink: units=<Tensor of shape \(\)>\. Pass the units' numbers"),
     ],
 )
 def test_what_is_no_list_of_units_is_refused(units, words):
@@ -513,9 +513,7 @@ def test_units_come_in_any_container(units):
 def test_what_came_into_the_model_after_the_trace_is_refused(name, part):
     model, _, graph, units = traced()
     model.late = part
-    words = (
-        rf"the graph does not know {name!r} of \w+, of shape \(12,.*\), which was added to the model after the trace"
-    )
+    words = rf"{name!r} of \w+, of shape \(12,.*\), is not in the graph: it was added to the model after the trace"
     refuses(rf"{words}. Change the model first, then trace it", model, graph, units)
 
 
@@ -523,7 +521,7 @@ def test_a_layer_in_the_place_of_one_without_weights_is_refused():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     graph = keepk.trace(model, torch.zeros(2, 4))
     model[1] = nn.Linear(8, 8)
-    refuses(r"the graph does not know '1.weight' of Sequential, of shape \(8, 8\)", model, graph, [0])
+    refuses(r"'1.weight' of Sequential, of shape \(8, 8\), is not in the graph", model, graph, [0])
 
 
 def test_a_counter_may_come_into_the_model():
@@ -537,7 +535,10 @@ def test_a_unit_that_is_gone_is_refused():
     model, _, graph, _ = traced()
     keepk.shrink(model, graph, [3])
     refuses(
-        r"unit 3 of 'first' \(1 in all\) was removed before. Choose among those where graph.alive", model, graph, [3, 4]
+        r"unit 3 of 'first' \(1 in total\) was already removed. Choose units for which graph.alive",
+        model,
+        graph,
+        [3, 4],
     )
 
 
@@ -550,7 +551,7 @@ def test_the_last_unit_is_refused_though_the_others_went_before():
 def test_unequal_numbers_of_bound_parts_are_refused():
     model, _, graph, _ = traced("grouped")
     one = graph.bindings[0][0][:1]
-    refuses(r"must lose equally many of each of its \d+ parts, because it .*; got 1, 0", model, graph, one)
+    refuses(r"must lose equal numbers of units from each of its \d+ parts, because it .*; got 1, 0", model, graph, one)
 
 
 def test_a_graph_of_another_model_is_refused():
@@ -568,7 +569,7 @@ def test_a_model_that_was_cut_elsewhere_is_refused():
     model, example, graph, units = traced()
     keepk.shrink(model, keepk.trace(model, example), [0])
     refuses(
-        r"'first.weight' should have shape \(12, 7\) and has shape \(11, 7\). Trace this very model",
+        r"'first.weight' should have shape \(12, 7\) and has shape \(11, 7\). Trace this model object",
         model,
         graph,
         units,
@@ -584,8 +585,8 @@ def test_a_graph_that_was_spent_on_a_copy_is_refused():
 @pytest.mark.parametrize(
     ("model", "graph", "words"),
     [
-        ("net", None, "shrink: got str as the model. Give the torch.nn.Module that was traced"),
-        (None, [0, 1], r"shrink: got list as the graph. Give what keepk.trace\(model, example\) returns"),
+        ("net", None, "shrink: got str as the model. Pass the torch.nn.Module that was traced"),
+        (None, [0, 1], r"shrink: got list as the graph. Pass what keepk.trace\(model, example\) returns"),
     ],
 )
 def test_what_is_no_model_or_graph_is_refused(model, graph, words):
@@ -645,7 +646,7 @@ def test_tensors_that_cannot_be_cut_are_refused(change, words):
 def test_a_model_made_in_inference_mode_is_refused():
     with torch.inference_mode():
         model, example, graph, units = traced()
-    with pytest.raises(ShrinkError, match=r"tensor 'first.weight' was made in inference mode and cannot change"):
+    with pytest.raises(ShrinkError, match=r"tensor 'first.weight' was made in inference mode and cannot be changed"):
         keepk.shrink(model, graph, units)
     assert graph.alive.all()
     assert output(model, example).isfinite().all()

@@ -137,7 +137,7 @@ def matrices(model):
             "optimizer Adafactor: keeps its second moments per row",
         ),
         (lambda _: torch.optim.SGD(nn.Linear(3, 3).parameters()), "optimizer SGD: holds no parameter of the model"),
-        (lambda _: 0.1, "optimizer: got float. Give a torch.optim.Optimizer, or several"),
+        (lambda _: 0.1, "optimizer: got float. Pass a torch.optim.Optimizer, or several"),
         (lambda model: [torch.optim.SGD(model.parameters()), None], "optimizer: got NoneType"),
     ],
 )
@@ -298,7 +298,7 @@ def other_shape(model):
         (lambda _: {"first.weight": "none"}, r"followers\[1\] \(dict\): has no tensor 'first.weight'"),
         (other_shape, r"followers\[1\] \(dict\): 'first.weight' has shape \(11, 7\), the model's \(12, 7\)"),
         (lambda _: nn.Linear(3, 3), r"followers\[1\] \(Linear\): has no tensor 'first.weight'"),
-        (lambda _: "teacher", r"followers: got str. Give a list of modules \(a copy, an AveragedModel\) or dicts of"),
+        (lambda _: "teacher", r"followers: got str. Pass a list of modules \(a copy, an AveragedModel\) or dicts of"),
     ],
 )
 def test_what_is_no_follower_is_refused(follower, words):
@@ -315,16 +315,16 @@ def test_what_is_no_follower_is_refused(follower, words):
     [
         (
             lambda _, twin: [twin, twin],
-            r"shrink: followers\[1\] \(.*\) is followers\[0\] again, which is cut once. Leave",
+            r"shrink: followers\[1\] \(.*\) is followers\[0\] again, and would be cut twice. Leave",
         ),
         (lambda _, twin: [AveragedModel(twin), twin, twin], r"followers\[2\] \(.*\) is followers\[1\] again"),
         (
             lambda model, _: [model],
-            r"shrink: followers\[0\] \(.*\) is the model itself, which is cut once. Leave it out",
+            r"shrink: followers\[0\] \(.*\) is the model itself, and would be cut twice. Leave it out",
         ),
         (lambda model, twin: [twin, nn.DataParallel(model)], r"followers\[1\] \(DataParallel\) is the model itself"),
-        (lambda _, twin: twin, r"^shrink: followers: got one \w+. Give a list, also of one: followers=\[...\].$"),
-        (lambda model, _: dict(model.state_dict()), r"^shrink: followers: got one dict. Give a list, also of one"),
+        (lambda _, twin: twin, r"^shrink: followers: got one \w+. Pass a list, even for one: followers=\[...\].$"),
+        (lambda model, _: dict(model.state_dict()), r"^shrink: followers: got one dict. Pass a list, even for one"),
     ],
 )
 def test_a_follower_that_would_be_cut_twice_and_one_without_a_list_are_refused(followers, words):

@@ -170,13 +170,13 @@ def refused(tmp_path, model, example, error, match, name="net.onnx", **options):
     ("model", "example", "error", "match"),
     [
         (torch.relu, torch.ones(2, 4), TraceError, "got builtin_function_or_method as the model"),
-        (nn.Linear(4, 3), "pictures", TraceError, "example: got str. Give a tensor, a tuple"),
+        (nn.Linear(4, 3), "pictures", TraceError, "example: got str. Pass a tensor, a tuple"),
         (nn.Linear(4, 3), torch.tensor(1.0), TraceError, r"first tensor of shape \(\), so its batch size"),
         (nn.Linear(4, 3), {}, TraceError, "has no tensor, so its batch size cannot be changed"),
-        (nn.Linear(4, 3), (2, 4), TraceError, r"example: got the shape \(2, 4\). Give a tensor, not a shape."),
-        (nn.Linear(4, 3), (torch.ones(2, 4), torch.ones(2)), TraceError, "A tuple is several arguments: give the tens"),
-        (nn.ReLU, torch.ones(2, 4), TraceError, r"export_onnx: got the class ReLU. Give ReLU\(\), a model."),
-        (nn.Linear(4, 3), torch.ones(2, 5), TraceError, r"Linear: its forward failed on \(2, 5\) .*Give an example"),
+        (nn.Linear(4, 3), (2, 4), TraceError, r"example: got the shape \(2, 4\). Pass a tensor, not a shape."),
+        (nn.Linear(4, 3), (torch.ones(2, 4), torch.ones(2)), TraceError, "A tuple is several arguments: pass the tens"),
+        (nn.ReLU, torch.ones(2, 4), TraceError, r"export_onnx: got the class ReLU. Pass ReLU\(\), a model."),
+        (nn.Linear(4, 3), torch.ones(2, 5), TraceError, r"Linear: its forward failed on \(2, 5\) .*Pass an example"),
         (nn.Linear(4, 3), {"x": torch.ones(2, 4)}, TraceError, "unexpected keyword argument 'x'"),
         (ThreeRows(), torch.ones(3, 4), TraceError, r"failed on \(4, 4\).*export with dynamic_batch=False"),
         (OtherWhenExported(), torch.ones(2, 4), FileError, r"differs from torch by 1.0e\+00 .*tolerance=0.0001"),
@@ -198,7 +198,7 @@ def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(tmp_path):
 @pytest.mark.parametrize("tolerance", ["a", -1e-4, float("nan"), True, (1e-4,)])
 def test_what_is_no_tolerance_is_refused(tmp_path, tolerance):
     with pytest.raises(
-        FileError, match=rf"^export_onnx: tolerance={re.escape(repr(tolerance))}\. Give a number of at least 0"
+        FileError, match=rf"^export_onnx: tolerance={re.escape(repr(tolerance))}\. Pass a number of at least 0"
     ):
         export_onnx(nn.Linear(4, 3), torch.ones(2, 4), tmp_path / "net.onnx", tolerance=tolerance)
     assert not [*tmp_path.iterdir()]

@@ -385,10 +385,10 @@ def setting(path, key, dense, now):
         (lambda arch: arch["tensors"]["3.weight"].update(stride=[0, 0]), r"strides .* do not lay out a tensor"),
         (lambda arch: arch["tensors"]["3.weight"].update(code="x"), r"a tensor has no 'code'"),
         (lambda arch: arch["headwise"].append([]), r"not laid out as keepk\.save writes it"),
-        (lambda arch: arch["values"].update(size="12"), r"size '12' and sha256 .*, which no file can have"),
+        (lambda arch: arch["values"].update(size="12"), r"size '12' and sha256 .*, which is impossible"),
         (
             lambda arch: arch["values"].update(size=10**5000),
-            r"is not valid JSON|which no file can have|has [\d,]+ bytes",
+            r"is not valid JSON|which is impossible|has [\d,]+ bytes",
         ),
         (
             lambda arch: arch.update(certificate={"a": {"kind": "weights", "total": 1, "asked": 1, "kept": 1}}),
@@ -448,11 +448,11 @@ class Numbers(nn.Module):
         (setting("first", "stride.0", 2, 1), r"stride of module 'first' \(Conv2d\) is not a size"),
         (setting("first", "padding.1", 1, 1), r"padding of module 'first' \(Conv2d\) is not a size"),
         (setting("first", "kernel_size.0", 3, 1), r"kernel_size of module 'first' \(Conv2d\) is not a size"),
-        (setting("", "depth", 12, 2), r"depth of module '' would change from 12 to 2, but nothing of 12 was cut"),
+        (setting("", "depth", 12, 2), r"depth of module '' would change from 12 to 2, but no axis was cut in that way"),
         (setting("", "sizes.1", 7, 2), r"sizes of module '' would change from 7 to 2"),
         (setting("", "sizes.2", 7, 6), r"sizes of module '' was 7 and is None"),
         (setting("", "sizes.-1", 7, 6), r"'sizes\.-1' of module '' is not the name of a size"),
-        (setting("", "width", 12, 8), r"width of module '' would change from 12 to 8, but nothing of 12 was cut"),
+        (setting("", "width", 12, 8), r"width of module '' would change from 12 to 8, but no axis was cut in that way"),
     ],
 )
 def test_numbers_that_do_not_follow_the_cut_stay(tmp_path, change, match):
@@ -663,7 +663,7 @@ def test_files_cut_short_or_missing_are_refused(folder, tmp_path):
     (folder / "arch.json").write_bytes(b"[" * 100_000)
     refused(folder, built(1), r"is not valid JSON")
     (folder / "arch.json").write_bytes(b"[1]")
-    refused(folder, built(1), r"is not a 'keepk\.model'\. Give a folder of keepk\.save")
+    refused(folder, built(1), r"is not a 'keepk\.model'\. Pass a folder that keepk\.save wrote")
     refused(tmp_path / "nowhere", built(1), r"nowhere/arch\.json: there is no saved model to read")
 
 
@@ -711,7 +711,7 @@ def lazy():
         ),
         (renamed, r"module 'named' was not there and is Linear"),
         (resized, r"in_features of module '3' was 12 and is 11"),
-        (shrunk, r"given Sequential was shrunk before\. Give a freshly built one"),
+        (shrunk, r"given Sequential was already shrunk\. Pass a freshly built one"),
     ],
 )
 def test_another_model_is_refused_with_what_differs(folder, build, match):
@@ -719,7 +719,7 @@ def test_another_model_is_refused_with_what_differs(folder, build, match):
 
 
 def test_arguments_in_the_wrong_order_are_refused_with_the_right_one(folder, tmp_path):
-    no_model = "got str as the model. Give a torch.nn.Module."
+    no_model = "got str as the model. Pass a torch.nn.Module."
     for verb, arguments, words in (
         (keepk.load, (str(folder), str(folder)), f"load: {no_model} The order is model, path."),
         (keepk.save, (str(tmp_path), built()), f"save: {no_model} The order is model, path."),
@@ -761,7 +761,7 @@ class BytesPath:
 @pytest.mark.parametrize("path", ["", "net\0", "net\ud800", BytesPath()], ids=["empty", "nul", "surrogate", "bytes"])
 def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    words = f"got {os.fspath(path)!r} as the path, which no file can have. Give a name, such as 'out/net'."
+    words = f"got {os.fspath(path)!r} as the path, which no file can have. Pass a name, such as 'out/net'."
     with pytest.raises(FileError, match=f"^save: {re.escape(words)}$"):
         keepk.save(built(), path)
     with pytest.raises(FileError, match=f"^load: {re.escape(words)}$"):
@@ -770,11 +770,11 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path):
 
 
 def test_what_is_no_plain_module_is_refused(folder, tmp_path):
-    with pytest.raises(FileError, match=r"load: got dict as the model\. Give a torch\.nn\.Module"):
+    with pytest.raises(FileError, match=r"load: got dict as the model\. Pass a torch\.nn\.Module"):
         keepk.load(untyped({}), folder)
     with pytest.raises(FileError, match=r"save: got dict as the model"):
         keepk.save(untyped({}), tmp_path / "new")
-    with pytest.raises(FileError, match=r"^load: got the class Linear\. Give Linear\(\), a model\.$"):
+    with pytest.raises(FileError, match=r"^load: got the class Linear\. Pass Linear\(\), a model\.$"):
         keepk.load(untyped(nn.Linear), folder)
     with pytest.raises(FileError, match=r"'0\.weight' is an uninitialized parameter; run one batch first"):
         keepk.load(lazy(), folder)

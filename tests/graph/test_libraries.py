@@ -98,7 +98,7 @@ def test_ranks_of_adapters_that_a_glob_names_are_counted():
 def test_a_glob_that_finds_ranks_alone_says_so():
     model, example = nn.Sequential(nn.Linear(7, 6), LoRA(6, 3, 4)), torch.randn(5, 7)
     with pytest.raises(
-        SpaceError, match=r"the ranks of adapters \('1\.lora_A' and 0 more\), .* Select '\*\.lora_A\*' to"
+        SpaceError, match=r"only ranks of adapters \('1\.lora_A' and 0 more\), .* Select '\*\.lora_A\*' to"
     ):
         prune(model, example, keepk.channels("1*", prune=0.5, metric=keepk.metrics.l2))
 
@@ -159,7 +159,7 @@ def test_what_is_fixed_inside_a_glob_is_said_before_what_is_lossy():
         "space 'attn*': select='attn*': axis 0 of 'attn.query.weight' (3 such axes) is fixed, is kept"
     )
     assert "past_key_values, the cache that forward returns; trace the model with use_cache=False" in words
-    assert "The only channels that it matches, 12 of 'first', are different ones: lossy=True would remove" in words
+    assert "The only channels that the glob matches, 12 of 'first', are others: lossy=True would remove" in words
     assert "Use lossy=True" not in words
 
 

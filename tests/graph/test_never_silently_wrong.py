@@ -512,7 +512,7 @@ def test_a_truth_value_may_become_a_number():
 
 @pytest.mark.parametrize("verb", [keepk.trace, keepk.inspect, keepk.compact])
 def test_examples_that_are_no_list_are_refused(verb):
-    with pytest.raises(TraceError, match=r"examples: got Tensor. Give a list"):
+    with pytest.raises(TraceError, match=r"examples: got Tensor. Pass a list"):
         verb(Hidden(), examples=vectors())
 
 
@@ -533,7 +533,7 @@ def test_inspect_reports_what_the_trace_has_not_seen():
 
 @pytest.mark.parametrize("option", [{"value_branches": "ignore"}, {"train_mode": "skip"}])
 def test_options_of_a_trace_are_checked(option):
-    with pytest.raises(TraceError, match=r"unknown. Give 'check' or 'accept'"):
+    with pytest.raises(TraceError, match=r"unknown. Pass 'check' or 'accept'"):
         keepk.trace(Hidden(), vectors(), **option)
 
 

@@ -338,7 +338,7 @@ def test_an_operation_without_a_rule_fixes_what_goes_in(operation):
     graph = keepk.trace(WithOperation(operation), numbers())
     assert not graph.groups
     [why] = set(reasons(graph, "first.weight", 0))
-    assert why.startswith(f"keepk_test_trace::{operation} has no rule; keepk.rule teaches one")
+    assert why.startswith(f"keepk_test_trace::{operation} has no rule; keepk.rule registers one")
     [place] = {record.place for record in graph.fixed if record.tensor == "first.weight" and record.axis == 0}
     assert place.startswith("test_trace.py:")
 
@@ -412,7 +412,7 @@ def test_two_rules_for_an_operation_are_refused():
 @pytest.mark.parametrize("wrong", [F.relu, torch.add, 3, None])
 def test_what_is_no_operation_is_refused(wrong):
     before = dict(table.RULES)
-    with pytest.raises(TraceError, match=r"rule: got .*Give an operation such as torch.ops.mylib.scale, or its name"):
+    with pytest.raises(TraceError, match=r"rule: got .*Pass an operation such as torch.ops.mylib.scale, or its name"):
         keepk.rule(wrong)(lambda _: None)
     assert before == table.RULES
 
@@ -429,16 +429,16 @@ class Locked(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "example", "words"),
     [
-        ("net", torch.zeros(2, 4), "trace: got str as the model. Give a torch.nn.Module"),
+        ("net", torch.zeros(2, 4), "trace: got str as the model. Pass a torch.nn.Module"),
         (F.relu, torch.zeros(2, 4), "trace: got function as the model"),
-        (nn.ReLU, torch.zeros(2, 4), r"trace: got the class ReLU. Give ReLU\(\), a model"),
-        (nn.Linear(4, 3), "picture", "example: got str. Give a tensor, a tuple of positional arguments, or a dict"),
+        (nn.ReLU, torch.zeros(2, 4), r"trace: got the class ReLU. Pass ReLU\(\), a model"),
+        (nn.Linear(4, 3), "picture", "example: got str. Pass a tensor, a tuple of positional arguments, or a dict"),
         (nn.Linear(4, 3), None, "example: got NoneType"),
         (nn.Linear(4, 3), np.zeros((2, 4)), "example: got ndarray"),
         (
             nn.Linear(4, 3),
             (),
-            r"model Linear: its forward failed on the example \(TypeError: .*Give an example on which",
+            r"model Linear: its forward failed on the example \(TypeError: .*Pass an example on which",
         ),
         (nn.Linear(4, 3), torch.zeros(2, 5), r"model Linear: its forward failed on the example \(RuntimeError: mat1"),
         (nn.Linear(4, 3), {"x": torch.zeros(2, 4)}, r"its forward failed on the example \(TypeError: .*'x'"),
@@ -506,7 +506,7 @@ def test_a_graph_without_units_prints():
 @pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.jit.trace(net, torch.zeros(2, 4))])
 def test_torchscript_is_refused_with_what_to_give_instead(make, tmp_path):
     given = make(nn.Linear(4, 3))
-    with pytest.raises(TraceError, match=r"^trace: the model is TorchScript \(.*Give the nn\.Module as it was before"):
+    with pytest.raises(TraceError, match=r"^trace: the model is TorchScript \(.*Pass the nn\.Module as it was before"):
         keepk.trace(given, torch.zeros(2, 4))
     with pytest.raises(TraceError, match=r"^trace: module '1' is TorchScript"):
         keepk.Pruner(nn.Sequential(nn.ReLU(), given), [keepk.channels("*", keep=1)], example=torch.zeros(2, 4))
@@ -555,7 +555,7 @@ def test_a_share_of_units_is_exact_in_the_decimals_written():
         (1.5, "choose: share=1.5: a share lies between 0 and 1"),
         (-1, "choose: share=-1: negative"),
         (float("nan"), "choose: share=nan: not a finite number"),
-        ("half", "choose: share='half': got str. Give a number"),
+        ("half", "choose: share='half': got str. Pass a number"),
         (True, "choose: share=True: got bool"),
     ],
 )
@@ -568,7 +568,7 @@ def test_what_is_no_share_of_units_is_refused(share, words):
 def test_what_is_no_seed_and_no_unit_is_refused():
     graph = keepk.trace(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), torch.zeros(2, 4))
     for seed in ("a", -1, 0.5):
-        with pytest.raises(ShrinkError, match=r"seed=.* Give an int of 0 or more"):
+        with pytest.raises(ShrinkError, match=r"seed=.* Pass an int of 0 or more"):
             graph.choose(0.5, seed=untyped(seed))
     for unit in (6, -1):
         with pytest.raises(ShrinkError, match=f"slices: unit {unit} does not exist; the graph has units 0 to 5"):
@@ -584,7 +584,7 @@ class Two(nn.Module):
         return self.first(x + y)
 
 
-SLIP = "A tuple is several arguments: give the tensor itself, not its shape and not the labels."
+SLIP = "A tuple is several arguments: pass the tensor itself, not its shape and not the labels."
 
 
 @pytest.mark.parametrize(

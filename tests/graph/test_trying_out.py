@@ -175,7 +175,7 @@ def test_one_number_for_two_widths_keeps_them_equal():
     graph = keepk.trace(model, example)
     [[left, right]] = graph.bindings
     assert len(left) == len(right) == 6
-    with pytest.raises(ShrinkError, match=r"must lose equally many .* has its size in 'width', as another part"):
+    with pytest.raises(ShrinkError, match=r"must lose equal numbers .* has its size in 'width', as another part"):
         keepk.shrink(model, graph, left[:2])
     keepk.shrink(model, graph, [*left[:2], *right[3:5]])
     assert model.width == 4
@@ -261,7 +261,7 @@ def test_exactly_k_with_a_width_that_must_be_a_multiple():
         assert model.wide.out_features % 8 == 0
         assert model.wide.out_features + model.narrow.out_features == keep
         model(example)
-    with pytest.raises(SpaceError, match=r"'wide' must keep a multiple of 8 .*\. Nearest that can: 32 and 40"):
+    with pytest.raises(SpaceError, match=r"'wide' must keep a multiple of 8 .*\. Nearest possible: 32 and 40"):
         keepk.Pruner(Aligned(), keepk.channels("wide", keep=33, metric=keepk.metrics.l1), example=example)
 
 

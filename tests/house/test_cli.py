@@ -102,7 +102,7 @@ def test_plan_fits_80_columns_and_speaks_the_terminals_encoding(charset):
             "--total 1000 --p0 0.95 --prune 0.9 --n1 1 --nu 0.05",
             "Annealing: p0=0.95 leaves 50 of 1000, fewer than the 100 to keep. Choose p0 <= 0.9",
         ),
-        ("--total 1000 --p0 0.5 --n1 1 --nu 0.05", "got neither keep= nor prune=. Give exactly one of them."),
+        ("--total 1000 --p0 0.5 --n1 1 --nu 0.05", "got neither keep= nor prune=. Pass exactly one of them."),
         ("--total 1000 --p0 0.5 --n1 1 --nu 0.05 --keep 9 --prune 0.9", "got both keep=9 and prune=0.9."),
         ("--total 1000 --p0 0.5 --n1 1 --nu 0.05 --keep 9 --epochs 3", "It needs 11 epochs"),
         (
@@ -110,7 +110,7 @@ def test_plan_fits_80_columns_and_speaks_the_terminals_encoding(charset):
             "plan: --keep 2000 is more than --total 1000. Keep at most 1000.",
         ),
         ("--total 1000 --p0 0.5 --n1 1 --nu 0.05 --prune 1", "prune=1.0 keeps none"),
-        ("--total 0 --p0 0.5 --n1 1 --nu 0.05 --keep 1", "total=0: too small. Give an int of at least 1."),
+        ("--total 0 --p0 0.5 --n1 1 --nu 0.05 --keep 1", "total=0: too small. Pass an int of at least 1."),
         ("--total 10 --p0 0.5 --n1 1 --nu 0.05 --keep 1 --epochs 0", "epochs=0: too small."),
         ("--total 1000 --p0 nan --n1 1 --nu 0.05 --keep 9", "p0=nan: not a finite number."),
         ("--total 1000 --p0 1.5 --n1 1 --nu 0.05 --keep 9", "a share lies between 0 and 1. Write 0.9 for 90 %."),

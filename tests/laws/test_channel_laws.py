@@ -112,7 +112,7 @@ def with_nearest_keep(build, **asked):
     try:
         return build(**asked)
     except SpaceError as refused:
-        found = re.search(r"(?:Nearest that can: |Choose keep >= )(\d+)", str(refused))
+        found = re.search(r"(?:Nearest possible: |Choose keep >= )(\d+)", str(refused))
         if found is None:
             raise
         return build(keep=int(found[1]))
@@ -230,7 +230,7 @@ def test_random_networks_are_one_run_in_all_modes(network, seed):
 
 @pytest.mark.parametrize("name", WITHOUT_EXACT_UNITS)
 def test_a_network_without_exact_channels_is_refused_with_the_reason(name):
-    with pytest.raises(SpaceError, match=r"removing one changes more than|is fixed|none with channels"):
+    with pytest.raises(SpaceError, match=r"removing one changes more than|is fixed|none that has channels"):
         Run(traced_network(name), all_channels(prune=0.5))
 
 
@@ -459,7 +459,7 @@ def test_links_that_cannot_be_counted_are_refused():
     words = r"space '\*': channels of '0' are read by '1.conv', whose channels are removed with them and are in "
     words += "the space too; "
     words += (
-        r'only certain numbers of them may stay, .* Exclude one of the two, or count readings instead: at="input".$'
+        r'only certain numbers of them may be kept, .* Exclude one of the two, or count readings instead: at="input".$'
     )
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(branches()[0], keepk.channels("*", keep=8, round_to=2), example=branches()[1])
@@ -482,7 +482,7 @@ class TwoWay:
 
 
 def test_layers_that_read_each_other_in_turn_are_refused():
-    words = "channels of 'a' are read by 'b', .*; that one is read by them in turn, and the count could not be met."
+    words = "channels of 'a' are read by 'b', .*; both layers read each other, so the count could not be met."
     with pytest.raises(SpaceError, match=words):
         find_links(untyped(TwoWay()), keepk.channels("*", keep=2), untyped(TwoWay.groups))
 
@@ -645,7 +645,9 @@ def test_channels_that_leave_too_few_weights_change_nothing(keep, events, least,
         run.epoch()
     step(run.model, run.example, run.optimizer)
     before = state_of(run)
-    with pytest.raises(RankError, match=f"have only {left} of its weights, fewer than the {planned} of its plan at th"):
+    with pytest.raises(
+        RankError, match=f"have only {left} of its weights, fewer than the {planned} that its plan keeps at th"
+    ):
         run.pruner.step()
     assert state_of(run) == before
 
@@ -663,7 +665,7 @@ def cut_elsewhere(run):
     keepk.shrink(run.model, graph, [0, 9], optimizer=run.optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:space .* are there now:keepk.KeepkWarning")  # the change lowers the counts
+@pytest.mark.filterwarnings("ignore:space .* the last event kept:keepk.KeepkWarning")  # the change lowers the counts
 @pytest.mark.parametrize("shrink", ["each", "never"])
 @pytest.mark.parametrize("change", [replace_parameter, replace_module])
 def test_a_model_that_was_changed_behind_the_pruner_is_refused(change, shrink):

@@ -135,7 +135,7 @@ def test_a_state_of_a_later_epoch_goes_on_from_an_earlier_one(tmp_path):
     assert other.fingerprint() == run.fingerprint()
     before = everything(other)
     with pytest.raises(
-        StateError, match=r"channels are already gone from this model and cannot be restored. Build a fresh"
+        StateError, match=r"channels that were already pruned from this model and cannot be restored. Build a fresh"
     ):
         other.pruner.load_state_dict(earlier)
     assert everything(other) == before
@@ -195,7 +195,7 @@ def test_a_model_that_was_refused_once_takes_the_right_state(tmp_path):
     right.run(None, 2)
     right.save(tmp_path / "right", 2, 0, None)
     run = SCENARIOS["each"]()
-    with pytest.raises(StateError, match=r"of spaces .*channels.*, but this Pruner has"):
+    with pytest.raises(StateError, match=r"has spaces .*channels.*, but this Pruner has"):
         keepk.load_checkpoint(tmp_path / "wrong", **{**wrong.parts(), "pruner": run.pruner})
     with pytest.raises(CheckpointError, match="optimizer: is a Adam here"):
         keepk.load_checkpoint(tmp_path / "right", **{**run.parts(), "optimizer": adam(run.model.parameters())})
@@ -208,9 +208,9 @@ def test_a_state_of_another_plan_is_refused(tmp_path):
     saved(tmp_path)
     run = Training(spaces=partial(convnet_spaces, keep=8))
     before = everything(run)
-    with pytest.raises(StateError, match="space 'channels' is of another plan"):
+    with pytest.raises(StateError, match="space 'channels' belongs to another plan"):
         keepk.load_checkpoint(tmp_path, **run.parts())
-    with pytest.raises(StateError, match="space 'channels' is of another plan"):
+    with pytest.raises(StateError, match="space 'channels' belongs to another plan"):
         run.pruner.load_state_dict(saved(tmp_path).pruner.state_dict())
     assert everything(run) == before
 
@@ -220,7 +220,7 @@ def test_a_part_that_is_missing_is_asked_for(tmp_path):
     run = Training()
     before = everything(run)
     with pytest.raises(
-        CheckpointError, match=r"holds the run's ema, without which it would not continue .* Pass ema=\.\.\."
+        CheckpointError, match=r"has the run's ema, without which the run would not continue .* Pass ema=\.\.\."
     ):
         keepk.load_checkpoint(tmp_path, **{name: part for name, part in run.parts().items() if name != "ema"})
     assert everything(run) == before
@@ -260,11 +260,11 @@ def no_list(channels):
 
 
 TAMPERED: dict[Callable[..., None], tuple[Any, str]] = {
-    one_unit_back: (StateError, r"pruner state: 13 channels of space 'channels' are left, the plan says 12"),
+    one_unit_back: (StateError, r"pruner state: space 'channels' keeps 13 channels, the plan says 12"),
     another_layer: ((StateError, CheckpointError), r"no bool mask of shape|is \(\d+, .* here and"),
-    no_such_unit: (StateError, "pruner state: its channels are not those of this model"),
+    no_such_unit: (StateError, "pruner state: its channels do not fit this model"),
     not_cut: (StateError, "no bool mask of shape"),
-    no_list: (StateError, "pruner state: its channels are not those of this model"),
+    no_list: (StateError, "pruner state: its channels do not fit this model"),
 }
 
 
@@ -298,10 +298,10 @@ def test_units_that_cannot_go_together_are_refused_whether_cut_or_masked(tmp_pat
     fresh = Training(Grouped, grouped_spaces, shrink=shrink)
     fresh.update(torch.arange(BATCH))
     before, bits = everything(fresh), fresh.fingerprint()
-    with pytest.raises(StateError, match=r"pruner state: .*must lose equally many of each of its 3 parts"):
+    with pytest.raises(StateError, match=r"pruner state: .*must lose equal numbers of units from each of its 3 parts"):
         fresh.pruner.load_state_dict(state)
     assert everything(fresh) == before
-    with pytest.raises(StateError, match=r"pruner state: .*must lose equally many of each of its 3 parts"):
+    with pytest.raises(StateError, match=r"pruner state: .*must lose equal numbers of units from each of its 3 parts"):
         keepk.load_checkpoint(tmp_path, **fresh.parts())
     assert fresh.fingerprint() == bits
 

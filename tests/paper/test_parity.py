@@ -201,7 +201,7 @@ def test_what_is_in_the_file_is_not_run_again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"draws": 0}, r"draws=0: too small\. Give an int of at least 1"),
+        ({"draws": 0}, r"draws=0: too small\. Pass an int of at least 1"),
         ({"threads": 0}, r"threads=0: too small"),
         ({"inits": 2.5}, r"inits=2\.5: got float"),
         ({"inits": 1_000}, r"inits=1000: too many\. Choose fewer than 1000"),

@@ -100,7 +100,7 @@ def test_frozen_holds_when_a_closure_makes_the_gradients():
         ([keepk.Phase(2, prune="all", freeze="1.*")], None, SpaceError, "freeze='1.*'.: matches no parameter"),
         ([keepk.Phase(2, prune="all")], 3, PlanError, "epochs=3, but the phases have 2"),
         ([keepk.Phase(1, prune="all")], None, PlanError, "space 'all': .* needs 2 epochs"),
-        ([keepk.Phase(2, prune="all", freeze="0.*")], None, PlanError, "no optimizer was given"),
+        ([keepk.Phase(2, prune="all", freeze="0.*")], None, PlanError, "no optimizer was passed"),
         ([], None, PlanError, "phases="),
         ("all", None, PlanError, "phases='all'"),
     ],

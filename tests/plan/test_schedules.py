@@ -130,7 +130,7 @@ def test_callables_and_lists_are_schedules():
         (keepk.Annealing(p0=0.95, n1=2, nu=0.1), None, r"p0=0.95 leaves 50 of 1000, .* Choose p0 <= 0.9"),
         (keepk.Cubic(epochs=9), 5, r"needs 9 epochs"),
         (keepk.Cubic(), None, "no length"),
-        (keepk.Cubic(begin=5), 5, "begin=5 leaves nothing of 5"),
+        (keepk.Cubic(begin=5), 5, "begin=5 leaves none of the 5"),
         (keepk.Cubic(epochs=5, p0=0.95), None, "p0=0.95 prunes more"),
         ([500, 600, 100], None, "rises from 500 to 600 at epoch 2"),
         ([1001, 100], None, "rises from 1000 to 1001 at epoch 1"),
@@ -142,7 +142,7 @@ def test_callables_and_lists_are_schedules():
         ([True], None, "got bool"),
         ("abc", None, "got str"),
         (lambda *_: None, None, "got NoneType"),
-        (lambda: [100], None, r"failed on \(1000, 100, None\), which are M, K and the epochs.* \(TypeError: .* Give a"),
+        (lambda: [100], None, r"failed on \(1000, 100, None\), which are M, K and the epochs.* \(TypeError: .* Pass a"),
         (lambda *_: [1 // 0], 7, r"failed on \(1000, 100, 7\).* \(ZeroDivisionError: .*sequence of ints.$"),
         (lambda _m, _k, epochs: [500] * epochs, 2, "after 2 epochs the plan ends at 500.* Let it end at exactly 100"),
     ],
@@ -188,10 +188,10 @@ def test_shares_are_read_as_the_decimals_written():
 @pytest.mark.parametrize("schedule", ["cubic", 5, None])
 def test_what_is_no_schedule_is_refused_when_the_space_is_made(kind, schedule):
     words = rf"^space 'f': schedule={schedule!r}: got {type(schedule).__name__}. "
-    with pytest.raises(PlanError, match=words + r"Give keepk.Cubic\(epochs=...\), a callable or a list of ints.$"):
+    with pytest.raises(PlanError, match=words + r"Pass keepk.Cubic\(epochs=...\), a callable or a list of ints.$"):
         kind("f", keep=3, schedule=schedule)
 
 
 def test_a_module_is_no_schedule():
-    with pytest.raises(PlanError, match=r"schedule=.*got Linear\. Give keepk.Cubic"):
+    with pytest.raises(PlanError, match=r"schedule=.*got Linear\. Pass keepk.Cubic"):
         keepk.weights("*", keep=3, schedule=nn.Linear(2, 2))

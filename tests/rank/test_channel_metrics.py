@@ -482,8 +482,14 @@ def test_a_term_of_the_blend_that_keeps_no_contract_is_named():
     net = narrow()
     found = layers(net, keepk.trace(net, example()), "output")
     for metric, words in (
-        (metrics.blend(0.5, scale=square), r"metric square: gave torch.float32 of shape \(6, 1\) for the 6 channels"),
-        (metrics.blend(0.5, weights=untyped(lambda layer: [1.0] * len(layer))), "gave list for the 6 channels of '0'"),
+        (
+            metrics.blend(0.5, scale=square),
+            r"metric square: returned torch.float32 of shape \(6, 1\) for the 6 channels",
+        ),
+        (
+            metrics.blend(0.5, weights=untyped(lambda layer: [1.0] * len(layer))),
+            "returned list for the 6 channels of '0'",
+        ),
     ):
         with pytest.raises(RankError, match=words):
             channel_scores(metric, found)
@@ -533,7 +539,9 @@ def test_writing_into_what_a_metric_sees_is_refused_by_name(side):
     net = narrow()
     pruner = keepk.Pruner(net, keepk.channels("0", keep=2, metric=greedy), example=example())
     name = {"producer": "0.weight", "carrier": "0.bias", "reader": "3.weight"}[side]
-    with pytest.raises(RankError, match=rf"metric greedy: changed parameter '{name}' .*in place. Return scores"):
+    with pytest.raises(
+        RankError, match=rf"metric greedy: changed parameter '{name}' .*in place. A metric must only return"
+    ):
         pruner.step()
     assert (pruner.epoch, net[0].out_features) == (0, 6)
 
@@ -553,13 +561,13 @@ def test_writing_into_a_gradient_is_refused_by_name():
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (lambda layer: metrics.l2(layer)[1:], r"gave torch.float32 of shape \(5,\) for the 6 channels of '0'"),
-        (lambda layer: metrics.l2(layer).sum(), r"gave torch.float32 of shape \(\) for the 6 channels"),
+        (lambda layer: metrics.l2(layer)[1:], r"returned torch.float32 of shape \(5,\) for the 6 channels of '0'"),
+        (lambda layer: metrics.l2(layer).sum(), r"returned torch.float32 of shape \(\) for the 6 channels"),
         (lambda layer: metrics.l2(layer).unsqueeze(0), r"of shape \(1, 6\) for the 6 channels of '0'. Return a float"),
-        (lambda layer: metrics.l2(layer).int(), "gave torch.int32"),
-        (lambda layer: metrics.l2(layer) > 0, "gave torch.bool"),
-        (lambda layer: metrics.l2(layer).tolist(), "gave list"),
-        (lambda _: None, "gave NoneType"),
+        (lambda layer: metrics.l2(layer).int(), "returned torch.int32"),
+        (lambda layer: metrics.l2(layer) > 0, "returned torch.bool"),
+        (lambda layer: metrics.l2(layer).tolist(), "returned list"),
+        (lambda _: None, "returned NoneType"),
         (lambda layer: metrics.l2(layer) * math.nan, "6 of the 6 channels of '0' have NaN as their score.*nothing was"),
         (metrics.norm("l2", of="reader").__call__, None),
         (partial(metrics.product), None),
@@ -593,16 +601,16 @@ def test_numbers_of_metrics_that_make_no_sense():
     for alpha, words in ((1.5, "a share"), (-0.1, "negative"), (True, "got bool"), ("0.5", "got str")):
         with pytest.raises(RankError, match=rf"blend: alpha={alpha!r}: .*{words}"):
             metrics.blend(untyped(alpha))
-    with pytest.raises(RankError, match=r"norm\(per_weight=1\): got int. Give True or False"):
+    with pytest.raises(RankError, match=r"norm\(per_weight=1\): got int. Pass True or False"):
         metrics.norm("l1", per_weight=untyped(1))
-    with pytest.raises(RankError, match=r"blend\(over='net'\): unknown. Give \"space\" or \"layer\""):
+    with pytest.raises(RankError, match=r"blend\(over='net'\): unknown. Pass \"space\" or \"layer\""):
         metrics.blend(0.5, over=untyped("net"))
     with pytest.raises(RankError, match=r"norm\(kind='l3', of=None\): unknown"):
         metrics.norm(untyped("l3"))
     with pytest.raises(RankError, match=r"norm\(kind='l1', of='both'\): unknown"):
         metrics.norm("l1", of=untyped("both"))
     for seed in (True, 1.0, None):
-        with pytest.raises(RankError, match=rf"random\(seed={seed}\): got {type(seed).__name__}. Give an int"):
+        with pytest.raises(RankError, match=rf"random\(seed={seed}\): got {type(seed).__name__}. Pass an int"):
             metrics.random(untyped(seed))
 
 
@@ -635,14 +643,14 @@ def test_random_scores_belong_to_the_unit_at_every_event_and_in_every_mode():
 def test_attributes_of_a_metric_are_checked_where_they_are_given():
     for wrong in ({"ranks": ("weight",)}, {"ranks": "weights"}, {"ranks": ()}):
         with pytest.raises(
-            RankError, match=r"^describes\(ranks=.*\): unknown. Give a tuple of 'weights', 'channels'.$"
+            RankError, match=r"^describes\(ranks=.*\): unknown. Pass a tuple of 'weights', 'channels'.$"
         ):
             describes(**wrong)
     with pytest.raises(
-        RankError, match=r"^describes\(needs='weights'\): unknown. Give a tuple of 'weights', 'gradients'"
+        RankError, match=r"^describes\(needs='weights'\): unknown. Pass a tuple of 'weights', 'gradients'"
     ):
         describes(ranks=("weights",), needs=untyped("weights"))
-    with pytest.raises(RankError, match=r"^describes\(over='model'\): unknown. Give one of 'space', 'layer'.$"):
+    with pytest.raises(RankError, match=r"^describes\(over='model'\): unknown. Pass one of 'space', 'layer'.$"):
         describes(ranks=("channels",), over=untyped("model"))
 
 

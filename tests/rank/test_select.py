@@ -213,14 +213,14 @@ def test_the_number_of_threads_is_given_back():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_scores_are_refused_by_name(dtype):
     bad = Ranked("conv1.weight", torch.tensor([1.0, math.nan, math.nan, math.inf], dtype=dtype))
-    with pytest.raises(RankError, match=r"the scores of 'conv1.weight' hold 2 NaN values among 4; give every"):
+    with pytest.raises(RankError, match=r"2 of the 4 scores of 'conv1.weight' are NaN; return a number for every"):
         cut_points([Ranked("fc", torch.ones(2)), bad], 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_that_are_not_finite_are_refused_by_name(dtype):
     weights = torch.tensor([1.0, math.nan, -math.inf, math.inf], dtype=dtype)
-    message = r"parameter 'fc1.weight' holds 3 NaN or infinite values among 4; fix the training before pruning"
+    message = r"parameter 'fc1.weight': 3 of 4 values are NaN or infinite; fix the training before pruning"
     with pytest.raises(RankError, match=message):
         cut_points([Ranked("fc1.weight", weights, absolute=True)], 1)
 

@@ -372,7 +372,7 @@ def test_a_notebook_gets_every_table_and_note_escaped():
 
 
 def test_strange_input_is_refused_in_words():
-    with pytest.raises(TraceError, match=r"got int as the model\. Give a torch\.nn\.Module"):
+    with pytest.raises(TraceError, match=r"got int as the model\. Pass a torch\.nn\.Module"):
         keepk.inspect(untyped(3), torch.zeros(2, 8))
     with pytest.raises(TraceError, match=r"Linear: its forward failed on the example \(RuntimeError"):
         keepk.inspect(nn.Linear(8, 3), torch.zeros(2, 7))
@@ -516,5 +516,5 @@ def test_a_model_prepared_for_quantisation_gets_the_cure():
     net.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
     prepared = torch.ao.quantization.prepare_qat(net.train())
     found = str(keepk.inspect(prepared, torch.zeros(2, 8)))
-    assert "quantised or prepared for that" in found
+    assert "quantised or prepared for it" in found
     assert "Prune first and quantise afterwards" in found

@@ -254,7 +254,7 @@ def test_names_of_spaces_are_no_markup():
 
 def test_what_is_no_run_or_no_number_is_refused():
     net = nn.Linear(10, 10)
-    with pytest.raises(KeepkError, match=r"report: got Linear. Give the keepk.Pruner of the run"):
+    with pytest.raises(KeepkError, match=r"report: got Linear. Pass the keepk.Pruner of the run"):
         keepk.report(untyped(net))
     pruner = keepk.Pruner(net, keepk.weights("weight", keep=25))
     for error, words in (("1.5", "got str"), (True, "got bool"), (float("nan"), "not a finite"), (-1, "negative")):

@@ -61,7 +61,7 @@ def test_spans_unfold_to_the_plan(report):
 def test_plan_report_refuses_what_the_pruner_refuses():
     with pytest.raises(ValueError, match=r"space 'plan': prune=0\.99 of 10 weights keeps none"):
         plan_report([1], 10, prune=0.99)
-    with pytest.raises(ValueError, match=r"plan: total=10\.0: got float\. Give an int of at least 1\."):
+    with pytest.raises(ValueError, match=r"plan: total=10\.0: got float\. Pass an int of at least 1\."):
         plan_report([1], untyped(10.0), keep=1)
 
 

@@ -55,7 +55,7 @@ def test_a_fresh_resnet_warns_of_ties_and_of_the_layers_that_would_keep_one_chan
     assert {it.filename for it in told} == {__file__}
     words = sorted(str(it.message) for it in told)
     assert len(words) == 2
-    assert "are tied where the ranking is cut" in words[0]
+    assert "are tied at the cut of the ranking" in words[0]
     assert "Train first, or choose another metric=" in words[0]
     assert "would keep less than 5 % of their channels: '4.conv2' 1 of 32" in words[1] or "1 of 48" in words[1]
     assert "Train first, set layer_floor=..., or choose another metric=." in words[1]
@@ -63,7 +63,7 @@ def test_a_fresh_resnet_warns_of_ties_and_of_the_layers_that_would_keep_one_chan
 
 
 def test_a_floor_or_another_metric_silences_what_it_cures():
-    ties, thin = "are tied where", "would keep less than 5 %"
+    ties, thin = "are tied at", "would keep less than 5 %"
     for options, expected in (
         ({"layer_floor": 4}, ties),
         ({"metric": lambda layer: torch.linspace(0, 1, len(layer))}, None),
@@ -139,7 +139,7 @@ def test_weights_are_watched_too():
     for parameter in net.parameters():
         nn.init.constant_(parameter, 0.5)
     pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=600, name="w"))
-    with pytest.warns(KeepkWarning, match="space 'w': 1,200 of its 1,200 weights are tied where the ranking is cut"):
+    with pytest.warns(KeepkWarning, match="space 'w': 1,200 of its 1,200 weights are tied at the cut of the ranking"):
         pruner.step()
     with quiet():  # the order of zeros does not matter, and a floor is the user's decision
         net = mlp((10, 30, 30))
@@ -183,7 +183,7 @@ def test_events_after_one_update_each_are_told_once(updates, warns):
     told = run(updates)
     assert len(told) == warns
     for words in told:
-        assert words.startswith("pruner.step() was called twice in a row after one optimizer step or none")
+        assert words.startswith("pruner.step() was called twice in a row after at most one optimizer step")
         assert "the whole plan is over after 4 batches" in words
         assert "Call it at the end of every epoch, or every n batches" in words
 
@@ -239,9 +239,7 @@ def test_a_resumed_run_is_judged_from_there_on():
 def test_a_model_that_is_saved_before_its_first_event(tmp_path):
     net = mlp((10, 10))
     pruner = keepk.Pruner(net, keepk.weights("*.weight", keep=30, name="w"))
-    words = (
-        r"save: the model's Pruner has not made a step.*space 'w' still has all of its 100 units, and its target is 30"
-    )
+    words = r"save: pruner.step\(\) has not been called.*space 'w' still has all of its 100 units, and its target is 30"
     with pytest.warns(KeepkWarning, match=words):
         keepk.save(net, tmp_path / "a")
     with quiet():

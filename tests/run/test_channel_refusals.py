@@ -40,22 +40,22 @@ def refused(kind, words, model, spaces, **arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "space 'f': got neither keep= nor prune=. Give exactly one"),
+        ({}, "space 'f': got neither keep= nor prune=. Pass exactly one"),
         ({"keep": 3, "prune": 0.5}, "both keep=3 and prune=0.5"),
-        ({"keep": 2.0}, "space 'f': keep=2.0: got float. Give an int of at least 1"),
+        ({"keep": 2.0}, "space 'f': keep=2.0: got float. Pass an int of at least 1"),
         ({"keep": 0}, "keep=0: too small"),
         ({"prune": 50}, "space 'f': prune=50: a share lies between 0 and 1"),
-        ({"prune": 1.0}, "space 'f': prune=1.0 keeps none. Prune less, or give keep=."),
-        ({"keep": 3, "at": "middle"}, "space 'f': at='middle'. Give \"output\" or \"input\""),
-        ({"keep": 3, "at": None}, 'at=None. Give "output" or "input"'),
-        ({"keep": 3, "round_to": 0}, "space 'f': round_to=0: too small. Give an int of at least 1"),
+        ({"prune": 1.0}, "space 'f': prune=1.0 keeps none. Prune less, or pass keep=."),
+        ({"keep": 3, "at": "middle"}, "space 'f': at='middle'. Pass \"output\" or \"input\""),
+        ({"keep": 3, "at": None}, 'at=None. Pass "output" or "input"'),
+        ({"keep": 3, "round_to": 0}, "space 'f': round_to=0: too small. Pass an int of at least 1"),
         ({"keep": 3, "round_to": 8.0}, "round_to=8.0: got float"),
         ({"keep": 3, "round_to": True}, "round_to=True: got bool"),
-        ({"keep": 3, "lossy": 1}, "space 'f': lossy=1: got int. Give True or False"),
+        ({"keep": 3, "lossy": 1}, "space 'f': lossy=1: got int. Pass True or False"),
         ({"keep": 3, "lossy": "no"}, "lossy='no': got str"),
-        ({"keep": 3, "layer_floor": 0}, "space 'f': layer_floor=0: too small. Give an int of at least 1"),
+        ({"keep": 3, "layer_floor": 0}, "space 'f': layer_floor=0: too small. Pass an int of at least 1"),
         ({"keep": 3, "layer_floor": 1.5}, "layer_floor=1.5: got float"),
-        ({"keep": 3, "metric": "l1"}, "space 'f': metric='l1' is not callable. Give a function, see keepk.metrics"),
+        ({"keep": 3, "metric": "l1"}, "space 'f': metric='l1' is not callable. Pass a function, see keepk.metrics"),
         ({"keep": 3, "metric": 0.5}, "metric=0.5 is not callable"),
         ({"keep": 3, "name": ""}, r"channels\(name=''\): not a name"),
         ({"keep": 3, "exclude": 7}, r"channels\(select='f', exclude=7\): not globs. .*such as 'features.\*'"),
@@ -74,7 +74,7 @@ def test_a_space_that_makes_no_sense(arguments, words):
         ([keepk.channels(["0", "conv*"], keep=1)], r"space '0\+conv\*': select='conv\*' matches no module"),
         (
             [keepk.channels("*.weight", keep=1)],
-            r"matches no module. .*channels takes names of modules; keepk.weights takes those of parameters.$",
+            r"matches no module. .*channels takes names of modules, keepk.weights names of parameters.$",
         ),
         ([keepk.channels("*.wait", keep=1)], r"'\*.wait' matches no module. Nearest names: '0', '1', '2'.$"),
         (
@@ -85,9 +85,9 @@ def test_a_space_that_makes_no_sense(arguments, words):
             [keepk.channels("0", keep=2, metric=describes(ranks=("weights",))(lambda weight: weight))],
             "^space '0': metric <lambda> ranks weights, not channels. Use keepk.metrics.l2 or product.$",
         ),
-        ([keepk.channels("1", keep=1)], r"'1' matches modules, but none with channels at its output. .*: '0', '2'"),
+        ([keepk.channels("1", keep=1)], r"'1' matches modules, but none that has channels at its output. .*: '0', '2'"),
         ([keepk.channels("*", keep=12)], r"keep=12, but \['\*'\] matches only 11 channels. Choose keep <= 11"),
-        ([keepk.channels("*", prune=0.95)], "prune=0.95 of 11 channels keeps none. Prune less, or give keep="),
+        ([keepk.channels("*", prune=0.95)], "prune=0.95 of 11 channels keeps none. Prune less, or pass keep="),
         ([keepk.channels("*", keep=1)], "keep=1, but layer_floor=1 in 2 layers needs 2 channels. Choose keep >= 2"),
         (
             [keepk.channels("*", keep=7, layer_floor=4)],
@@ -97,8 +97,8 @@ def test_a_space_that_makes_no_sense(arguments, words):
             [keepk.channels("*", keep=9, name="all"), keepk.channels("2", keep=1)],
             "space '2': the channels of '2' are in space 'all' too. Spaces are disjoint: narrow one, or use exclude=",
         ),
-        ([keepk.channels("0", keep=2), keepk.channels("0", keep=3)], "space '0': the name is given twice"),
-        ([keepk.channels("0", keep=2), keepk.weights("0*", keep=3, name="0")], "space '0': the name is given twice"),
+        ([keepk.channels("0", keep=2), keepk.channels("0", keep=3)], "space '0': two spaces have this name"),
+        ([keepk.channels("0", keep=2), keepk.weights("0*", keep=3, name="0")], "space '0': two spaces have this name"),
     ],
 )
 def test_spaces_that_do_not_fit_the_model(spaces, words):
@@ -124,8 +124,8 @@ def test_channels_that_are_fixed_come_with_the_graphs_own_reason():
 def test_channels_that_are_lossy_come_with_the_reason_and_the_way_out():
     model, example, graph = traced_network("layer_norm")
     why = graph.groups[0].lossy
-    words = "space 'first': select='first' matches 12 channels of 'first', but removing one changes more than setting "
-    words += f"it to zero would: {why}. Use lossy=True to remove them anyway."
+    words = "space 'first': select='first' matches 12 channels of 'first', but removing one changes more than "
+    words += f"zeroing it would: {why}. Use lossy=True to remove them anyway."
     refused(SpaceError, f"^{re.escape(words)}$", model, keepk.channels("first", keep=3), example=example)
     pruner = keepk.Pruner(model, keepk.channels("first", keep=3, lossy=True), example=example)
     pruner.step()
@@ -143,11 +143,11 @@ def test_one_layer_under_two_names_is_one_layer():
 
 def test_an_example_that_is_missing_or_does_not_fit():
     space = keepk.channels("0", keep=2)
-    refused(SpaceError, r"space '0': channels are found by a trace.* Give Pruner\(..., example=...\)", small(), space)
+    refused(SpaceError, r"space '0': channels are found by a trace.* Pass one with example=", small(), space)
     for example, words in (
         (torch.zeros(2, 5), r"model Sequential: its forward failed on the example \(RuntimeError: .*2x5 and 4x6"),
         ({"x": inputs()}, "its forward failed on the example"),
-        ("batch", "example: got str. Give a tensor, a tuple"),
+        ("batch", "example: got str. Pass a tensor, a tuple"),
     ):
         refused(TraceError, words, small(), space, example=example)
 
@@ -158,7 +158,7 @@ def accepted(graph, space):
     try:
         find_channels(graph, modules, [space])
     except SpaceError as error:
-        return [int(number) for number in re.findall(r"\d+", str(error).rpartition("that can:")[2])], str(error)
+        return [int(number) for number in re.findall(r"\d+", str(error).rpartition("Nearest possible:")[2])], str(error)
     return None, ""
 
 
@@ -180,7 +180,7 @@ def test_the_nearest_counts_of_round_to_are_those_of_counting(round_to, floor):
         assert (got is None) == (keep in possible)
         if keep not in possible and keep > min(possible):
             assert got == nearest_by_counting(possible, keep)
-            assert f"keep={keep} of 21 channels cannot be met: round_to={round_to} binds the width" in words
+            assert f"keep={keep} of 21 channels cannot be met: round_to={round_to} restricts the width" in words
         elif keep not in possible:
             assert f"needs {min(possible)} channels. Choose keep >= {min(possible)}" in words
 
@@ -202,7 +202,7 @@ def test_the_nearest_counts_of_bound_groups_are_those_of_counting(select, round_
         assert (got is None) == (keep in possible)
         if keep not in possible:
             assert got == nearest_by_counting(possible, keep)
-            assert f"keep={keep} of {total} channels cannot be met: 2 parts must keep equally many" in words
+            assert f"keep={keep} of {total} channels cannot be met: 2 parts must keep equal numbers" in words
 
 
 class JoinedGroups(nn.Module):
@@ -220,8 +220,8 @@ class JoinedGroups(nn.Module):
 
 def test_bound_layers_are_selected_together():
     pictures = torch.zeros(2, 3, 4, 4)
-    words = "space 'left': its channels must be removed in equal numbers with those of 'right', which are not in it. "
-    words += "Select that module as well, or exclude both."
+    words = "space 'left': some of its layers must lose as many channels as 'right', which is not in the space. "
+    words += "Select that module too, or exclude both."
     refused(SpaceError, re.escape(words), JoinedGroups(), keepk.channels("left", keep=2), example=pictures)
     model = JoinedGroups()
     keepk.Pruner(model, keepk.channels(["left", "right"], keep=4), example=pictures).step()
@@ -233,7 +233,7 @@ def test_a_channel_and_its_readings_are_not_counted_in_one_run():
     outputs = keepk.channels("convs.0", keep=2, name="outputs")
     readings = keepk.channels("norms.1", keep=6, name="readings", at="input")
     words = "spaces 'outputs' and 'readings': channels of 'convs.0' are read by 'norms.1', whose channels are removed "
-    words += "with them. Count either outputs or inputs"
+    words += "with them. Put both layers into one space"
     for spaces in ([outputs, readings], [readings, outputs]):
         refused(SpaceError, words, model, spaces, example=example)
 
@@ -241,9 +241,9 @@ def test_a_channel_and_its_readings_are_not_counted_in_one_run():
 def test_modes_and_lists_of_the_wrong_kind():
     space = keepk.channels("0", keep=2)
     for shrink in ("sometimes", None, True):
-        words = f'Pruner: shrink={shrink!r}. Give "each", "end" or "never"'
+        words = f'Pruner: shrink={shrink!r}. Pass "each", "end" or "never"'
         refused(PlanError, re.escape(words), small(), space, example=inputs(), shrink=shrink)
-    refused(SpaceError, r"Give a list of keepk.weights\(...\) and keepk.channels\(...\)", small(), ["0"])
+    refused(SpaceError, r"Pass a list of keepk.weights\(...\) and keepk.channels\(...\)", small(), ["0"])
 
 
 def test_optimizers_that_cannot_follow():
@@ -254,7 +254,7 @@ def test_optimizers_that_cannot_follow():
             "optimizer SGD: holds no parameter of the model. Build it from",
         ),
         (torch.optim.Adafactor(model.parameters()), "optimizer Adafactor: keeps its second moments per row and column"),
-        ("sgd", "optimizer: got str. Give a torch.optim.Optimizer"),
+        ("sgd", "optimizer: got str. Pass a torch.optim.Optimizer"),
     ):
         refused(OptimizerError, words, model, space, optimizer=optimizer, example=inputs())
 
@@ -281,7 +281,7 @@ def test_a_wrapper_that_is_none():
     model = small()
     pruner = keepk.Pruner(model, keepk.channels("0", keep=2), example=inputs())
     for wrapper in (Wrapped(model), model, "ddp"):
-        words = f"step: got {type(wrapper).__name__}. Give the DistributedDataParallel wrapper of the model, or nothing"
+        words = f"step: got {type(wrapper).__name__}. Pass the DistributedDataParallel wrapper of the model, or nothing"
         refused_step(pruner, model, ShrinkError, words, wrapper)
     pruner.step()
     assert pruner.kept == {"0": 2}
@@ -312,7 +312,7 @@ def resize_weight(shape):
         ),
         (
             take_layer_out,
-            r"parameter '2.weight': is not there any more, but the Pruner left it with shape .* then make the Pruner",
+            r"parameter '2.weight': no longer exists, but the Pruner left it with shape .* then make the Pruner",
         ),
         (
             resize_weight((5, 7)),
@@ -347,7 +347,7 @@ def test_a_metric_without_what_it_ranks_by_is_refused_before_the_run():
         with pytest.raises(RankError, match=words):
             keepk.Pruner(small(), keepk.channels("*", keep=4, metric=metric), example=inputs())
     model, example = NETWORKS["zero_preserving_sum"]()
-    words = r"metric l2: layer 'first' has no reader's weights. Choose another side, metrics.norm\('l2', of=...\)"
+    words = r"metric l2: layer 'first' has no weights on the reader side. Choose the other side"
     with pytest.raises(RankError, match=words):
         keepk.Pruner(model, keepk.channels("first", keep=4, metric=keepk.metrics.outgoing), example=example)
 
@@ -368,7 +368,7 @@ def test_a_parametrized_layer_has_the_name_that_its_user_gave_it():
 
 def test_an_exclude_that_leaves_nothing_says_so():
     for select, exclude in (("0", ["0"]), ("*", ["0", "2"]), ("*", ["*"])):
-        words = f"select={select!r} without {exclude} leaves no channel. Exclude less"
+        words = f"select={select!r} leaves no channel after exclude={exclude}. Exclude less"
         space = keepk.channels(select, exclude=exclude, keep=1)
         refused(SpaceError, re.escape(words), small(), space, example=inputs())
 
@@ -407,16 +407,16 @@ class Average(nn.Module):
 @pytest.mark.parametrize(
     ("followers", "words"),
     [
-        (lambda _: 3, "^followers: got int. Give a list of modules"),
-        (lambda _: [3], "^followers: got int. Give a list of modules"),
-        (lambda _: "ema", "^followers: got str. Give a list of modules"),
-        (copy.deepcopy, r"^Pruner: followers: got one Sequential. Give a list, also of one"),
-        (lambda model: model.state_dict(), r"^Pruner: followers: got one OrderedDict. Give a list, also of one"),
+        (lambda _: 3, "^followers: got int. Pass a list of modules"),
+        (lambda _: [3], "^followers: got int. Pass a list of modules"),
+        (lambda _: "ema", "^followers: got str. Pass a list of modules"),
+        (copy.deepcopy, r"^Pruner: followers: got one Sequential. Pass a list, even for one"),
+        (lambda model: model.state_dict(), r"^Pruner: followers: got one OrderedDict. Pass a list, even for one"),
         (lambda model: [copy.deepcopy(model)] * 2, r"^Pruner: followers\[1\] \(Sequential\) is followers\[0\] again"),
         (lambda model: [model], r"^Pruner: followers\[0\] \(Sequential\) is the model itself"),
         (lambda _: [nn.Linear(3, 3)], r"followers\[0\] \(Linear\): has no tensor '0.weight'. A follower is a copy"),
         (lambda _: [{}], r"followers\[0\] \(dict\): has no tensor '0.weight'. A follower is a copy"),
-        (lambda model: [Average(model)], r"\(Average\): has no tensor '0.weight'. Its .module has it: give that.$"),
+        (lambda model: [Average(model)], r"\(Average\): has no tensor '0.weight'. Its .module has it: pass that.$"),
     ],
 )
 @pytest.mark.parametrize("space", [keepk.channels("0", keep=2), keepk.weights("0.*", keep=2)])

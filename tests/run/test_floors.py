@@ -72,5 +72,5 @@ def test_the_share_is_of_the_dense_width_after_events_and_after_a_resume():
 
 @pytest.mark.parametrize("wrong", [1.0, 0.0, 1.5, -0.1, float("nan"), True])
 def test_what_is_neither_a_count_nor_a_share_is_refused(wrong):
-    with pytest.raises(keepk.errors.SpaceError, match=r"layer_floor=.*Give an int of at least 1, or a share between"):
+    with pytest.raises(keepk.errors.SpaceError, match=r"layer_floor=.*Pass an int of at least 1, or a share between"):
         keepk.channels("*", keep=5, layer_floor=wrong)

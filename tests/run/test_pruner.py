@@ -219,7 +219,7 @@ def test_weights_that_a_cut_elsewhere_takes_below_the_plan_are_refused():
     weights.step()
     keepk.shrink(net, keepk.trace(net, images), range(6), optimizer=optimizer)
     before = [parameter.detach().clone() for parameter in net.parameters()]
-    with pytest.raises(RankError, match=r"'some': the model was cut elsewhere, which left only \d+ .* the 50 of its"):
+    with pytest.raises(RankError, match=r"'some': the model was cut elsewhere, which left only \d+ .* the 50 that its"):
         weights.step()
     assert weights.epoch == 1
     assert all(map(torch.equal, before, net.parameters()))
@@ -318,12 +318,10 @@ def test_a_second_pruner_is_refused_until_the_first_is_closed(first, second, tra
         for _ in range(events):
             pruner.step()
             before = copy.deepcopy(net.state_dict())
-        words = (
-            rf"Pruner: the model has one already, of space '{space.name}', {where}; .* close the first: pruner.close"
-        )
+        words = rf"Pruner: the model already has one, with space '{space.name}', {where}; .* with pruner.close"
         with pytest.raises(SpaceError, match=words):
             keepk.Pruner(net, SPACES[second](), optimizer, example=example)
-        with pytest.raises(SpaceError, match="the model has one already"):
+        with pytest.raises(SpaceError, match="the model already has one"):
             keepk.Pruner(nn.Sequential(net), keepk.weights("*", keep=5), optimizer)
         assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     keepk.Pruner(three_layers(), SPACES[second](), example=example)  # a different model
@@ -340,7 +338,9 @@ def test_a_pruner_that_nobody_refers_to_is_forgotten(kind):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     first = keepk.Pruner(net, SPACES["other weights"](), optimizer)
     del first
-    with pytest.raises(SpaceError, match="If no variable refers to it any more, its optimizer does: delete that too"):
+    with pytest.raises(
+        SpaceError, match="If no variable refers to it any more, its optimizer still does: delete that too"
+    ):
         keepk.Pruner(net, SPACES["other weights"](), torch.optim.SGD(net.parameters(), lr=0.1))
     del optimizer
     gc.collect()
@@ -357,5 +357,5 @@ def test_a_pruner_that_has_cut_its_last_channel_holds_nothing_and_is_not_in_the_
         assert net[0].out_features == keep
     masks = keepk.Pruner(net, keepk.weights("4.weight", keep=9), optimizer)
     masks.step()
-    with pytest.raises(SpaceError, match=r"of space '4\.weight', at the end of its plan; each of two would"):
+    with pytest.raises(SpaceError, match=r"with space '4\.weight', at the end of its plan; each of the two would"):
         keepk.Pruner(net, keepk.channels("0", keep=4), optimizer, example=example)

@@ -80,10 +80,10 @@ def test_batches_may_come_with_targets_or_as_dicts():
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        ([], "batches is empty, so there are no statistics to compute. Give at least one batch"),
-        (BATCHES[0], "batches: got one Tensor. Give a loader or a list of batches"),
+        ([], "batches is empty, so there are no statistics to compute. Pass at least one batch"),
+        (BATCHES[0], "batches: got one Tensor. Pass a loader or a list of batches"),
         (7, "batches: got one int"),
-        ([BATCHES[0], "picture"], "a batch is a str. Give tensors"),
+        ([BATCHES[0], "picture"], "a batch is a str. Pass tensors"),
         ([(3, 4)], "a batch is a tuple that begins with int"),
     ],
 )

@@ -46,7 +46,7 @@ def small():
         ({"select": "*", "keep": -3}, "keep=-3: too small"),
         ({"select": "*", "keep": 0.5}, "keep=0.5: got float"),
         ({"select": "*", "prune": 1.5}, "prune=1.5: a share"),
-        ({"select": "*", "prune": 1.0}, r"space '\*': prune=1.0 keeps none. Prune less, or give keep=."),
+        ({"select": "*", "prune": 1.0}, r"space '\*': prune=1.0 keeps none. Prune less, or pass keep=."),
         ({"select": "*", "prune": 1}, "prune=1 keeps none"),
         ({"select": "*", "prune": -0.5}, "prune=-0.5: negative"),
         ({"select": "*", "prune": False}, "prune=False: got bool"),
@@ -74,10 +74,10 @@ def test_a_space_that_makes_no_sense(arguments, words):
         ([keepk.weights("*", prune=0.99)], "prune=0.99 of 23 weights keeps none"),
         ([keepk.weights("*", keep=3, layer_floor=2)], "layer_floor=2 needs 4 weights, but only 3 are kept"),
         ([keepk.weights("*", keep=1), keepk.weights("0.*", keep=1)], "'0.weight' is in space .* too"),
-        ([keepk.weights("0.*", keep=1), keepk.weights("0.*", keep=2)], "the name is given twice"),
+        ([keepk.weights("0.*", keep=1), keepk.weights("0.*", keep=2)], "two spaces have this name"),
         ([], "at least one"),
-        ("*", r"Give a list of keepk.weights"),
-        ([keepk.weights("*", keep=1), 3], r"Give a list of keepk.weights"),
+        ("*", r"Pass a list of keepk.weights"),
+        ([keepk.weights("*", keep=1), 3], r"Pass a list of keepk.weights"),
     ],
 )
 def test_spaces_that_do_not_fit_the_model(spaces, words):
@@ -157,7 +157,7 @@ def test_models_and_optimizers_of_the_wrong_kind():
         keepk.Pruner(small(), [space], torch.optim.SGD(small().parameters(), lr=0.1))
     with pytest.raises(KeepkError, match="epochs=True: got bool"):
         keepk.Pruner(small(), [space], epochs=True)
-    with pytest.raises(SpaceError, match=r"got the class Linear. Give Linear\(\), a model"):
+    with pytest.raises(SpaceError, match=r"got the class Linear. Pass Linear\(\), a model"):
         keepk.Pruner(untyped(nn.Linear), keepk.weights("*", keep=1))
 
 
@@ -186,9 +186,12 @@ def test_state_that_is_not_per_weight_is_refused_by_name():
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (lambda weight: weight.sum(), r"gave torch.float32 of shape \(\) for parameter '0.weight' of shape \(3, 4\)"),
-        (lambda weight: weight > 0, "gave torch.bool"),
-        (lambda weight: weight.tolist(), "gave list"),
+        (
+            lambda weight: weight.sum(),
+            r"returned torch.float32 of shape \(\) for parameter '0.weight' of shape \(3, 4\)",
+        ),
+        (lambda weight: weight > 0, "returned torch.bool"),
+        (lambda weight: weight.tolist(), "returned list"),
         (lambda weight: weight.zero_(), "changed parameter '0.weight' in place"),
         (lambda weight: weight * float("nan"), "'0.weight'"),
         (
@@ -224,10 +227,10 @@ def test_a_state_of_another_model_plan_or_version():
     source.step()
     state = source.state_dict()
     for other, words in [
-        (pruner(mlp((4, 4))), "of another model"),
-        (pruner(schedule=(9, 3)), "of another plan"),
-        (pruner(keep=2, schedule=(10, 2)), "of another plan"),
-        (pruner(select="0.*", schedule=(10, 3)), "of another model"),
+        (pruner(mlp((4, 4))), "belongs to another model"),
+        (pruner(schedule=(9, 3)), "belongs to another plan"),
+        (pruner(keep=2, schedule=(10, 2)), "belongs to another plan"),
+        (pruner(select="0.*", schedule=(10, 3)), "belongs to another model"),
     ]:
         with pytest.raises(StateError, match=words):
             other.load_state_dict(state)
@@ -235,9 +238,9 @@ def test_a_state_of_another_model_plan_or_version():
     damages: list[tuple[dict[str, Any], str]] = [
         ({"version": 99}, "version 99, but this keepk reads version 1"),
         ({"epoch": 7}, "epoch 7, but the plan has 2"),
-        ({"epoch": 2}, "the masks of space 'all' keep 10, the plan says 3"),
+        ({"epoch": 2}, "space 'all' keeps 10 weights, the plan says 3"),
         ({"masks": {}}, "no bool mask"),
-        ({"spaces": {}}, "of spaces"),
+        ({"spaces": {}}, "has spaces"),
     ]
     for damage, words in damages:
         with pytest.raises(StateError, match=words):
@@ -311,7 +314,7 @@ def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, 
         keepk.save(net, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     keepk.save(nn.Linear(2, 2), tmp_path / "other")
-    with pytest.raises(FileError, match=rf"^load: {what} is sharded over processes.*shard after keepk\.load"):
+    with pytest.raises(FileError, match=rf"^load: {what} is sharded over processes.*shard it after keepk\.load"):
         keepk.load(net, tmp_path / "other")
 
 
@@ -406,7 +409,7 @@ def observed(net):
 @pytest.mark.parametrize("prepare", [prepared_for_training, prepared_and_fused, prepared_by_fx, observed])
 def test_a_model_prepared_for_quantisation_is_to_be_pruned_first(prepare):
     net = prepare(small_net())
-    words = r"space '0': module '.*' is quantised or prepared for that \(torch\.ao\..*Prune first and quantise"
+    words = r"space '0': module '.*' is quantised or prepared for it \(torch\.ao\..*Prune first and quantise"
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(net, keepk.channels("0", keep=5), example=PICTURES)
     with pytest.raises(SpaceError, match="matches no module"):  # a typo still gets its usual error
@@ -423,7 +426,7 @@ def test_a_dynamically_quantised_model_has_nothing_to_prune():
 @pytest.mark.parametrize("make", [keepk.weights, keepk.channels])
 @pytest.mark.parametrize(("keep", "percent", "prune"), [(0.5, "50", "0.5"), (0.025, "2.5", "0.975")])
 def test_a_share_as_keep_is_answered_with_prune(make, keep, percent, prune):
-    words = rf"keep={keep}: got float, but keep= is a count\. To keep {percent} %, say prune={prune};"
+    words = rf"keep={keep}: got float, but keep= is a count\. To keep {percent} %, pass prune={prune};"
     with pytest.raises(SpaceError, match=words):
         make("*", keep=keep)
 
@@ -441,7 +444,7 @@ def test_a_share_as_keep_is_answered_with_prune(make, keep, percent, prune):
 )
 def test_the_name_of_a_metric_is_answered_with_the_function(make, name, cure):
     with pytest.raises(
-        SpaceError, match=rf"metric='{name}' is not callable\. Give a function, see keepk\.metrics: .*{cure}"
+        SpaceError, match=rf"metric='{name}' is not callable\. Pass a function, see keepk\.metrics: .*{cure}"
     ):
         make("*", keep=5, metric=name)
 
@@ -470,7 +473,7 @@ def test_a_scheduler_in_the_place_of_the_optimizer_is_answered_with_its_optimize
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (torch.optim.SGD, r"got the class SGD\. Give SGD\(model\.parameters\(\), \.\.\.\)"),
+        (torch.optim.SGD, r"got the class SGD\. Pass SGD\(model\.parameters\(\), \.\.\.\)"),
         (nn.Sequential(nn.Linear(2, 2)), "got Sequential, a part of the model"),
         ([nn.Parameter(torch.zeros(2))], "got Parameter, a part of the model"),
     ],
@@ -494,9 +497,9 @@ def test_a_checkpoint_given_to_load_and_a_model_given_to_load_checkpoint(tmp_pat
     for given in ("model", "model/model.safetensors"):
         with pytest.raises(CheckpointError, match=r"has a model that keepk\.save wrote: read it with keepk\.load\.$"):
             keepk.load_checkpoint(tmp_path / given, **parts)
-    with pytest.raises(FileError, match=r"model\.safetensors is a file inside one: give .*model\.$"):
+    with pytest.raises(FileError, match=r"model\.safetensors is a file inside one: pass .*model\.$"):
         keepk.load(nn.Linear(4, 4), tmp_path / "model/model.safetensors")
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json is a file inside one: give .*run\.$"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is a file inside one: pass .*run\.$"):
         keepk.load_checkpoint(tmp_path / "run/checkpoint.json", **parts)
 
 
@@ -572,6 +575,8 @@ def test_what_a_metric_raised_is_told_in_short():
 def test_a_state_of_another_model_is_told_in_short():
     large, small = deep_net(), nn.Linear(2, 2)
     state = keepk.Pruner(large, keepk.weights("*", keep=9, name="all")).state_dict()
-    with pytest.raises(StateError, match=r"is of another model: its parameters are \{.*, here they are \{") as refused:
+    with pytest.raises(
+        StateError, match=r"belongs to another model: its parameters are \{.*, here they are \{"
+    ) as refused:
         keepk.Pruner(small, keepk.weights("*", keep=3, name="all")).load_state_dict(state)
     assert len(str(refused.value)) < 800

@@ -16,7 +16,7 @@ from keepk.plan.fewest_weights import Count, Factor, Product, least
 from keepk.plan.schedules import plan
 from keepk.run import checks as checks_module
 from keepk.run.channels import ChannelSide
-from keepk.run.undercut import find_rooms
+from keepk.run.undercut import find_bounds
 
 # The bound by itself -------------------------------------------------------------------------------------------------
 
@@ -167,14 +167,14 @@ def test_the_bound_is_the_least_of_all_choices_of_channels(name, globs):
     pruner = keepk.Pruner(model, [*channels, waiting], example=example)
     side, weights = pruner._session.channels, pruner._session.weights
     assert isinstance(side, ChannelSide)
-    room = find_rooms(model, weights.members, side.graph, side.members)["weights"]
+    bounds_of = find_bounds(model, weights.members, side.graph, side.members)["weights"]
     tried = 0
     for kept in product(*(range(it.keep, it.total + 1) for it in side.members.values())):
         wanted = dict(zip(side.members, kept, strict=True))
         left = [weights_left(weights.parameters, edits) for edits in every_choice(side, wanted)]
         if left:
             tried += 1
-            bound = room.least(wanted)
+            bound = bounds_of.least(wanted)
             # A source is removed with its last read, which the bound does not distinguish.
             assert bound == min(left) if name != "readings" else bound <= min(left), wanted
     assert tried > 1
@@ -197,10 +197,10 @@ def undercut_spaces(weights=(70, 20, 7)):
 
 def test_a_plan_that_channels_undercut_is_refused_with_the_counts_that_fit():
     words = (
-        r"space 'w': keeps 70 weights at epoch 1, but the channels that stay then may have as few as 40 of its 120\. "
-        r"Counts that always fit, by epoch: 40, 12, 12\. Let its schedule keep at most these, or prune weights after "
-        r"channels, in phases: Pruner\(phases=\[keepk\.Phase\(3, prune='c'\), keepk\.Phase\(3, prune='w'\)\]\); "
-        r"up to 12 fit then\."
+        r"space 'w': keeps 70 weights at epoch 1, but the channels left by then may have as few as 40 of its 120\. "
+        r"Use a schedule that keeps at most these counts, by epoch: 40, 12, 12\. Or prune weights after "
+        r"channels: Pruner\(phases=\[keepk\.Phase\(3, prune='c'\), keepk\.Phase\(3, prune='w'\)\]\); "
+        r"up to 12 weights can be kept then\."
     )
     with pytest.raises(PlanError, match=words):
         keepk.Pruner(pair(), undercut_spaces(), example=torch.zeros(2, 2))
@@ -218,7 +218,9 @@ def test_the_counts_of_the_message_and_its_phases_are_accepted():
     for _ in range(6):
         pruner.step()
     assert pruner.kept == {"c": 3, "w": 7}
-    with pytest.raises(PlanError, match=r"keeps 70 weights at epoch 4, .* Let its schedule keep at most these\.$"):
+    with pytest.raises(
+        PlanError, match=r"keeps 70 weights at epoch 4, .* keeps at most these counts, by epoch: [\d, ]+\.$"
+    ):
         keepk.Pruner(pair(), undercut_spaces(), example=torch.zeros(2, 2), phases=phases)
 
 
@@ -274,7 +276,9 @@ def test_an_event_that_would_undercut_is_refused_and_changes_nothing(shrink):
     optimizer.step()
     pruner.step()
     before, state = copy.deepcopy(parts(model, optimizer)), repr(pruner.state_dict())
-    words = r"'w': the channels that stay have only 2 of its weights, fewer than the 6 of its plan at this event"
+    words = (
+        r"'w': the remaining channels have only 2 of its weights, fewer than the 6 that its plan keeps at this event"
+    )
     for _ in range(2):
         with pytest.raises(RankError, match=words):
             pruner.step()

@@ -266,7 +266,7 @@ def cut_the_text(folder):
 DAMAGES = [
     (
         lambda folder: (folder / "checkpoint.json").unlink(),
-        r"there is no checkpoint to read .* Give a folder that keepk.save_checkpoint wrote\.",
+        r"there is no checkpoint to read .* Pass a folder that keepk.save_checkpoint wrote\.",
     ),
     (lambda folder: the_tensor_file(folder).unlink(), r"tensors-.*: cannot be read .*but checkpoint.json names it"),
     (cut_short, r"tensors-.*: has [\d,]+ bytes, checkpoint.json says [\d,]+"),
@@ -402,10 +402,10 @@ class BytesPath:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("", "got '' as the path, which no file can have. Give a name, such as 'out/net'."),
-        ("run\0", r"got 'run\x00' as the path, which no file can have. Give a name, such as 'out/net'."),
-        ("run\ud800", r"got 'run\ud800' as the path, which no file can have. Give a name, such as 'out/net'."),
-        (BytesPath(), "got b'run' as the path, which no file can have. Give a name, such as 'out/net'."),
+        ("", "got '' as the path, which no file can have. Pass a name, such as 'out/net'."),
+        ("run\0", r"got 'run\x00' as the path, which no file can have. Pass a name, such as 'out/net'."),
+        ("run\ud800", r"got 'run\ud800' as the path, which no file can have. Pass a name, such as 'out/net'."),
+        (BytesPath(), "got b'run' as the path, which no file can have. Pass a name, such as 'out/net'."),
         (b"run", "got bytes as the path. The order is path, then model=, pruner=, optimizer= and the others by name."),
         (None, "got NoneType as the path. The order is path, then model=, pruner=, optimizer= and the others by name."),
         (3, "got int as the path. The order is path, then model=, pruner=, optimizer= and the others by name."),
@@ -424,7 +424,7 @@ def test_a_path_that_no_file_can_have_is_refused(tmp_path, monkeypatch, path, wo
 @pytest.mark.parametrize("path", ["x" * 300, "/proc/nowhere/run", "/dev/null/run"], ids=["long", "proc", "device"])
 def test_a_path_that_the_system_refuses_is_refused(tmp_path, monkeypatch, path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r": cannot be written \(.*\)\. Choose a folder that can be"):
+    with pytest.raises(CheckpointError, match=r": cannot be written \(.*\)\. Choose a writable folder"):
         save_checkpoint(path, extra=1)
     with pytest.raises(CheckpointError, match="there is no checkpoint to read"):
         load_checkpoint(path)
@@ -494,7 +494,7 @@ MISFITS = [
     (other_order, r"optimizer: parameter 0 has shape \(3,\) here and \(8, 2, 3, 3\) in the checkpoint"),
     (other_scheduler, "scheduler: is a StepLR here and a MultiStepLR in the checkpoint"),
     (two_schedulers, "scheduler: got 2, but 1 were saved"),
-    (other_names, r"model: 0.weight, 0.bias \(2 in all\) missing from the checkpoint"),
+    (other_names, r"model: 0.weight, 0.bias \(2 in total\) missing from the checkpoint"),
     (other_dtype, r"model: 'conv.weight' is \(8, 2, 3, 3\), torch.float64 here and .*torch.float32 in the checkpoint"),
 ]
 
@@ -524,7 +524,7 @@ def test_a_pruner_of_another_plan_is_refused_and_nothing_changes(tmp_path):
     save_checkpoint(tmp_path, **Run(1).epoch().parts())
     run = Run(2, keep=50).epoch()
     before = run.bits()
-    with pytest.raises(StateError, match="is of another plan"):
+    with pytest.raises(StateError, match="belongs to another plan"):
         load_checkpoint(tmp_path, **run.parts())
     assert run.bits() == before
 
@@ -612,7 +612,7 @@ def test_a_resume_needs_every_part_that_was_saved(tmp_path, left_out):
     before = run.bits()
     parts = {name: part for name, part in run.parts().items() if name != left_out}
     with pytest.raises(
-        CheckpointError, match=f"holds the run.s {left_out}, .*Pass {left_out}=..., or only model= to read it"
+        CheckpointError, match=f"has the run.s {left_out}, .*Pass {left_out}=..., or only model= to read it"
     ):
         load_checkpoint(tmp_path, **parts)
     assert run.bits() == before
@@ -621,7 +621,7 @@ def test_a_resume_needs_every_part_that_was_saved(tmp_path, left_out):
 def test_a_part_that_was_not_saved_is_refused(tmp_path):
     run = Run(1)
     save_checkpoint(tmp_path, model=run.model)
-    with pytest.raises(CheckpointError, match=r"holds no ema, only model\. Leave ema= out"):
+    with pytest.raises(CheckpointError, match=r"has no ema, only model\. Omit ema="):
         load_checkpoint(tmp_path, model=run.model, ema=run.ema)
 
 
@@ -631,7 +631,7 @@ def test_a_part_that_was_not_saved_is_refused(tmp_path):
         ({"model": 3}, "model: got a int, which has no state_dict and load_state_dict"),
         ({"optimizer": [nn.Linear(1, 1), 3]}, r"optimizer\[1\]: got a int"),
         ({"generator": 3}, "generator: got a int, which has no get_state and set_state"),
-        ({"optimizer": torch.amp.GradScaler("cpu")}, "optimizer: got a GradScaler. Give a torch.optim.Optimizer"),
+        ({"optimizer": torch.amp.GradScaler("cpu")}, "optimizer: got a GradScaler. Pass a torch.optim.Optimizer"),
     ],
     ids=["model", "optimizer", "generator", "scaler"],
 )

@@ -284,7 +284,7 @@ def a_step_without_the_wrapper_is_refused(rank):
 def a_strange_wrapper_on_one_rank_lets_nobody_wait(rank):
     ddp, optimizer, pruner = trained(rank)
     other = DistributedDataParallel(net())
-    for wrong, words in ((other, "holds a different model"), (ddp.module, "got Net. Give the DistributedDataParallel")):
+    for wrong, words in ((other, "holds a different model"), (ddp.module, "got Net. Pass the DistributedDataParallel")):
         expected = ShrinkError if rank == 1 else DisagreementError
         with Unchanged(ddp, optimizer, pruner), pytest.raises(expected, match=f"{words}|rank 1: failed"):
             pruner.step(wrong if rank == 1 else ddp)

@@ -1,18 +1,18 @@
-"""Checkpoints of a training run: a run that is killed at any moment and resumed ends bit-equal to an uninterrupted one.
+"""Checkpoints of a training run. A run that is killed and resumed ends with the same bits as an uninterrupted one.
 
 Nothing is ever pickled or unpickled. `checkpoint.parts` captures and restores the objects of a run, `storage.tree`
 turns their states into JSON and tensors, and `write_folder` writes both to disk.
 
-A checkpoint is a folder that always holds one whole state, the old one or the new one.
+A checkpoint is a folder that always contains one complete state, the old one or the new one.
 
 ::
 
     checkpoint.json              the contents, with size and sha256 of the tensor file
     tensors-<hex>.safetensors    the tensors
 
-The new tensor file is written beside the old one under a fresh name. Replacing ``checkpoint.json`` is the commit: from
-then on the folder holds the new checkpoint. Processes that write into one folder take turns, and the last checkpoint
-written stays; on a file system without locks, no process deletes a file that another one may still be writing.
+The new tensor file is written beside the old one under a new name. Replacing ``checkpoint.json`` is the commit: from
+then on the folder contains the new checkpoint. Processes that write into one folder take turns, and the last checkpoint
+written stays. On a file system without locks, no process deletes a file that another one may still be writing.
 `keepk.deploy.folder` does the same for saved models, with the same functions of `keepk.storage.files`.
 """
 
@@ -59,7 +59,7 @@ _OURS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors|checkpoint-[0-9a-f]{32}\.
 
 
 def _digest(document: dict[str, Any]) -> str:
-    # In the order of the document: sorted keys would change the hash of every checkpoint written so far.
+    # Keys are not sorted, because that would change the hash of every checkpoint written so far.
     said = {key: value for key, value in document.items() if key != "sha256"}
     return sha256(json.dumps(said, allow_nan=False).encode("ascii")).hexdigest()
 
@@ -71,7 +71,7 @@ CHECKPOINT = Trusted(
     VERSION,
     _digest,
     CheckpointError,
-    source="Give a folder that keepk.save_checkpoint wrote.",
+    source="Pass a folder that keepk.save_checkpoint wrote.",
     remedy="Use another checkpoint.",
 )
 
@@ -79,7 +79,7 @@ CHECKPOINT = Trusted(
 def write_folder(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Replace the checkpoint in a folder.
 
-    Each byte is hashed while it is written and no tensor is in memory twice: SHA-256 is the only cost beyond the disk.
+    Bytes are hashed while they are written, and tensors are copied from a GPU one at a time.
     """
     with writing(folder, tensors, CheckpointError) as locked:
         tensor_file, before = _commit(folder, document, tensors)
@@ -158,12 +158,12 @@ def save_checkpoint(
     generator: Any = None,
     extra: Any = None,
 ) -> None:
-    """Write the state of a run into the folder `path`, whole or not at all.
+    """Write the state of a run into the folder `path`, completely or not at all.
 
     The states of the random number generators are saved too (Python's, numpy's global one, torch's for CPU and CUDA).
-    A kill at any moment leaves the old checkpoint or the new one. Processes that write into one folder take turns, and
-    the last checkpoint written stays. With several processes, let one of them write, or give each a separate folder:
-    their random number generators differ.
+    If the process is killed, the folder contains either the old checkpoint or the new one. Processes that write into
+    one folder take turns, and the last checkpoint written stays. In a distributed run, let one process write, or use a
+    separate folder for each: their random number generators differ.
 
     Args:
         path: The folder; it is created if it does not exist.
@@ -178,8 +178,8 @@ def save_checkpoint(
         extra: Any tree of plain values, arrays and tensors, such as ``{"epoch": 3, "batch": 17}``.
 
     Raises:
-        CheckpointError: An argument has no state to save, a state holds something other than plain values and tensors,
-            or the folder cannot be written. The folder then holds what it held before.
+        CheckpointError: An argument has no state to save, a state contains something other than plain values and
+            tensors, or the folder cannot be written. The contents of the folder are then unchanged.
 
     Examples:
         >>> import tempfile
@@ -212,12 +212,12 @@ def load_checkpoint(
 ) -> Any:
     """Restore freshly built objects to the states in the folder `path`.
 
-    With `model` or `ema` alone (or nothing), this is a read for inference: other parts are ignored, and random number
-    generators do not change. With any other part, it is a resume: every part that was saved must be given, and the
-    generators continue from their saved states.
+    With only `model` or `ema` (or nothing), this reads the checkpoint for inference: other parts are ignored, and
+    random number generators do not change. With any other part, it resumes a run: every part that was saved must be
+    passed, and the generators continue from their saved states.
 
     Everything is read, verified and compared with the objects before the first of them changes. If an object still
-    refuses its state, all of them get their old states back, from a copy on the host.
+    refuses its state, all objects are reset to their old states, from a copy on the host.
 
     Args:
         path: A folder that `save_checkpoint` wrote.
@@ -233,8 +233,8 @@ def load_checkpoint(
         The `extra` that was saved. Tensors in it are on the CPU.
 
     Raises:
-        CheckpointError: The folder holds no checkpoint or a damaged one, a part is missing or was not saved, or an
-            object does not match its saved state. Every object then has its old state.
+        CheckpointError: The folder has no checkpoint or a damaged one, a part is missing or was not saved, or an object
+            does not match its saved state. Every object then has its old state.
 
     Examples:
         >>> import tempfile
@@ -255,13 +255,13 @@ def load_checkpoint(
     if not isinstance(held, list) or not all(isinstance(name, str) for name in held) or "tree" not in document:
         raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
     _refuse_other_parts(folder, set(parts), held, resumes)
-    # The current states, on the host, for a way back. The pruner is not among them: it undoes its own changes.
+    # Copy the current states to the host, for an undo. The pruner needs no copy, because it can undo its changes.
     others = [part for name, several in parts.items() for part in several if name != "pruner"]
     kept = [(part, host_copy(part.capture())) for part in others]
     with ExitStack() as shapes:
         try:
             saved = decode(document["tree"], tensors)
-            # Before the other checks, which compare shapes with those of the model.
+            # This comes first, because the other checks compare shapes with those of the model.
             for part in parts.get("pruner", ()):
                 shapes.callback(part.take_shape(saved["pruner"][0]))  # type: ignore[attr-defined]  # a PrunerPart
             _check(parts, saved, resumes)
@@ -281,7 +281,7 @@ def load_checkpoint(
 
 def _parts(given: dict[str, Any]) -> dict[str, list[Part]]:
     """The given objects, by argument, in the order in which they are restored."""
-    # The pruner zeroes weights and optimizer state when it loads, so the objects that hold these are restored later.
+    # The pruner zeroes weights and optimizer state when it loads, so the model and the optimizer are restored later.
     order = ("pruner", "optimizer", "scheduler", "scaler", "generator", "ema", "model")
     return {name: list(_several(name, given[name])) for name in order if given[name] is not None}
 
@@ -297,21 +297,21 @@ def _part(kind: str, name: str, value: Any) -> Part:
     if not all(hasattr(value, method) for method in needed):
         raise CheckpointError(f"{name}: got a {type(value).__name__}, which has no {' and '.join(needed)}")
     if kind == "model" and not isinstance(value, nn.Module):
-        raise CheckpointError(f"model: got a {type(value).__name__}. Give a torch.nn.Module.")
+        raise CheckpointError(f"model: got a {type(value).__name__}. Pass a torch.nn.Module.")
     if isinstance(value, nn.Module):
         return ModulePart(name, value)
     if kind == "optimizer" and not isinstance(value, torch.optim.Optimizer):
-        raise CheckpointError(f"{name}: got a {type(value).__name__}. Give a torch.optim.Optimizer.")
+        raise CheckpointError(f"{name}: got a {type(value).__name__}. Pass a torch.optim.Optimizer.")
     part: Part = _PARTS.get(kind, StatefulPart)(name, value)
     return part
 
 
 def _refuse_other_parts(folder: Path, given: set[str], held: list[str], resumes: bool) -> None:
     if strange := sorted(given - set(held)):
-        raise CheckpointError(f"{folder}: holds no {strange[0]}, only {', '.join(held)}. Leave {strange[0]}= out.")
+        raise CheckpointError(f"{folder}: has no {strange[0]}, only {', '.join(held)}. Omit {strange[0]}=.")
     if resumes and (missing := sorted(set(held) - given)):
         raise CheckpointError(
-            f"{folder}: holds the run's {missing[0]}, without which it would not continue as it was. "
+            f"{folder}: has the run's {missing[0]}, without which the run would not continue as before. "
             f"Pass {', '.join(f'{name}=...' for name in missing)}, or only model= to read it for inference."
         )
 
@@ -320,7 +320,7 @@ def _check(parts: dict[str, list[Part]], saved: dict[str, Any], resumes: bool) -
     for name, several in parts.items():
         if len(several) != len(saved[name]):
             raise CheckpointError(
-                f"{name}: got {len(several)}, but {len(saved[name])} were saved. Give the same number."
+                f"{name}: got {len(several)}, but {len(saved[name])} were saved. Pass the same number."
             )
         for part, state in zip(several, saved[name], strict=True):
             part.check(state)
@@ -336,10 +336,10 @@ def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack
     except BaseException as error:
         shapes.close()  # first, because the copies have the old shapes
         for part, state in kept:
-            # The object that refused its new state may refuse the old one as well; the others still get theirs.
+            # The object that refused its new state may also refuse the old one; the others are still restored.
             with suppress(Exception):
                 part.restore(state)
-        # Errors of a user's model or EMA are for the user to read. Torch's do not mention the checkpoint, so add it.
+        # Errors of a user's model or EMA are raised unchanged. Torch's do not mention the checkpoint, so add it.
         if name in _OF_TORCH and isinstance(error, Exception) and not isinstance(error, KeepkError):
             raise CheckpointError(
                 f"{folder / INDEX}: the {name} refused its state ({type(error).__name__}: {error}). Every object has "

@@ -3,10 +3,9 @@
 `check` refuses a state that does not fit and changes nothing. It is called for all parts before the first `restore`,
 which then does not check again.
 
-Learning-rate schedulers in a checkpoint: their state, without the functions in it.
-
-A LambdaLR keeps its functions in its state_dict. A file cannot hold a function without pickle, so a checkpoint has
-their names alone, and restoring takes the functions from the scheduler that the user has built again.
+Learning-rate schedulers need a special case: a LambdaLR keeps functions in its state_dict, which a file cannot store
+without pickle. A checkpoint has only their names, and restoring uses the functions of the scheduler that the user has
+rebuilt.
 """
 
 import copy
@@ -35,7 +34,7 @@ class Part(Protocol):
         """Raise `CheckpointError` if the saved state does not fit the object."""
 
     def restore(self, saved: Any) -> None:
-        """Give the object the saved state."""
+        """Load the saved state into the object."""
 
 
 class StatefulPart:
@@ -72,7 +71,7 @@ class PrunerPart:
         return self._pruner.state_dict()
 
     def check(self, saved: Any) -> None:
-        """Nothing: `take_shape` was called before, and has refused a state that does not fit."""
+        """Do nothing: `take_shape` was called before, and refuses a state that does not fit."""
 
     def take_shape(self, saved: Any) -> Undo:
         """Cut the model to its saved shapes, so that the other states fit.
@@ -113,7 +112,7 @@ class ModulePart:
         for these, those, what in ((own, theirs, "missing from the checkpoint"), (theirs, own, "not here")):
             if strange := [key for key in these if key not in those]:
                 raise CheckpointError(
-                    f"{self._name}: {', '.join(strange[:3])} ({len(strange)} in all) {what}. Build the same model."
+                    f"{self._name}: {', '.join(strange[:3])} ({len(strange)} in total) {what}. Build the same model."
                 )
         versions = [it.get("version") for it in saved["metadata"].values()]
         if not all(isinstance(version, int | None) for version in versions):
@@ -161,7 +160,7 @@ class OptimizerPart:
             if here != there:
                 raise CheckpointError(
                     f"{self._name}: parameter {index} has shape {tuple(here)} here and {tuple(there)} in the "
-                    f"checkpoint. Give the parameters in the same order."
+                    f"checkpoint. Build it from the parameters in the same order."
                 )
 
     def restore(self, saved: Any) -> None:
@@ -204,7 +203,7 @@ class GeneratorPart:
 def host_copy(tree: Any) -> Any:
     """A copy of a state on the host, because a GPU may not have room for a second one."""
     if isinstance(tree, Tensor):
-        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses what cannot be stored
+        return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses unpackable tensors
     if type(tree) in (list, tuple):
         return type(tree)(host_copy(item) for item in tree)
     if type(tree) in (dict, OrderedDict):
@@ -217,7 +216,7 @@ def _metadata(state: Any) -> dict[str, Any]:
 
 
 def _plain_name(module: nn.Module | None, key: str) -> str:
-    """A name in a state_dict without the steps that lead into a wrapper, also inside the model."""
+    """A name in a state_dict without the components that lead into a wrapper, at any depth of the model."""
     kept = []
     for step in key.split("."):
         if module is None or unwrap(module) is module:
@@ -244,7 +243,7 @@ def refuse_other_class(name: str, saved: str, own: str) -> None:
 
 
 def _beside(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A saved param group whose tensors are on the devices that the optimizer's group has them on.
+    """A saved param group with its tensors moved to the devices that the optimizer's own group uses.
 
     For example, the learning rate is a tensor on the GPU if a CUDA graph reads it.
     """
@@ -264,7 +263,7 @@ def _uncast(saved: Any, loaded: Any) -> Any:
         return type(saved)((key, _uncast(value, loaded[key])) for key, value in saved.items() if key in loaded)  # type: ignore[call-arg]
     if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple):
         return type(saved)(_uncast(mine, other) for mine, other in zip(saved, loaded, strict=True))
-    # torch treats a str as an iterable and takes it apart.
+    # torch treats a str as an iterable and splits it into characters.
     return saved if isinstance(saved, str) else loaded
 
 

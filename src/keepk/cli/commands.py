@@ -50,7 +50,7 @@ def _keepk(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Prune PyTorch models: say how many weights or channels to keep, and exactly that many are kept."""
+    """Prune PyTorch models to exactly the number of weights or channels that you ask for."""
 
 
 @app.command()
@@ -58,14 +58,14 @@ def plan(
     *,
     total: Annotated[int, typer.Option("--total", "-M", help="M, the number of weights or channels.")],
     p0: Annotated[float, typer.Option(help="Share pruned by the end of the first part, 0 to 1.")],
-    n1: Annotated[int, typer.Option(help="Epochs of the first part. 1 prunes p0 at once; 0 omits the part.")],
+    n1: Annotated[int, typer.Option(help="Epochs of the first part. 1 prunes p0 in one event; 0 omits it.")],
     nu: Annotated[float, typer.Option(help="Additional share pruned at each later event, 0 to 1.")],
     prune: Annotated[
-        float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. Give this or --keep.")
+        float | None, typer.Option("--prune", "--p", help="Share pruned at the end, 0 to 1. Use this or --keep.")
     ] = None,
     keep: Annotated[
         int | None,
-        typer.Option("--keep", "-K", help="K, the number of weights or channels to keep. Give this or --prune."),
+        typer.Option("--keep", "-K", help="K, the number of weights or channels to keep. Use this or --prune."),
     ] = None,
     mu: Annotated[float, typer.Option(help="Steepness of the first part, at least 0.")] = 10,
     every: Annotated[int, typer.Option(help="Epochs between events after the first part.")] = 1,
@@ -116,7 +116,7 @@ def inspect(
         bool, typer.Option("--json", help="Print JSON with all spaces, reasons, bindings and layers.")
     ] = False,
 ) -> None:
-    """Report what can be removed from a model, what cannot and why, and what each layer costs.
+    """Report which units of a model can be removed, which cannot and why, and what each layer costs.
 
     Nothing is trained, changed or downloaded. MACs are the multiply-accumulates of one forward pass.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from keepk.errors import TraceError
 from keepk.plan.names import nearest
 
-REASON = 200  # characters of torch's error that are quoted; some of its messages have a page
+REASON = 200  # characters of torch's error that are quoted; some of its messages are a page long
 
 
 def model_from(target: str) -> nn.Module:
@@ -69,7 +69,7 @@ def _imported(path: str, target: str) -> ModuleType:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as missing:
-        # The named module may exist and fail to import another one; that is a different mistake.
+        # The named module may exist and fail to import another one, which is a different error.
         if missing.name is not None and (path == missing.name or path.startswith(f"{missing.name}.")):
             raise TraceError(
                 f"model {target!r}: there is no module {missing.name!r} in {here} or among the installed packages. "
@@ -130,7 +130,7 @@ def input_from(spec: str) -> Tensor:
     ) as error:  # which one depends on how large the numbers are
         reason = shorten(f"{type(error).__name__}: {error}", REASON, placeholder=" ...")
         raise TraceError(
-            f"input {spec!r}: the tensor cannot be created ({reason}). Give smaller sizes or a common dtype."
+            f"input {spec!r}: the tensor cannot be created ({reason}). Use smaller sizes or a common dtype."
         ) from error
 
 

@@ -1,8 +1,8 @@
 """`compact`: remove the units that weight pruning has left without inputs or without readers.
 
-Each sweep traces the model, follows which elements can influence which (`influence`), folds constant channels into
-biases on a copy (`constants`), and removes the units that are then provably dead (`dead`). Removing units may leave
-others without inputs or readers, so sweeps are repeated until one finds nothing.
+Each sweep traces the model, computes on a copy which elements can influence which (`influence`), folds constant
+channels into biases and finds the units that are then provably dead (`dead_units`), and removes those. Removing units
+may leave others without inputs or readers, so sweeps are repeated until one finds nothing.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from keepk.graph.ids.maps import Flags
 from keepk.graph.trace import trace_inputs
 from keepk.model.copies import META, Workshop
 from keepk.model.edits import Change, Edits, Undo, all_or_nothing, replaced
-from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, no_model, refuse_quantised
+from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, not_a_model, refuse_quantised
 from keepk.model.names import unwrap
 
 
@@ -68,7 +68,7 @@ class Compaction:
         return self.units
 
     def __repr__(self) -> str:
-        # The generated one would print every kept index of every cut tensor.
+        # The default repr would print every kept index of every cut tensor.
         return f"<Compaction: {self}>"
 
     def __str__(self) -> str:
@@ -94,16 +94,16 @@ def compact(
 ) -> Compaction:
     """Remove units that are dead because of zeros among the weights, in place; outputs in eval mode do not change.
 
-    A unit is dead if nothing that it computes reaches the output, or if no input reaches it. In the second case it is
-    a constant c, which is folded into the biases of the layers that read it, b + W c; where that is not exact (zero
-    padding around it, no bias), the unit stays. Every layer keeps at least one unit.
+    A unit is dead if nothing that it computes reaches the output, or if no input reaches it. In the second case it is a
+    constant c, which is folded into the biases of the layers that read it, b + W c. If that is not exact (because of
+    zero padding, or without a bias), the unit stays. Every layer keeps at least one unit.
 
     Args:
-        model: A model with weights that were set to zero.
+        model: A model in which some weights are zero.
         example: An input of forward: a tensor, a tuple of positional arguments, or a dict of keyword arguments. Removed
             units are dead for all inputs of these shapes, whatever their values, and for any batch size.
         optimizer: The optimizer, or several, whose state is cut like the parameters.
-        examples: Several inputs, for a model that takes different paths: a unit is removed if it is dead in all.
+        examples: Several inputs, for a model that takes different paths; a unit is removed if it is dead for all.
         training_example: The input of forward in train mode, if it differs; see `keepk.trace`.
         train_mode: See `keepk.trace`.
         value_branches: See `keepk.trace`.
@@ -130,9 +130,9 @@ def compact(
         51 -> 11 parameters
     """
     if not isinstance(model, nn.Module):
-        raise ShrinkError(f"compact: {no_model(model)}")
+        raise ShrinkError(f"compact: {not_a_model(model)}")
     refuse_quantised(unwrap(model), ShrinkError)
-    # Before the sweep, so that a wrong optimizer is refused even if nothing is dead.
+    # Check this before the sweep, so that a wrong optimizer is refused even if nothing is dead.
     given = optimizer if isinstance(optimizer, Sequence) else () if optimizer is None else (optimizer,)
     for each in given:
         refuse_stranger(each, model.parameters())
@@ -168,8 +168,8 @@ class _Found:
     Attributes:
         graph: The trace that it used.
         gone: The units to remove.
-        unfed: Those of them that no input reaches.
-        folded: Those of them that were folded into biases.
+        unfed: The units among them that no input reaches.
+        folded: The units among them that were nonzero constants, folded into biases.
         biases: New values of biases, by name.
     """
 
@@ -181,7 +181,7 @@ class _Found:
 
 
 def _sweep(model: nn.Module, inputs: TraceInputs, *, first: bool) -> _Found:
-    """Find the dead units of a model on a copy, and fold the constants of exactly those that can be removed."""
+    """Find the dead units of a model on a copy, folding only the constants of units that can be removed."""
     graph, inner = trace_inputs(model, inputs), unwrap(model)
     if first:
         for example in inputs.examples:
@@ -203,7 +203,7 @@ def _sweep(model: nn.Module, inputs: TraceInputs, *, first: bool) -> _Found:
         if not (lost & ~chosen).any():
             return _Found(graph, chosen, chosen & (lost | matters), folded, _new_biases(copy, inner))
         # Some folded units have to stay, for example because their layer needs equal numbers per group. Folding them
-        # would change biases for nothing, so start over from the original weights with fewer units.
+        # changes biases to no purpose, so start over from the original weights with fewer units.
         wanted = chosen
         for mine, original in zip(copy.parameters(), inner.parameters(), strict=True):
             mine.copy_(original)
@@ -216,7 +216,7 @@ def _new_biases(copy: nn.Module, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse_looking(model: nn.Module, example: Example) -> None:
-    """Refuse a forward that may branch on values: one that runs on the meta device, without values, does not."""
+    """Refuse a forward that may branch on values. One that runs on the meta device, which has no values, cannot."""
     workshop = Workshop(model, example, META)
     try:
         with workshop.running() as given:
@@ -238,7 +238,7 @@ def _commit(
     for name, new in found.biases.items():
         changes.append(_new_values(named[name], new))
         for held in (held[name] for held in following if name in held):
-            # Before any change, because broadcasting would hide some wrong shapes from the sum below.
+            # Checked explicitly, before any change, because broadcasting would hide some wrong shapes below.
             if held.shape != new.shape:
                 raise ShrinkError(
                     f"followers: {name!r} has shape {tuple(held.shape)}, the model's {tuple(new.shape)}. "
@@ -248,7 +248,7 @@ def _commit(
     done = list[Edits]()
 
     def cut() -> Undo:
-        # Prepared only now, when the biases have their new values, because preparing copies the values that stay.
+        # Prepared only after the biases have their new values, because preparing copies the values that are kept.
         units = np.flatnonzero(found.gone).tolist()
         prepared = prepare(model, found.graph, units, optimizer=optimizer, followers=followers)
         done.append(prepared.edits)

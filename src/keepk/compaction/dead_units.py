@@ -1,11 +1,11 @@
-"""Finding the dead units of a graph: each of their weights is zero, or is needed by no output.
+"""Finding the dead units of a graph: each of their weights is zero, or no output needs it.
 
 Removing a unit has the same effect as setting all of its weights to zero. If each of them is zero already or is not
 needed by any output, that changes nothing.
 
 Channels that are constant for every input are folded into the bias of the layer that reads them. A layer with weight W
 and bias b that reads a channel of constant value c computes the same with bias b + W c and without that channel, if it
-reads c at every position. That is not so where a picture is padded with zeros.
+reads c at every position. A convolution with zero padding does not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def dead_units(graph: Graph, model: nn.Module, flow: Flow) -> Flags:
 
 
 def would_matter(graph: Graph, model: nn.Module, flow: Flow) -> Flags:
-    """Flags of the units whose producing weights would influence an output if they were not zero.
+    """Flags of the units whose producer weights would influence an output if they were not zero.
 
     A dead unit with this flag is dead for lack of inputs, one without it for lack of readers.
     """
@@ -67,7 +67,7 @@ def _slices(graph: Graph) -> Iterator[tuple[Axis, Indices, Indices]]:
 
 def _by_index(marks: Tensor, axis: Axis) -> Tensor:
     """For each index of an axis, whether any element there is marked."""
-    # The in-channels of a grouped convolution count through all groups, but each row of the weight has one group's.
+    # The in-channels of a grouped convolution are numbered through all groups, but each row has only those of one.
     if axis.groups > 1:
         grouped = marks.reshape(axis.groups, -1, *marks.shape[1:]).any(dim=1)
         return grouped.reshape(axis.size, -1).any(dim=1)
@@ -89,7 +89,7 @@ def removable(graph: Graph, dead: Flags) -> Flags:
     Every layer keeps one unit, bound blocks lose equal numbers, and no unit is removed with them that is not dead.
     """
     picks = [pick for blocks in graph.choices() if len(pick := _pick(graph, blocks, dead))]
-    # All at once is the usual case. If the groups' picks do not fit together, add them one by one.
+    # Usually all picks can be removed together. If they do not fit together, add them one by one.
     together = _closed(graph, np.concatenate([*picks, np.zeros(0, np.int64)]), dead)
     if together is not None:
         return together
@@ -124,7 +124,7 @@ def _closed(graph: Graph, units: Indices, dead: Flags) -> Flags | None:
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 READERS = (nn.Linear, *CONVOLUTIONS, *TRANSPOSED)
-ROUNDING = 32  # units in the last place by which kernels may sum the same numbers differently at different positions
+ROUNDING = 32  # units in the last place by which sums of the same numbers may differ between positions
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def reader_paths(model: nn.Module) -> list[str]:
 
 
 def readings(model: nn.Module, flow: Flow) -> list[Reading]:
-    """The constants that layers read, of layers that are called once and whose weights are used once."""
+    """The constants that layers read, for layers that are called once and whose weights are used once."""
     modules = dict(model.named_modules())
     return [
         Reading(path, _constants(modules[path], calls[0]))
@@ -180,7 +180,7 @@ def _constants(module: nn.Module, given: Input) -> Tensor:
     channels = weight.shape[_read_dim(module)]
     dim = tensor.ndim - 1 if isinstance(module, nn.Linear) else tensor.ndim + 1 - weight.ndim
     unknown = torch.full((channels,), torch.nan, dtype=torch.float64, device=weight.device)
-    # A tensor that was written to after the call no longer has the values that the layer read.
+    # If the tensor was written to after the call, it no longer has the values that the layer read.
     if tensor._version != given.version or not tensor.is_floating_point() or not tensor.numel():
         return unknown
     if not 0 <= dim < tensor.ndim or tensor.shape[dim] != channels:

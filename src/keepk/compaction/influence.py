@@ -1,12 +1,12 @@
-"""One forward pass watched for influence: which elements no input reaches, and which elements reach no output.
+"""Influence in one forward pass: which elements no input reaches, and which elements reach no output.
 
 Three facts are kept about every element of every tensor. It *varies* if it may be different for different inputs. It is
 *nonzero* if it varies or is a nonzero constant. It is *void* if it is zero for every input, and stays zero when more
 weights are set to zero. All of this follows from the zeros among the weights, operation by operation. An unknown
-operation passes everything on, so that every finding is proved.
+operation is assumed to pass everything on, so every finding is proved.
 
 Backwards from the outputs, an element is *needed* if an output depends on it. A factor of a product is not needed where
-everything that it is multiplied with is void. All weights that are not needed can be set to zero at once: a term could
+everything that it is multiplied with is void. All weights that are not needed can be set to zero together: a term could
 change only if one of its factors did and none of the others were void.
 
 For example, take h = W x, y = V h with two hidden units. If row 0 of W is zero, h[0] is void, and column 0 of V is not
@@ -89,7 +89,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self.uses[id(tensor)] = 0
 
     def run(self, workshop: Workshop) -> "Flow":
-        """Run one forward pass on the example, then go back from its outputs."""
+        """Run one forward pass on the example, then find the needed elements backwards from its outputs."""
         with workshop.running() as example, torch.backends.cudnn.flags(enabled=False):
             with self._watching_calls(), self:
                 output = self._model(*example.arguments, **example.by_name)
@@ -101,7 +101,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return self
 
     def knowledge(self, tensor: Tensor) -> Knowledge:
-        """The facts about a tensor; one that comes from outside, such as an input, may be anything."""
+        """The facts about a tensor; nothing is known about one that comes from outside, such as an input."""
         if id(tensor) in self._known:
             return self._known[id(tensor)][1]
         same = self._neighbours.get(_memory(tensor), [])  # `tensor.data` is a new object over the same memory
@@ -156,7 +156,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self._know(tensor, knowledge)
 
     def _of_nothing(self, operation: Operation, inputs: list[Knowledge]) -> list[Knowledge] | None:
-        """The facts about outputs that depend on no tensor; None for an operation with tensor inputs."""
+        """The facts about outputs of an operation without tensor inputs; None for other operations."""
         drawn = torch.Tag.nondeterministic_seeded in getattr(operation.function, "tags", ())
         if drawn and inputs:
             raise NotFollowed(f"forward draws random numbers in eval mode (aten::{operation.name})")
@@ -176,7 +176,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                     self._join(tensor, [self.knowledge(tensor), *inputs, *made])
 
     def _join(self, tensor: Tensor, sources: list[Knowledge]) -> Knowledge:
-        """Let a tensor be anything from now on, made from any of the sources."""
+        """Treat all elements of a tensor as unknown from now on, and as computed from all of the sources."""
         new = _anything(tensor)
         self._steps.append(_Step(to_all([tuple(tensor.shape)]), sources, [new]))
         self._know(tensor, new)

@@ -1,11 +1,9 @@
 """The table of mask rules: which input elements can influence which output elements of an operation.
 
-A convolution is its own mask rule, and that of an elementwise operation is a sum. For an operation that is not in
+A mask rule works on masks, tensors that are 1 where an element can be nonzero. It computes sums of products of the
+inputs' masks, which are positive exactly where influence passes. Its gradient says which inputs reach an output. A
+convolution is its own mask rule; the mask rule of an elementwise operation is a sum. For an operation that is not in
 the table, every input element may influence every output element, which is always safe.
-
-A mask rule computes how an operation passes influence on. It works on masks, tensors that are 1 where an element can be
-nonzero. It computes sums of products of the inputs' masks, which are positive exactly where influence passes. Its
-gradient says which inputs reach an output.
 
 For example, y = W x with W = [[0, 2], [0, 0]] has the mask rule y = [[0, 1], [0, 0]] @ x. From x = [1, 1] it gives
 [1, 0]: no input reaches y[1]. The gradient of the sum of y is [0, 1]: x[0] reaches no output.

@@ -1,8 +1,8 @@
-"""Everything else that holds the tensors about to be cut: followers, DDP wrappers, views.
+"""Objects besides the model that hold its tensors or copies of them: followers, DDP wrappers, views.
 
-Followers are copies of a model, averages of it (EMA), and dicts of its tensors, which are cut and masked with it. Other
-holders (DDP wrappers, views, tensors that cannot change) are refused before the first cut. `keepk.load` uses this
-module too, so it imports nothing of the trace.
+Followers are copies of a model, averages of it (EMA), and dicts of its tensors. They are cut and masked with the model.
+Other holders (DDP wrappers, views, tensors that cannot be changed) are refused before the first cut. `keepk.load` uses
+this module too, so it does not import the tracer.
 """
 
 import gc
@@ -20,7 +20,7 @@ from keepk.model.names import named_parameters, named_tensors, unwrap
 
 
 def sharing_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of names of tensors whose memory overlaps; tensors side by side in one storage do not.
+    """Pairs of names of tensors whose memory overlaps; tensors side by side in one storage do not overlap.
 
     A tensor that overlaps several others is paired with the one that reaches furthest.
 
@@ -60,25 +60,25 @@ def tensors_of(follower: object) -> Mapping[str, Tensor]:
         return follower
     if isinstance(follower, nn.Module):
         return {name: tensor for name, tensor, _ in named_tensors(followed(follower))}
-    raise _no_follower(follower)
+    raise _not_a_follower(follower)
 
 
-def refuse_no_followers(followers: object, model: nn.Module, who: str) -> None:
+def refuse_bad_followers(followers: object, model: nn.Module, who: str) -> None:
     """Refuse anything but a list of followers, and a list that would cut the same object twice."""
     if isinstance(followers, nn.Module | dict):
         raise ShrinkError(
-            f"{who}: followers: got one {type(followers).__name__}. Give a list, also of one: followers=[...]."
+            f"{who}: followers: got one {type(followers).__name__}. Pass a list, even for one: followers=[...]."
         )
     listed = followers if isinstance(followers, Sequence) and not isinstance(followers, str) else [followers]
     known = {id(unwrap(model)): "the model itself"}
     for place, follower in enumerate(listed):
         if not isinstance(follower, nn.Module | dict):
-            raise _no_follower(follower)
-        # Two wrappers around one module are one follower: compare what is inside.
+            raise _not_a_follower(follower)
+        # Two wrappers around one module are the same follower, so compare the modules inside.
         core = id(followed(follower) if isinstance(follower, nn.Module) else follower)
         if core in known:
             raise ShrinkError(
-                f"{who}: followers[{place}] ({type(follower).__name__}) is {known[core]}, which is cut once. "
+                f"{who}: followers[{place}] ({type(follower).__name__}) is {known[core]}, and would be cut twice. "
                 f"Leave it out; a follower is a copy with separate tensors."
             )
         known[core] = f"followers[{place}] again"
@@ -90,11 +90,11 @@ def refuse_missing(follower: Follower, tensors: Mapping[str, Tensor], names: Ite
         if not isinstance(tensors.get(name), Tensor):
             inner = getattr(follower, "module", None)
             remedy = (
-                "Its .module has it: give that"
+                "Its .module has it: pass that"
                 if isinstance(inner, nn.Module) and name in tensors_of(inner)
                 else "A follower is a copy of the model, an AveragedModel of it, or a dict of tensors with its names"
             )
-            raise ShrinkError(f"{told(follower, place)}: has no tensor {name!r}. {remedy}.")
+            raise ShrinkError(f"{follower_label(follower, place)}: has no tensor {name!r}. {remedy}.")
 
 
 def refuse_follower(
@@ -114,7 +114,7 @@ def refuse_follower(
         place: Its position in the list of followers.
     """
     refuse_missing(follower, tensors, [cut.tensor for cut in cuts], place)
-    who = told(follower, place)
+    who = follower_label(follower, place)
     for cut in cuts:
         for name in names[cut.tensor]:
             if name in tensors and tuple(tensors[name].shape) != cut.before:
@@ -122,19 +122,20 @@ def refuse_follower(
                     f"{who}: {name!r} has shape {tuple(tensors[name].shape)}, the model's {cut.before}. "
                     f"Pass a follower to every shrink of the model, or make a new copy of the model."
                 )
-    # The tensors of a dict are replaced under their keys, never resized in place, so they may be of any kind.
+    # Only tensors of modules are resized in place. A dict gets new tensors under its keys, so its old ones may be of
+    # any kind.
     if isinstance(follower, nn.Module):
         refuse_uncuttable(tensors, cuts, f"{who}: ")
 
 
-def _no_follower(given: object) -> ShrinkError:
+def _not_a_follower(given: object) -> ShrinkError:
     return ShrinkError(
         f"followers: got {type(given).__name__}. "
-        f"Give a list of modules (a copy, an AveragedModel) or dicts of tensors by name."
+        f"Pass a list of modules (a copy, an AveragedModel) or dicts of tensors by name."
     )
 
 
-def told(follower: Follower, place: int) -> str:
+def follower_label(follower: Follower, place: int) -> str:
     """How error messages refer to a follower."""
     return f"followers[{place}] ({type(follower).__name__})"
 
@@ -148,7 +149,7 @@ def zero_followers(followers: Iterable[Follower], dead: Mapping[str, Tensor]) ->
                 zero_dead([tensors[name].detach()], mask.to(tensors[name].device))
 
 
-def refuse_strange_followers(followers: Iterable[Follower], parameters: Mapping[str, Tensor]) -> None:
+def refuse_mismatched_followers(followers: Iterable[Follower], parameters: Mapping[str, Tensor]) -> None:
     """Refuse a follower whose tensors differ in shape from the model's, or cannot be written to."""
     for place, follower in enumerate(followers):
         for name, tensor in parameters_of(follower).items():
@@ -159,17 +160,18 @@ def refuse_strange_followers(followers: Iterable[Follower], parameters: Mapping[
                 )
             if name in parameters and tensor.is_inference():
                 raise ShrinkError(
-                    f"followers[{place}]: {name!r} was made in inference mode and cannot change. Make it outside of it."
+                    f"followers[{place}]: {name!r} was made in inference mode and cannot be changed. Make it outside "
+                    f"of inference mode."
                 )
 
 
 def parameters_of(follower: Follower) -> Mapping[str, Tensor]:
-    """The parameters of a follower, by the names that they have without wrappers."""
+    """The parameters of a follower, by their names without wrappers."""
     return follower if isinstance(follower, dict) else named_parameters(followed(follower))
 
 
 def refuse_holders(model: nn.Module, edits: Edits, wrapper: nn.Module | None = None) -> None:
-    """Refuse to cut tensors that a DDP wrapper or another tensor object also uses, or that cannot change.
+    """Refuse to cut tensors that a DDP wrapper or another tensor object also uses, or that cannot be changed.
 
     Args:
         model: The model about to be cut.
@@ -197,7 +199,8 @@ def refuse_uncuttable(tensors: Mapping[str, Tensor], cuts: Sequence[Cut], who: s
         tensor = tensors[name]
         if tensor.is_inference():
             raise ShrinkError(
-                f"{who}tensor {name!r} was made in inference mode and cannot change. Build the model outside of it."
+                f"{who}tensor {name!r} was made in inference mode and cannot be changed. Build the model outside of "
+                f"inference mode."
             )
         if hasattr(tensor, "device_mesh") or tensor.layout != torch.strided or tensor.is_quantized:
             raise ShrinkError(
@@ -229,7 +232,7 @@ def _refuse_ddp(model: nn.Module, leaving: nn.Module | None) -> None:
 
 
 def _ddp_over(parameters: set[int], leaving: nn.Module | None) -> bool:
-    # type() instead of isinstance(): the latter asks a dead weak proxy for its class, which raises ReferenceError.
+    # type() instead of isinstance(), which reads __class__ of a dead weak proxy and raises ReferenceError.
     wrappers = (held for held in gc.get_objects() if issubclass(type(held), DistributedDataParallel))
     # A wrapper that lost its reducer (`cut.ddp.disarm`) no longer has buffers for gradients.
     armed = (wrapper for wrapper in wrappers if wrapper is not leaving and hasattr(wrapper, "reducer"))

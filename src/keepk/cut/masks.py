@@ -1,17 +1,18 @@
-"""Masks: pruned weights and their optimizer state held at zero, through the optimizer's public hooks.
+"""Masks: keep pruned weights and their optimizer state at zero, through the optimizer's public hooks.
 
-`Held.zero` runs after every optimizer step and zeroes pruned weights again: momentum, weight decay and foreach kernels
-update a weight whatever its mask says.
+`Held.zero` runs after every optimizer step and zeroes pruned weights again, because momentum, weight decay and foreach
+kernels update masked weights too.
 
 Optimizer state follows the masks. State of the parameter's shape (momentum, Adam's moments) is zeroed entry by entry.
-Counters are left alone. Any other state has no entry per weight: LBFGS keeps one flat history, which is known and
-restarted; everything else is refused by name, before anything is pruned.
+Counters are left alone. The flat history of LBFGS has no entry per weight, so it is cleared. Any other state is refused
+by name, before anything is pruned.
 
-Zeroing runs as fast as memory allows. On a CPU, ``masked_fill_`` handles one entry at a time. Here a mask is widened to
+Zeroing runs at memory bandwidth. On a CPU, ``masked_fill_`` handles one entry at a time. Instead, a mask is widened to
 words of the weights' size, with all bits set where a weight is alive, and combined with the bits of the weights by a
 bitwise and. That is vectorized, gives exactly 0.0, and clears NaN too, which a product with 0 would not. Widened masks
-are as large as the weights, so they are kept only for small networks, where they matter; larger ones are widened block
-by block in a core's cache. On other devices ``masked_fill_`` is faster: one kernel, and a quarter of the mask's bytes.
+are as large as the weights, so they are stored only for small networks, where the time to widen them matters; masks of
+larger networks are widened block by block in a core's cache. On other devices ``masked_fill_`` is faster: it is one
+kernel and reads a quarter of the bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from keepk.errors import OptimizerError
 
-COUNTER = "step"  # torch's name for it; told apart by name, because for a 0-dim parameter it has the parameter's shape
+COUNTER = "step"  # recognised by torch's name for it, because for a 0-dim parameter it has the parameter's shape
 
 
 def state_per_weight(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> list[Tensor]:
@@ -88,7 +89,7 @@ def refuse_factored(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_wrapping(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that wraps another one which was not passed too: the inner state would not be pruned."""
+    """Refuse an optimizer that wraps another one, unless both were passed: the inner state would not be pruned."""
     for outer in optimizers:
         for attribute, inner in _inside(outer):
             if not any(inner is it for it in optimizers):
@@ -109,40 +110,40 @@ def _inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim
 def refuse_stranger(optimizer: object, parameters: Iterable[nn.Parameter]) -> None:
     """Refuse anything but an optimizer, and an optimizer that holds none of these parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptimizerError(f"optimizer: {_no_optimizer(optimizer)}")
+        raise OptimizerError(f"optimizer: {_not_an_optimizer(optimizer)}")
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not any(id(parameter) in held for parameter in parameters):
         raise OptimizerError(
             f"optimizer {type(optimizer).__name__}: holds no parameter of the model. "
-            f"Build it from this very model's parameters, after any copy or move."
+            f"Build it from the parameters of this model object, after any copy or move."
         )
 
 
-def _no_optimizer(given: object) -> str:
-    """Describe an object that was passed as the optimizer, and say what to pass."""
+def _not_an_optimizer(given: object) -> str:
+    """The part of an error about an object that is not an optimizer: its type, and what to pass instead."""
     kind = type(given).__name__
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
-        return f"got the class {given.__name__}. Give {given.__name__}(model.parameters(), ...), or several optimizers."
+        return f"got the class {given.__name__}. Pass {given.__name__}(model.parameters(), ...), or several optimizers."
     if isinstance(given, nn.Module | nn.Parameter):
-        return f"got {kind}, a part of the model. Give the torch.optim.Optimizer that trains it, or several."
+        return f"got {kind}, a part of the model. Pass the torch.optim.Optimizer that trains it, or several."
     inner = getattr(given, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         what = "a learning-rate scheduler" if isinstance(given, LRScheduler) else "which holds an optimizer"
         return (
-            f"got {kind}, {what}. Give the torch.optim.Optimizer itself, which is its .optimizer "
+            f"got {kind}, {what}. Pass the torch.optim.Optimizer itself, which is its .optimizer "
             f"({type(inner).__name__})."
         )
-    return f"got {kind}. Give a torch.optim.Optimizer, or several."
+    return f"got {kind}. Pass a torch.optim.Optimizer, or several."
 
 
 def _follows(key: str, value: Any, parameter: nn.Parameter) -> bool:
     if isinstance(value, Tensor):
         return key == COUNTER or value.numel() == 1 or value.shape == parameter.shape
-    # Plain numbers hold for the whole parameter; a container may hold anything.
+    # A plain number applies to the whole parameter; a container may hold anything.
     return not isinstance(value, list | tuple | dict)
 
 
-BLOCK = 1 << 20  # entries; larger blocks leave the cache, smaller ones cost more in synchronizing threads
+BLOCK = 1 << 20  # entries; larger blocks do not fit in the cache, smaller ones cost more thread synchronization
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -170,7 +171,7 @@ def zero_dead(tensors: Sequence[Tensor], dead: Tensor) -> None:
 
 
 def takes_words(tensor: Tensor, dead: Tensor) -> bool:
-    """Whether a tensor can be zeroed by words: tensor and mask are on a CPU, and an element is as large as a word."""
+    """Whether a tensor can be zeroed by words: it and the mask are on a CPU, and its elements have a word's size."""
     cpu = tensor.device.type == dead.device.type == "cpu"
     return cpu and dead.dim() > 0 and tensor.element_size() in WORDS
 
@@ -185,14 +186,14 @@ def alive_words(dead: Tensor, word: torch.dtype) -> Tensor:
 
 
 Masks = dict[str, Tensor]  # by parameter
-WIDENED = 1 << 22  # weights, up to which widened masks are kept; in float32 they take 16 MB
+WIDENED = 1 << 22  # the most weights for which widened masks are stored; in float32 they take 16 MB
 
 
 class Held:
     """A parameter with its mask, ready to be applied after every step.
 
-    The hook runs in every training step, so the view of the weights is made once and used until their address changes.
-    The view keeps their memory alive, so that the same address cannot come to mean different memory.
+    The hook runs in every training step, so the view of the weights is made once and reused until their address
+    changes. The view keeps their memory alive, so the address cannot be reused for other memory.
     """
 
     def __init__(self, parameter: nn.Parameter, dead: Tensor, words: Tensor | None) -> None:
@@ -235,7 +236,7 @@ class Held:
 def count_revived(weights: Tensor, dead: Tensor) -> Tensor:
     """How many dead entries are not 0.0, as a scalar tensor on the weights' device.
 
-    The largest temporary is one mask. Reading the result waits for the device, so that is left to the caller.
+    The largest temporary is one mask. The caller decides when to read the result, which waits for the device.
 
     >>> int(count_revived(torch.tensor([1.0, -0.0, float("nan"), 2.0]), torch.tensor([False, True, True, True])))
     2
@@ -244,7 +245,7 @@ def count_revived(weights: Tensor, dead: Tensor) -> Tensor:
 
 
 def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:
-    """Prepare masks, given as (parameter, dead) pairs, for being applied in many steps."""
+    """Prepare masks, given as (parameter, dead) pairs, to be applied after every step."""
     pairs = list(pruned)
     small = sum(dead.numel() for _, dead in pairs) <= WIDENED
     return [Held(parameter, dead, _widened(parameter, dead) if small else None) for parameter, dead in pairs]

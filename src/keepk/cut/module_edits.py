@@ -1,15 +1,15 @@
 """The changes that a shrink makes to a model, each of which can be undone.
 
-Every function here computes what its change needs and returns the change; making it only assigns. So the expensive
-steps, which may run out of memory, are done before anything has changed.
+Every function here does its computations immediately and returns a change that only assigns the results. So the
+expensive steps, which may run out of memory, are over before anything has changed.
 
-`replace_contents` gives a tensor object new contents of a different shape, so that everything that holds the object
-follows. ``parameter.data = small`` keeps the object, its hooks and its name. But the autograd node that accumulates its
-gradient remembers the old shape, and lives as long as any loss that was computed with it. Torch makes a new node only
-if the dtype or device changes, so the contents pass through another dtype for a moment.
+`replace_contents` puts new contents of a different shape into a tensor object, so that everything that refers to the
+object sees them. ``parameter.data = small`` keeps the object, its hooks and its name. But the autograd node that
+accumulates its gradient remembers the old shape, and lives as long as any loss that was computed with it. Torch makes a
+new node only if the dtype or device changes, so the tensor briefly gets contents of another dtype.
 
-A loss from before the cut can no longer be back-propagated: its graph has the old sizes. Usually torch raises because
-shapes differ; where it would not, the gradient would have the old shape, so the old node is made to raise.
+A loss from before the cut can no longer be back-propagated, because its graph has the old sizes. Usually torch raises
+an error about shapes. Where it does not, the gradient would have the old shape, so a hook on the old node raises.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ def _layout(tensor: Tensor) -> torch.memory_format:
     layout = LAYOUTS.get(tensor.dim())
     if layout is None or not tensor.is_contiguous(memory_format=layout):
         return torch.contiguous_format
-    # A tensor of one channel or one pixel is contiguous in both formats; only its strides tell which one is meant.
+    # A tensor of one channel or one pixel is contiguous in both formats; only its strides show which one was chosen.
     usual = torch.empty(tensor.shape, device="meta", memory_format=layout).stride()
     return layout if not tensor.is_contiguous() or tensor.stride() == usual else torch.contiguous_format
 
@@ -105,7 +105,7 @@ def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -
         changes.append(new_selection(modules[selection.module], selection.channels))
     for path in edits.headwise:
         changes.append(new_class(modules[path], HeadwiseAttention))
-    # After the tensors have their new contents, which lie in separate pieces of memory.
+    # Only now, because the new contents of the tensors lie in separate pieces of memory.
     changes += [flatten_again(found) for found in modules.values() if isinstance(found, nn.RNNBase)]
     changes.append(noted(module, edits))
     return changes
@@ -150,7 +150,7 @@ def new_setting(module: nn.Module, setting: Setting) -> Change:
 
 
 def new_selection(module: nn.Module, channels: np.ndarray) -> Change:
-    """A change that lets a BatchNorm read only these channels of its input."""
+    """A change that makes a BatchNorm read only these channels of its input."""
     index = index_tensor(channels, next(chain(module.parameters(), module.buffers())))
 
     def change() -> Undo:
@@ -172,7 +172,7 @@ def new_selection(module: nn.Module, channels: np.ndarray) -> Change:
 
 def new_class(module: nn.Module, kind: type[nn.Module]) -> Change:
     """A change that gives a plain `nn.MultiheadAttention` another class, such as one whose sizes follow its weights."""
-    # A user's subclass has its own forward, which the trace has followed; it keeps its class.
+    # A user's subclass keeps its class, because the trace has followed its forward.
     new = kind if type(module) is nn.MultiheadAttention else type(module)
     return replaced(lambda: type(module), lambda it: setattr(module, "__class__", it), new)
 
@@ -185,7 +185,7 @@ def flatten_again(module: nn.RNNBase) -> Change:
 
     def change() -> Undo:
         module.flatten_parameters()
-        return lambda: None  # undoing the cuts, which happens later, brings the old weights back
+        return lambda: None  # undoing the cuts restores the old weights
 
     return change
 

@@ -1,9 +1,10 @@
 """The record of everything that was cut from a model: plain data in the model's ``__dict__``.
 
-There, copies and pickles of the model carry it too. Indices are kept as `array.array`, which deepcopy copies as one
-block and ``==`` compares like a list; in a list of Python ints, every deepcopy of the model would visit each int.
+There, copies and pickles of the model include it. Indices are stored as `array.array`, which deepcopy copies as one
+block and ``==`` compares like a list; for a list of Python ints, every deepcopy of the model would visit each int.
 
-For example, a Linear of 6 outputs loses outputs 0 and 5, and then output 2. The record has indices of the dense tensor:
+In this example, a Linear with 6 outputs loses outputs 0 and 5, and then output 2. The record has indices of the dense
+tensor:
 
 >>> import keepk, torch
 >>> net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
@@ -15,9 +16,9 @@ For example, a Linear of 6 outputs loses outputs 0 and 5, and then output 2. The
 >>> record_of(net)["attributes"]["0"]
 {'out_features': {'dense': 6, 'now': 3}}
 
-The record has the certificate of a run, too: for each space, how many units were asked for and how many are kept.
-Channels that were masked but not removed are recorded with their places, so that the ones that are still zero can be
-counted again later, in the model, in a copy or in a loaded file, without the `Pruner`.
+The record also has the certificate of a run: for each space, how many units were asked for and how many were kept. It
+stores the places of channels that were masked but not removed, so that they can be counted again later without the
+`Pruner`, in the model, in a copy or in a loaded file.
 """
 
 from array import array
@@ -40,7 +41,7 @@ PART = "keepk_was_cut"  # set on each module that was cut, so that a submodule a
 
 
 def record_of(model: nn.Module) -> dict[str, Any]:
-    """A model's record; with empty entries if nothing was cut.
+    """The record of a model; its entries are empty if nothing was cut.
 
     Returns:
         A dict with these entries:
@@ -91,7 +92,7 @@ def _cut_between(name: str, before: dict[str, Any] | None, now: dict[str, Any]) 
     positions = dict[int, NDArray[np.int64]]()
     for axis in map(int, now["kept"]):
         old, new = kept(before, str(axis)), kept(now, str(axis))
-        if new.ndim == 2:  # different columns in each row: their positions among the columns that the row had before
+        if new.ndim == 2:  # different columns in each row: find their positions among the row's previous columns
             rows = np.searchsorted(kept(before, "0"), kept(now, "0"))
             old = old[rows] if old.ndim == 2 else np.broadcast_to(old, (len(rows), len(old)))
             positions[axis] = (old[:, None, :] == new[:, :, None]).argmax(axis=2)
@@ -132,7 +133,7 @@ def noted(model: nn.Module, edits: Edits) -> Change:
 
 
 def put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
-    """Give a model back its old record; None removes the record."""
+    """Restore an old record of a model; None removes the record."""
     if old is None:
         model.__dict__.pop(ATTRIBUTE, None)
     else:
@@ -140,7 +141,7 @@ def put_back(model: nn.Module, old: dict[str, Any] | None) -> None:
 
 
 def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str, Any]:
-    # A new record, because the old one is kept for an undo. It shares the arrays of indices, which are never changed in
+    # A new record, because the undo needs the old one. Both share the arrays of indices, which are never changed in
     # place.
     nested = {key: {name: dict(entry) for name, entry in record[key].items()} for key in ("tensors", "attributes")}
     new = {**record, **nested, "selections": dict(record["selections"])}
@@ -154,7 +155,7 @@ def _added(record: dict[str, Any], edits: Edits, before: list[Any]) -> dict[str,
     for selection in edits.selections:
         new["selections"][selection.module] = packed(selection.channels)
     new["headwise"] = sorted({*new["headwise"], *edits.headwise})
-    # A running Pruner rewrites its certificate after each event, so this count only stays for cuts that came later.
+    # A running Pruner rewrites its certificate after each event, so this counts only cuts after the last event.
     if "certificate" in new:
         new["certificate"] = {
             name: space | {"cut_since": space.get("cut_since", 0) + len(edits.units)}
@@ -207,7 +208,7 @@ def _owners_left(owners: NDArray[np.int64], axis: int, cut: Cut | None) -> NDArr
 
 
 def _composed(entry: dict[str, Any], cut: Cut) -> dict[str, Any]:
-    """The kept indices of the dense tensor after one more cut, whose indices count what was left before it."""
+    """The kept indices of the dense tensor after one more cut, whose indices refer to the tensor before that cut."""
     kept = dict(entry["kept"])
     # Columns that differ by row are stored as one array per row, so they follow a cut of rows.
     rows = cut.kept.get(0)
@@ -238,7 +239,7 @@ def masked_places(model: nn.Module) -> dict[str, Places]:
 
 
 def certify(model: nn.Module, certificate: Certificate, masked: Mapping[str, Places]) -> None:
-    """Write a run's certificate and the places of its masked channels into the record, each unless it is empty."""
+    """Write a run's certificate and the places of its masked channels into the record; empty ones are omitted."""
     # A new dict, because `certified` keeps the old record for its undo.
     cuts = {key: value for key, value in record_of(model).items() if key not in ("certificate", "masked")}
     told = {"certificate": certificate, "masked": dict(masked)}
@@ -258,7 +259,7 @@ def certified(model: nn.Module, certificate: Certificate, masked: Mapping[str, P
 
 
 def certified_alive(model: nn.Module) -> Change:
-    """A change that adds to each certified space of weights how many of them are not zero (``alive``)."""
+    """A change that adds ``alive``, the number of nonzero weights, to each certified weight space."""
     found = {
         name: entry | ({"alive": alive_weights(model, entry)} if entry["kind"] == "weights" else {})
         for name, entry in certificate_of(model).items()
@@ -267,7 +268,7 @@ def certified_alive(model: nn.Module) -> Change:
 
 
 def recounted(model: nn.Module, known: Container[str]) -> Certificate:
-    """The certificate with ``alive`` of weights counted again, because a stored number may be older than the weights.
+    """The certificate with ``alive`` recounted for weights, because a stored number may be out of date.
 
     Args:
         model: The model.
@@ -276,8 +277,9 @@ def recounted(model: nn.Module, known: Container[str]) -> Certificate:
     found = dict[str, dict[str, Any]]()
     for name, entry in certificate_of(model).items():
         alive = alive_weights(model, entry) if entry["kind"] == "weights" else entry["kept"]
-        # A later run may have left fewer weights than the space's own run kept. For an open Pruner the mask counts, not
-        # the value: a kept weight may be 0.0, so that alone does not mean that fewer are left.
+        # A later run may have left fewer weights than this space's run kept. For the spaces of an open Pruner, though,
+        # masks decide and not values: a kept weight may be 0.0, so fewer nonzero weights do not mean that fewer are
+        # left.
         told = entry["kind"] == "weights" and ("alive" in entry or (alive < entry["kept"] and name not in known))
         found[name] = entry | ({"alive": alive} if told else {})
     return found
@@ -306,7 +308,7 @@ def _count_revived(places: Places, named: Mapping[str, Tensor]) -> int | None:
             dims = (int(axis),) if owners.ndim == 1 else (0, 1)
             tensor = named.get(name)
             if tensor is None or tuple(tensor.shape[dim] for dim in dims if dim < tensor.dim()) != owners.shape:
-                return None  # the tensor was replaced, so the places do not apply to it
+                return None  # the tensor was replaced, so its places are unknown
             alive, others = tensor.detach().ne(0), tuple(dim for dim in range(tensor.dim()) if dim not in dims)
             hit = (alive.any(dim=others) if others else alive).cpu().numpy()
             back |= set(owners[hit & (owners >= 0)].tolist())

@@ -1,7 +1,7 @@
 """`shrink`: remove channels physically, from the model, its optimizers' state and its followers.
 
-Every new tensor is made before the first old one is touched. Putting them in place is then a transaction: all changes
-are made, or none is.
+Every new tensor is made before the first old one is changed. Putting them in place is a transaction: all changes are
+made, or none.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.holders import Follower, followed, refuse_follower, refuse_holders, refuse_no_followers, tensors_of
+from keepk.cut.holders import Follower, followed, refuse_bad_followers, refuse_follower, refuse_holders, tensors_of
 from keepk.cut.masks import (
     flat_history,
     refuse_factored,
@@ -43,14 +43,14 @@ def shrink(
 ) -> Edits:
     """Remove units from a model, in place.
 
-    Parameter objects, module classes, names, ties, hooks, dtypes, devices, memory formats and `requires_grad` stay. The
-    graph stays valid: one trace serves any number of shrinks. If anything is refused, nothing has changed.
+    Parameter objects, module classes, names, ties, hooks, dtypes, devices, memory formats and `requires_grad` do not
+    change. The graph stays valid: one trace is enough for any number of shrinks. If this raises, nothing has changed.
 
     Args:
         model: The model that was traced.
         graph: The graph that `keepk.trace` returned for this model.
-        units: The numbers of the units to remove; see `Graph.groups` and `Graph.choose`. Units that cannot stay without
-            them are removed too.
+        units: The numbers of the units to remove; see `Graph.groups` and `Graph.choose`. Units that depend on them are
+            removed too.
         optimizer: The optimizer, or several. State with one entry per weight (momentum, Adam's moments) is cut like the
             parameters.
         followers: Copies of the model, averages of it (`AveragedModel`), or dicts of tensors under its names (at least
@@ -62,8 +62,9 @@ def shrink(
         The edits that were made: the removed units, and each tensor and attribute that changed.
 
     Raises:
-        ShrinkError: The graph is not this model's, a unit does not exist or cannot be removed, another object holds a
-            tensor that would be cut, or the replay failed.
+        ShrinkError: The graph belongs to another model, a unit does not exist or cannot be removed, another object
+            refers
+            to a tensor that would be cut, or the replay failed.
         OptimizerError: The optimizer has state that cannot be cut, or does not hold the model's parameters.
 
     Examples:
@@ -132,13 +133,13 @@ def prepare(
     `wrapper` is a DDP wrapper around the model that will be discarded before the shrink is applied.
     """
     if not isinstance(model, nn.Module):
-        raise ShrinkError(f"shrink: got {type(model).__name__} as the model. Give the torch.nn.Module that was traced.")
+        raise ShrinkError(f"shrink: got {type(model).__name__} as the model. Pass the torch.nn.Module that was traced.")
     if not isinstance(graph, Graph):
         raise ShrinkError(
-            f"shrink: got {type(graph).__name__} as the graph. Give what keepk.trace(model, example) returns."
+            f"shrink: got {type(graph).__name__} as the graph. Pass what keepk.trace(model, example) returns."
         )
     refuse_quantised(unwrap(model), ShrinkError)
-    refuse_no_followers(followers, model, "shrink")
+    refuse_bad_followers(followers, model, "shrink")
     with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be trained
         inner = unwrap(model)
         _refuse_other_model(inner, graph, {name: tensor for name, tensor, _ in named_tensors(inner)})
@@ -188,11 +189,11 @@ def _numbers(units: Iterable[Any]) -> np.ndarray:
     _refuse_share(units)
     given = units.numpy(force=True) if isinstance(units, Tensor) else units
     if not (isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu"):
-        # As objects, so that an int beyond 64 bits reaches the graph, whose error says which units exist.
+        # As objects, so that even an int beyond 64 bits reaches the graph, whose error says which units exist.
         given = np.array([_number(unit) for unit in given], object)
     numbers, counts = np.unique(given, return_counts=True)
     if (counts > 1).any():
-        raise ShrinkError(f"shrink: unit {numbers[counts > 1][0]} is named more than once. Name each unit once.")
+        raise ShrinkError(f"shrink: unit {numbers[counts > 1][0]} is listed more than once. List each unit once.")
     return numbers
 
 
@@ -200,7 +201,7 @@ def _number(unit: Any) -> int:
     plain = unit.tolist() if hasattr(unit, "tolist") else unit
     if not isinstance(plain, int) or isinstance(plain, bool):
         raise ShrinkError(
-            f"shrink: units contains {shown(plain)} ({type(plain).__name__}). Give the units' numbers as ints; for a "
+            f"shrink: units contains {shown(plain)} ({type(plain).__name__}). Pass the units' numbers as ints; for a "
             f"mask over all units, numpy.flatnonzero(mask)."
         )
     return plain
@@ -212,7 +213,7 @@ def _refuse_share(units: object) -> None:
     except TypeError:
         share = units if isinstance(units, float) else 0.5
         raise ShrinkError(
-            f"shrink: units={shown(units)}. Give the units' numbers; a share is graph.choose({share})."
+            f"shrink: units={shown(units)}. Pass the units' numbers; a share is graph.choose({share})."
         ) from None
 
 
@@ -238,12 +239,12 @@ def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tens
             got = f"has shape {tuple(named[name].shape)}" if name in named else "is not there"
             raise ShrinkError(
                 f"shrink: the graph does not fit the model {type(model).__name__}: {name!r} should have shape "
-                f"{expected} and {got}. Trace this very model; a model that was cut elsewhere needs a new trace."
+                f"{expected} and {got}. Trace this model object; a model that was cut elsewhere needs a new trace."
             )
     for name in (name for name, tensor in named.items() if tensor.dim() and name not in graph.wiring.shapes):
         raise ShrinkError(
-            f"shrink: the graph does not know {name!r} of {type(model).__name__}, of shape {tuple(named[name].shape)}, "
-            f"which was added to the model after the trace. Change the model first, then trace it."
+            f"shrink: {name!r} of {type(model).__name__}, of shape {tuple(named[name].shape)}, is not in the graph: it "
+            f"was added to the model after the trace. Change the model first, then trace it."
         )
 
 

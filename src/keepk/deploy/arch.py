@@ -1,7 +1,7 @@
-"""A model as plain values: its dense architecture, and everything that was done to it since it was built.
+"""The description of a saved model as plain values: its dense architecture, and all changes since it was built.
 
-`describe` reads it off a model, `arch_json` writes and reads it as JSON, and `replay` applies it to a dense model. The
-checks below refuse models of which a description and a file of tensors would not be everything.
+`describe` makes a description from a model, `arch_json` writes and reads it as JSON, and `load.replay` applies it to a
+dense model. The checks in this module refuse models that a description and a file of tensors cannot represent.
 """
 
 import json
@@ -57,7 +57,7 @@ class Description:
         settings: Attributes that were set; `old` is the value in the dense model.
         selections: The channels that a BatchNorm reads, by its path.
         headwise: Paths of the attentions that lost heads.
-        certificate: By space of a run: its kind, its units at the start, how many were asked for and are kept.
+        certificate: By space of a run: its kind, and the numbers of units at the start, asked for, and kept.
         masked: By space, the places of its channels that were masked but not removed; see `record_of`.
     """
 
@@ -100,7 +100,7 @@ def describe(model: nn.Module) -> Description:
         selections=selections,
         headwise=tuple(path for path in record["headwise"] if path in modules),
         certificate=dict(certificate_of(model)),
-        # A copy inside different wrappers has different names, so the places no longer apply to it.
+        # A copy inside other wrappers has other names, so recorded places no longer apply to it.
         masked={space: places for space, places in masked_places(model).items() if set(places) <= set(tensors)},
     )
 
@@ -125,30 +125,30 @@ def user_module(model: object, verb: str, order: str) -> nn.Module:
         FileError: The argument is not a module, or is sharded over processes.
     """
     if not isinstance(model, nn.Module):
-        # Imported for the error alone: its module knows about examples of a trace, which loading has no use for.
-        from keepk.model.example import no_model  # noqa: PLC0415
+        # Imported only for the error, because its module is about examples, which loading does not need.
+        from keepk.model.example import not_a_model  # noqa: PLC0415
 
         swapped = "" if isinstance(model, type) else f" The order is {order}."
-        raise FileError(f"{verb}: {no_model(model)}{swapped}")
+        raise FileError(f"{verb}: {not_a_model(model)}{swapped}")
     if found := sharded(model):
         raise FileError(
-            f"{verb}: {found} is sharded over processes, and each process sees only its own part. "
-            f"{verb.capitalize()} a plain model: shard after keepk.load, and gather the full state_dict into one "
-            f"before keepk.save."
+            f"{verb}: {found} is sharded over processes, and each process sees only a part of it. "
+            f"{verb.capitalize()} a plain model: shard it after keepk.load, and gather the full state_dict into a "
+            f"plain model before keepk.save."
         )
     return unwrap(model)
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Refuse a model whose state_dict holds more than parameters and buffers, which are all that the files keep."""
+    """Refuse a model whose state_dict has more than parameters and buffers, because the files store only these."""
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise FileError(
                 f"module {path!r} ({type(module).__name__}) has extra state (get_extra_state), which may be any "
                 f"object. Keep what has to be saved in buffers."
             )
-    # Quantised modules pack their weights into other entries, and any module may write additional ones. An entry that
-    # is a parameter or buffer under another name, as state_dict hooks rename them, loses nothing.
+    # Quantised modules pack their weights into other entries, and any module may add entries. An entry that is a
+    # parameter or buffer under another name, as state_dict hooks make it, is not lost.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names, tensors = {name for name, _ in named}, {id(tensor) for _, tensor in named}
     state = model.state_dict(keep_vars=True)  # the tensor objects themselves, to be recognized by id
@@ -161,8 +161,8 @@ def refuse_extra_state(model: nn.Module) -> None:
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         raise FileError(
             f"module {path!r} ({type(model.get_submodule(path)).__name__}) keeps state that is neither a parameter nor "
-            f"a buffer and would be lost: {', '.join(keys[:5])}{more}. Keep it in buffers. Of a quantised model, save "
-            f"the float one and quantise it after keepk.load; or save model.state_dict() with torch.save."
+            f"a buffer and would be lost: {', '.join(keys[:5])}{more}. Keep it in buffers. If the model is quantised, "
+            f"save the float model and quantise it after keepk.load, or save model.state_dict() with torch.save."
         )
 
 
@@ -206,7 +206,7 @@ def _refuse_removed_parametrizations(modules: Mapping[str, nn.Module], cut: Mapp
 
 
 def _dense_class(module: nn.Module) -> str:
-    # keepk gives these two kinds of layers a subclass of their class; the file names the class that the user built.
+    # keepk replaces the class of these two kinds of layers by a subclass; the file names the user's class.
     swapped = isinstance(module, HeadwiseAttention) or hasattr(type(module), "reads_selection")
     return type(module).__mro__[1 if swapped else 0].__name__
 

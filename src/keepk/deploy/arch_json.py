@@ -1,7 +1,7 @@
-"""``arch.json``: a description of a model as JSON that people can read, with one line per axis, and back.
+"""``arch.json``: reading and writing the description of a model as readable JSON, with one line per axis.
 
-Runs of indices are written like Python slices. Reading trusts nothing: an edited file can have a correct hash, so every
-entry is checked for its type and range before it is used.
+Runs of indices are written like Python slices. The reader does not trust the file: an edited file can have a correct
+hash, so every entry is checked for its type and range before it is used.
 
 >>> as_text([0, 1, 2, 5, 8, 9])
 '0:3, 5, 8:10'
@@ -66,10 +66,10 @@ def to_document(description: Description) -> dict[str, Any]:
 
 
 def dense_from(document: Mapping[str, Any]) -> Description:
-    """The dense model that a document describes. An axis that lost something gets an empty list of indices.
+    """The dense model that a document describes. An axis that was cut gets an empty list of indices.
 
-    Indices are not read yet: a range such as ``0:2147483648`` takes memory, so the axes are first compared with those
-    of the model that is to be loaded.
+    Indices are read later, by `from_document`: a range such as ``0:2147483648`` takes memory, so the axes are first
+    compared with those of the user's model.
 
     Raises:
         FileError: The document does not describe a dense model, or not the one whose hash it has.
@@ -94,11 +94,11 @@ def from_document(document: Mapping[str, Any], dense: Description, widths: Mappi
 
     Args:
         document: A document of `to_document`.
-        dense: The result of `dense_from`, after it was compared with the model that is to be loaded.
+        dense: The result of `dense_from`, after it was compared with the user's model.
         widths: The number of channels of each BatchNorm of that model, by path.
 
     Raises:
-        FileError: The document does not have the layout or the ranges that `to_document` gives it.
+        FileError: The document does not have the layout or the value ranges that `to_document` writes.
     """
     with _laid_out():
         found = replace(
@@ -287,8 +287,8 @@ def _read_settings(attributes: Mapping[str, Any]) -> Iterator[Setting]:
     for path, values in attributes.items():
         for key, value in values.items():
             name = key.rpartition(".")[0] if _is_number(key.rpartition(".")[2]) else key
-            # Names with an underscore are internals of torch or of the model, and never sizes that keepk sets. A dotted
-            # name is a number in an object that a module holds, such as its config.
+            # Names with a leading underscore are internals of torch or of the model, never sizes that keepk sets. A
+            # dotted name is a number in an object that a module refers to, such as its config.
             if any(not part.isidentifier() or part.startswith("_") for part in name.split(".")):
                 raise ValueError(f"attribute {key!r} of module {path!r} is not the name of a size")
             if set(value) != {"dense", "now"}:
@@ -327,7 +327,7 @@ def _number(value: object, least: int, largest: int) -> int:
 
 
 def _is_number(text: str) -> bool:
-    # In canonical form and of at most 9 digits: int() also reads leading zeros and the digits of other scripts.
+    # In canonical form and with at most 9 digits: int() also accepts leading zeros and digits of other scripts.
     return text.isdecimal() and text.isascii() and str(int(text[:9])) == text
 
 
@@ -338,7 +338,7 @@ def _number_in(text: str, end: int) -> int:
 
 
 def _indented(value: Any, depth: int = 1) -> str:
-    # A tensor that lost nothing, and an attribute, take one line each.
+    # Uncut tensors and attributes take one line each.
     if not isinstance(value, dict) or not value or (isinstance(value.get("dense"), list | int) and "kept" not in value):
         return json.dumps(value)
     lines = (f"{'  ' * depth}{json.dumps(key)}: {_indented(item, depth + 1)}" for key, item in value.items())

@@ -1,17 +1,18 @@
-"""A folder that always holds one whole saved model: the old one or the new one.
+"""A folder that always contains one complete saved model: the old one or the new one.
 
 ::
 
     arch.json             the architecture and what was cut, with size and sha256 of the values
     model.safetensors     the values
 
-Two files cannot be replaced at once. So the new values are first written beside the old ones, under a name that has
-their hash. Replacing ``arch.json`` is the commit: from then on the folder holds the new model. Only then are the values
-renamed to ``model.safetensors``. If the process is killed in between, `read_folder` finds them under the first name.
+Two files cannot be replaced atomically. So the new values are first written beside the old ones, under a name that
+contains their hash. Replacing ``arch.json`` is the commit: from then on the folder contains the new model. Only then
+are the values renamed to ``model.safetensors``. If the process is killed in between, `read_folder` finds them under the
+first name.
 
-Processes that save into one folder take turns, and the last model written stays. On a file system without locks they
-cannot, and a second process could rename its values to ``model.safetensors`` between any two steps of the first. There,
-``arch.json`` names a file that belongs to one save alone, and ``model.safetensors`` is a link to that file.
+Processes that save into one folder take turns, and the last model written stays. Without file locks they cannot, and a
+second process could rename its values to ``model.safetensors`` between any two steps of the first. On such a file
+system, ``arch.json`` names a file that belongs to one save only, and ``model.safetensors`` is a link to that file.
 `keepk.checkpoint.checkpoint` does the same for checkpoints, with the same functions of `keepk.storage.files`.
 """
 
@@ -49,7 +50,7 @@ SAVED_MODEL = Trusted(
     VERSION,
     digest,
     FileError,
-    source="Give a folder of keepk.save.",
+    source="Pass a folder that keepk.save wrote.",
     remedy="Save the model again.",
 )
 
@@ -57,7 +58,7 @@ SAVED_MODEL = Trusted(
 def write_folder(folder: Path, document: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     """Replace the model in a folder."""
     with writing(folder, tensors, FileError) as locked:
-        if (folder / VALUES).is_dir():  # found now, because after the commit it would be too late to refuse
+        if (folder / VALUES).is_dir():  # checked here, because after the commit it is too late to refuse
             raise IsADirectoryError(f"{VALUES} is a folder")
         values, before = _commit(folder, document, tensors, locked=locked)
         _settle(folder, values, before, locked=locked)
@@ -74,7 +75,7 @@ def _values(folder: Path, document: Mapping[str, Any]) -> dict[str, Tensor]:
         raise FileError(
             f"{folder / INDEX}: is not laid out as keepk.save writes it: it names no values. {SAVED_MODEL.remedy}"
         )
-    if not path.exists():  # the usual case: the save came to its end, and the values have their final name
+    if not path.exists():  # the usual case: the save was completed, and the values have their final name
         path = folder / VALUES
     return SAVED_MODEL.tensors(path, document["values"])
 
@@ -98,12 +99,12 @@ def _commit(
 
 
 def _settle(folder: Path, values: Path, before: Path | None, *, locked: bool) -> None:
-    """After the commit: give the values their final name, and delete leftovers."""
+    """After the commit: rename the values to their final name, and delete leftovers."""
     try:
         sync_folder(folder)
         if not locked:
             _link(folder)
-        elif _named_in_index(folder) == values:  # always, unless the locks of this file system do not lock
+        elif _named_in_index(folder) == values:  # always true, unless locks do not work on this file system
             os.replace(values, folder / VALUES)  # noqa: PTH105
         sync_folder(folder)
         sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={values, before})

@@ -33,7 +33,7 @@ from keepk.deploy.runtime import (
     with_rows,
 )
 from keepk.errors import KeepkError, TraceError
-from keepk.model.example import Example, likely_slip, no_model
+from keepk.model.example import Example, likely_slip, not_a_model
 from keepk.model.names import named_tensors, unwrap
 from keepk.plan.names import shown
 from keepk.reports.tables import Table
@@ -71,7 +71,11 @@ class Spread:
         return Spread(*map(float, np.quantile(values, (0.25, 0.5, 0.75))))
 
     def cells(self, unit: str = "") -> tuple[str, str]:
-        """The median, and the range from the first to the third quartile, as text."""
+        """The median, and the range from the first to the third quartile, as text.
+
+        Args:
+            unit: Appended to the median.
+        """
         return f"{self.median:.3g}{unit}", f"{self.lower:.3g} - {self.upper:.3g}"
 
 
@@ -97,7 +101,7 @@ class LatencyRow:
 
 @dataclass(frozen=True)
 class LatencyReport:
-    """The result of `keepk.latency`, in plain values. It prints as a table, also in notebooks and on a rich console.
+    """The result of `keepk.latency`, in plain values. It prints as a table, in notebooks and on a rich console too.
 
     Attributes:
         model: The name of the model's class.
@@ -116,11 +120,11 @@ class LatencyReport:
     rows: tuple[LatencyRow, ...]
 
     def json(self) -> str:
-        """Everything as JSON."""
+        """All attributes, as JSON."""
         return json.dumps(asdict(self), indent=2)
 
     def data(self) -> dict[str, Any]:
-        """Everything as plain dicts, lists, strings and numbers, as JSON reads it."""
+        """All attributes, as plain dicts, lists, strings and numbers."""
         plain: dict[str, Any] = json.loads(self.json())
         return plain
 
@@ -163,12 +167,12 @@ def latency(
     are restored afterwards.
 
     Args:
-        model: The model. It is measured as it is called, including a `torch.compile` wrapper.
+        model: The model. It is measured as passed, including a `torch.compile` wrapper.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments; the first dim is the batch.
         baseline: A model to compare with, such as the dense one; it takes the same example.
         batches: The batch sizes to measure, one or several; the example's rows are repeated as needed.
         repeats: How often each is measured, after a warm-up.
-        threads: How many threads an operation may use; None leaves torch's setting.
+        threads: How many threads an operation may use; None keeps torch's setting.
         runtimes: ``"torch"``, ``"onnxruntime"`` (on the CPU, through `export_onnx` for each batch size), or both.
 
     Returns:
@@ -231,7 +235,7 @@ def take_turns(
             runs[place]()
             taken = clock() - start
             if turn >= 0:
-                times[place].append(max(1, taken))  # a coarse clock may not advance, and ratios divide by it
+                times[place].append(max(1, taken))  # a coarse clock may not advance, and ratios divide by the time
     return times
 
 
@@ -240,7 +244,7 @@ def summary(runtime: str, batch: int, times: Sequence[Sequence[int]]) -> Latency
     spreads = [Spread.of([taken / NANOSECONDS for taken in each]) for each in times]
     if len(times) == 1:
         return LatencyRow(runtime, batch, spreads[0], None, None)
-    # Round by round, because both runs of a round met the same conditions; medians of all runs would mix them.
+    # Ratios within a round, because both runs of a round had the same conditions, which may change between rounds.
     ratios = [theirs / ours for ours, theirs in zip(*times, strict=True)]
     return LatencyRow(runtime, batch, spreads[0], spreads[1], Spread.of(ratios))
 
@@ -257,7 +261,7 @@ def _measured(
         stack.enter_context(torch.inference_mode())
         for model, run in zip(models, runs, strict=True):
             _try_out(model, run, example, batch)
-        stack.enter_context(no_collection())  # only now: exporting and trying out may leave much to collect
+        stack.enter_context(no_collection())  # only now, because exporting and trying out leave garbage to collect
         return summary(runtime, batch, take_turns(runs, repeats))
 
 
@@ -267,7 +271,7 @@ def _torch_run(model: nn.Module, example: Example) -> Run:
     def run() -> None:
         model(*example.arguments, **example.by_name)
         for device in busy:
-            torch.accelerator.synchronize(device)  # kernels run asynchronously, and the clock should see their end
+            torch.accelerator.synchronize(device)  # kernels run asynchronously, so wait for their end
 
     return run
 
@@ -285,7 +289,7 @@ def _try_out(model: nn.Module, run: Run, example: Example, batch: int) -> None:
     except Exception as error:
         raise TraceError(
             f"model {type(unwrap(model)).__name__}: its forward failed on the example with {batch} rows "
-            f"({type(error).__name__}: {error}). Give an example whose first dim is the batch, or other batches."
+            f"({type(error).__name__}: {error}). Pass an example whose first dim is the batch, or other batches."
             f"{likely_slip(model, example)}"
         ) from error
 
@@ -294,7 +298,7 @@ def _models(model: nn.Module, baseline: nn.Module | None) -> list[nn.Module]:
     models = [model] if baseline is None else [model, baseline]
     for given, word in zip(models, ("model", "baseline"), strict=False):
         if not isinstance(given, nn.Module):
-            raise TraceError(f"latency: {no_model(given, word)}")
+            raise TraceError(f"latency: {not_a_model(given, word)}")
     # These wrappers would communicate with other processes or devices during a measurement.
     return [each.module if isinstance(each, DistributedDataParallel | DataParallel) else each for each in models]
 
@@ -307,16 +311,16 @@ def _devices(models: Sequence[nn.Module], example: Example) -> list[torch.device
 def _sizes(batches: int | Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(batches) if isinstance(batches, Sequence) else (batches,)
     if not sizes or not all(map(_is_count, sizes)):
-        raise KeepkError(f"latency: batches={shown(batches)}. Give one or more ints of at least 1, such as (1, 32).")
+        raise KeepkError(f"latency: batches={shown(batches)}. Pass one or more ints of at least 1, such as (1, 32).")
     return sizes
 
 
 def _refuse_numbers(repeats: int, threads: int | None) -> None:
     if not _is_count(repeats):
-        raise KeepkError(f"latency: repeats={shown(repeats)}. Give an int of at least 1.")
+        raise KeepkError(f"latency: repeats={shown(repeats)}. Pass an int of at least 1.")
     if threads is not None and not _is_count(threads):
         raise KeepkError(
-            f"latency: threads={shown(threads)}. Give an int of at least 1, or None to leave torch's setting."
+            f"latency: threads={shown(threads)}. Pass an int of at least 1, or None to keep torch's setting."
         )
 
 
@@ -333,7 +337,7 @@ def _refuse_runtimes(runtimes: Sequence[str], devices: Sequence[torch.device]) -
     require_packages("latency", "onnx", "onnxscript", "onnxruntime")
     elsewhere = [str(device) for device in devices if device.type != "cpu"]
     if elsewhere:
-        raise KeepkError(f"latency: onnxruntime is measured on the CPU, the model is on {elsewhere[0]}. Move it.")
+        raise KeepkError(f"latency: onnxruntime runs on the CPU, but the model is on {elsewhere[0]}. Move it.")
 
 
 def _cells(row: LatencyRow) -> tuple[str, ...]:

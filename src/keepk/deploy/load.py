@@ -1,7 +1,7 @@
-"""`load`: turn a freshly built model into a saved one. Nothing is ever unpickled.
+"""`load`: restore a saved model into a freshly built one, without unpickling anything.
 
-Loading is a replay of the recorded cuts, which needs facts about modules but no trace. The tracer, its rules and the
-`Pruner` are imported only where a caller asks for them.
+Loading replays the recorded cuts, which needs facts about modules but no trace. The tracer, its rules and the `Pruner`
+are imported only if `load` is called with an example.
 """
 
 import os
@@ -45,7 +45,7 @@ def edits_of(saved: Description) -> Edits:
 def refuse_shrunk(model: nn.Module) -> None:
     """Refuse a model from which something was already cut."""
     if was_cut(model):
-        raise FileError(f"the given {type(model).__name__} was shrunk before. Give a freshly built one.")
+        raise FileError(f"the given {type(model).__name__} was already shrunk. Pass a freshly built one.")
 
 
 def refuse_other_model(model: nn.Module, saved: Description, given: Description) -> None:
@@ -90,7 +90,7 @@ def _refuse_other_selections(saved: Description) -> None:
 
 
 def replay(model: nn.Module, saved: Description, given: Description, values: Mapping[str, Tensor]) -> None:
-    """Cut a dense model as the saved one was cut, and give it the saved values.
+    """Cut a dense model as the saved one was cut, and fill it with the saved values.
 
     Args:
         model: The dense model.
@@ -102,11 +102,11 @@ def replay(model: nn.Module, saved: Description, given: Description, values: Map
     edits = edits_of(saved)
     shrunk = edits.cuts or edits.settings or edits.selections or edits.headwise
     changes = cut_module(model, tensors, edits) if shrunk else []
-    # Values come after the cuts, which give the tensors their sizes.
+    # After the cuts, because the values have the saved sizes.
     for name, entry in saved.tensors.items():
         value, own = values[name], given.tensors.get(name)
-        # Only a buffer outside the state_dict can be missing or different here: a cache or a table. The constructor's
-        # own then stays; one of another dtype is converted if its values are plain numbers.
+        # Only a buffer outside the state_dict, such as a cache or a table, can be missing or different here. Then the
+        # constructor's buffer stays. If only its dtype differs, the saved values are converted if they are numbers.
         if own and entry.dense == own.dense and (entry.dtype == own.dtype or value.dtype in DTYPE_CODES):
             changes.append(_fill(tensors[name], entry, value))
     changes += [flatten_again(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
@@ -141,7 +141,7 @@ def _unexpected(modules: Mapping[str, nn.Module], saved: Description) -> Iterato
         found = None if module is None else dense_value(module, setting)
         is_number = isinstance(found, int) and not isinstance(found, bool)
         if not is_number or found != setting.old:
-            # The attribute may be anything, even a module or a tensor; only numbers are short enough to print.
+            # The attribute may be anything, even a module or a tensor, so only numbers are printed.
             shown = repr(found) if is_number or found is None else f"a {type(found).__name__}"
             yield f"{setting.attribute} of module {setting.module!r} was {setting.old!r} and is {shown}"
     for path in saved.headwise:
@@ -162,8 +162,8 @@ def _value(name: str, entry: Entry, stored: Tensor) -> Tensor:
 
 
 def _fill(tensor: Tensor, entry: Entry, value: Tensor) -> Change:
-    """A change that gives a tensor the saved values and strides."""
-    # A tensor that keeps its shape and layout also keeps its memory, which others may share (a view, a shared model).
+    """A change that fills a tensor with the saved values, in the saved strides."""
+    # A tensor that keeps its shape and layout also keeps its memory, which other objects may share.
     stride = entry.stride or torch.empty(entry.shape, device="meta").stride()
     if not entry.kept and tensor.stride() == stride:
         return _fill_in_place(tensor, value)
@@ -203,13 +203,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _accepts_old_order(function: Function) -> Function:
-    """Let `load` also be called as load(path, model), its former order, with a DeprecationWarning."""
+    """Also accept the former order of arguments, load(path, model), with a DeprecationWarning."""
 
     @wraps(function)
     def either_order(*args: Any, **options: Any) -> Any:
         if args and isinstance(args[0], str | os.PathLike):
-            # The second argument may also have been given by name. Two paths, or a path and anything else, are
-            # mistakes in either order: they reach `load`, whose error names the right one.
+            # The model may also have been passed by name. A path with anything but a model is a mistake in either
+            # order: it reaches `load`, whose error names the right order.
             given = args[1:] if len(args) > 1 else (options.get("model"),)
             if len(args) <= 2 and isinstance(given[0], nn.Module):
                 warnings.warn(
@@ -226,14 +226,14 @@ def _accepts_old_order(function: Function) -> Function:
 
 @_accepts_old_order
 def load(model: Model, path: str | os.PathLike[str], *, example: Any = None) -> Model:
-    """Cut a freshly built model as the model saved in the folder `path` was cut, and give it the saved values.
+    """Restore the model saved in the folder `path` into a freshly built one: cut it to the saved sizes, and fill it.
 
-    Parameter objects, devices, `requires_grad` and train or eval mode stay. Everything is checked first: if anything is
-    refused, the model has not changed. The folder is not trusted: whatever its files say, `load` changes only tensors
-    and sizes, and only to values that a cut of this very model can leave.
+    Parameter objects, devices, `requires_grad` and train or eval mode do not change. Everything is checked first: if
+    this raises, the model has not changed. The folder is not trusted: whatever its files say, `load` changes only
+    tensors and sizes, and only to sizes that a cut of this model can lead to.
 
     Args:
-        model: The model as its constructor builds it, of the saved model's dtype and on any device but meta.
+        model: The model as its constructor builds it, with the saved model's dtype, on any device but meta.
         path: A folder that `save` wrote.
         example: An input of forward, as for `trace`. With it, the model is traced and its forward replayed at the saved
             sizes on a copy without weights, so that code that was edited since the save (a ``.squeeze()``, a branch on
@@ -243,9 +243,9 @@ def load(model: Model, path: str | os.PathLike[str], *, example: Any = None) -> 
         The same model object, which now has the saved sizes and values.
 
     Raises:
-        FileError: The folder holds no saved model or a damaged one, the given model is not the dense model that was
-            saved, or forward does not work at the saved sizes.
-        ShrinkError: Another object holds a tensor that would be cut.
+        FileError: The folder has no saved model or a damaged one, `model` is not the dense model that was saved, or
+            forward does not work at the saved sizes.
+        ShrinkError: Another object refers to a tensor that would be cut.
         TraceError: The model cannot be traced with `example`.
 
     Examples:
@@ -267,7 +267,7 @@ def load(model: Model, path: str | os.PathLike[str], *, example: Any = None) -> 
         refuse_shrunk(inner)
         refuse_extra_state(inner)
         refuse_meta(inner, "Build the model on the CPU, or call model.to_empty(device=...) and tie its ties again.")
-        # In this order: indices take memory, so they are read only for axes that the given model has.
+        # Compare the dense models first: indices take memory, so they are read only for axes that the model has.
         dense, given = dense_from(document), describe(inner)
         refuse_other_model(inner, dense, given)
         saved = from_document(document, dense, widths_of_norms(inner))
@@ -286,9 +286,9 @@ def load(model: Model, path: str | os.PathLike[str], *, example: Any = None) -> 
 
 
 def _refuse_unfit(model: nn.Module, example: Any, edits: Edits) -> None:
-    """Refuse saved sizes at which forward would not do what it does at the dense ones."""
-    # Here and not above, because only `example=` needs the trace: a program that just loads a model and runs it should
-    # not depend on the tracer and its rules.
+    """Refuse saved sizes at which forward would not do what it does at the dense sizes."""
+    # Imported here, because only `example=` needs the trace: a program that just loads a model and runs it should not
+    # depend on the tracer and its rules.
     from keepk.graph.probe.verify import refuse_unfit  # noqa: PLC0415
     from keepk.graph.trace import trace  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""`export_onnx`: write a model as one ``.onnx`` file, which is run and compared with torch before it gets its name."""
+"""`export_onnx`: write a model as one ``.onnx`` file, after running it and comparing the outputs with torch's."""
 
 import logging
 import os
@@ -28,15 +28,15 @@ from keepk.deploy.runtime import (
 )
 from keepk.errors import FileError, TraceError
 from keepk.model.copies import Workshop
-from keepk.model.example import Example, likely_slip, no_model, refuse_scripted
+from keepk.model.example import Example, likely_slip, not_a_model, refuse_scripted
 from keepk.model.names import named_tensors, unwrap
 from keepk.model.torch_internals import tree_map
 from keepk.plan.names import shown
 from keepk.storage.files import own_folder, place, sync_folder
 
-# Relative to the largest output: float32 in another order of summation, and half precision or TF32.
+# Tolerances relative to the largest output: for float32 summed in another order, and for half precision or TF32.
 ROUNDING, COARSE_ROUNDING = 1e-4, 1e-2
-REASON = 400  # letters of the exporter's message, which goes on for pages
+REASON = 400  # characters of the exporter's message, which may be pages long
 SHOWN = 3  # inputs and outputs in a repr
 
 
@@ -47,7 +47,7 @@ class OnnxReport:
     Attributes:
         path: The file.
         opset: The version of ONNX's operators that it uses.
-        inputs: Name, type and shape of each input; a word in a shape is a size that may differ from call to call.
+        inputs: Name, type and shape of each input; a word in a shape stands for a size that may vary.
         outputs: Name, type and shape of each output.
         difference: The largest max|torch - onnxruntime| / max|torch| of all outputs; None if it was not checked.
         bytes: The size on disk.
@@ -61,13 +61,13 @@ class OnnxReport:
     bytes: int
 
     def __str__(self) -> str:
-        return self._told(", ".join(self.inputs), ", ".join(self.outputs))
+        return self._summary(", ".join(self.inputs), ", ".join(self.outputs))
 
     def __repr__(self) -> str:
         # A language model's cache has two tensors per layer, each of them an input and an output.
-        return f"<OnnxReport {self._told(_shortened(self.inputs), _shortened(self.outputs))}>"
+        return f"<OnnxReport {self._summary(_shortened(self.inputs), _shortened(self.outputs))}>"
 
-    def _told(self, inputs: str, outputs: str) -> str:
+    def _summary(self, inputs: str, outputs: str) -> str:
         checked = "not checked" if self.difference is None else f"differs from torch by {self.difference:.1e}"
         return f"{self.path}: {inputs} -> {outputs}; opset {self.opset}, {self.bytes:,} bytes, {checked}"
 
@@ -89,17 +89,18 @@ def export_onnx(
     """Export a model, shrunk or not, to ONNX, and run the file to check that it computes what torch computes.
 
     The model is exported in eval mode, from a copy. The file is self-contained up to 1.5 GB; for larger models torch
-    puts the values into ``<path>.data``. If anything is refused, a file that was at `path` is unchanged.
+    puts the values into ``<path>.data``. If this raises, an existing file at `path` is unchanged.
 
     Args:
-        model: Any module that `torch.export` takes; `DistributedDataParallel` and `torch.compile` wrappers are removed.
+        model: Any module that `torch.export` accepts; `DistributedDataParallel` and `torch.compile` wrappers are looked
+            through.
         example: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
         path: The file, in a folder that exists.
         check: Whether to run the file with onnxruntime on the example and compare its outputs with torch's.
         tolerance: The largest max|torch - onnxruntime| / max|torch| that passes the check. None means 1e-4, or 1e-2 for
             half precision and on a GPU, where convolutions are rounded to TF32.
-        dynamic_batch: Whether the batch size may vary: the first dim of every tensor that is as long as the first
-            tensor. The check then also runs a batch of one, and one row more than the example has.
+        dynamic_batch: Whether the batch size may vary, that is, the first dim of every tensor that has as many rows as
+            the first tensor. The check then also runs a batch of one, and one row more than the example has.
 
     Returns:
         A report: inputs and outputs with names, types and shapes, the size, and the largest difference found.
@@ -120,7 +121,7 @@ def export_onnx(
         (('input: float[batch, 8]',), ('linear_1: float[batch, 3]',))
     """
     if not isinstance(model, nn.Module):
-        raise TraceError(f"export_onnx: {no_model(model)}")
+        raise TraceError(f"export_onnx: {not_a_model(model)}")
     refuse_scripted("export_onnx", model)
     target = place(path, "export_onnx", "model, example, path", FileError)
     _refuse_tolerance(tolerance)
@@ -144,7 +145,7 @@ def _refuse_tolerance(tolerance: object) -> None:
     is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     if tolerance is not None and not (is_number and tolerance >= 0):  # type: ignore[operator]  # `is_number` says so
         raise FileError(
-            f"export_onnx: tolerance={shown(tolerance)}. Give a number of at least 0, such as 1e-4, or None for the "
+            f"export_onnx: tolerance={shown(tolerance)}. Pass a number of at least 0, such as 1e-4, or None for the "
             f"default."
         )
 
@@ -172,12 +173,12 @@ def _draft(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise FileError(
             f"{path}: cannot be written ({error}). Choose a file in a folder that exists and can be written. "
-            f"A file that was there is unchanged."
+            f"An existing file is unchanged."
         ) from error
 
 
 def _commit(draft: Path, path: Path) -> None:
-    # Values in a separate file come before the file that names them.
+    # Write a separate file of values before the file that refers to it.
     for file in sorted(draft.parent.iterdir(), key=lambda file: file == draft):
         with file.open("r+b") as handle:
             os.fsync(handle.fileno())
@@ -192,7 +193,7 @@ def _outputs(twin: nn.Module, workshop: Workshop) -> list[Tensor]:
     except Exception as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(workshop.example))
         raise TraceError(
-            f"model {type(twin).__name__}: its forward failed on {shapes} ({type(error).__name__}: {error}). Give an "
+            f"model {type(twin).__name__}: its forward failed on {shapes} ({type(error).__name__}: {error}). Pass an "
             f"example on which model(*example) works; if only other batch sizes fail, export with dynamic_batch=False."
             f"{likely_slip(twin, workshop.example)}"
         ) from error
@@ -226,7 +227,7 @@ def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
 
 @contextmanager
 def _silent_exporter() -> Iterator[None]:
-    """Silence the exporter, which warns of its internals, logs optional packages, and prints a graph if it fails."""
+    """Silence the exporter, which warns about internals, logs optional packages, and prints a graph if it fails."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

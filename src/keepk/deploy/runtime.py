@@ -1,7 +1,7 @@
-"""Running a model for export and measurement: batches of other sizes, onnxruntime, comparing outputs, a clean state.
+"""Running a model for export and measurement: other batch sizes, onnxruntime, comparing outputs, restoring state.
 
-The context managers at the end let a measurement leave no trace: threads, modes, buffers, random states and Python's
-garbage collection are restored, whatever forward did to them.
+The context managers at the end restore everything that a measurement changes: threads, modes, buffers, random states
+and Python's garbage collection.
 """
 
 import gc
@@ -34,7 +34,7 @@ def rows_of(example: Example) -> int:
     3
     """
     if is_shape(example):
-        raise TraceError(f"example: got the shape {example.arguments}. Give a tensor, not a shape.")
+        raise TraceError(f"example: got the shape {example.arguments}. Pass a tensor, not a shape.")
     first = next(iter(tensors_of(example)), None)
     if first is None or first.dim() == 0 or len(first) == 0:
         got = "no tensor" if first is None else f"a first tensor of shape {tuple(first.shape)}"
@@ -96,7 +96,7 @@ def open_session(path: Path, threads: int | None = None) -> Any:
 
 
 def feeds(session: Any, model: nn.Module, example: Example) -> dict[str, Any]:
-    """An example as onnxruntime takes it: arrays by the names of the file's inputs."""
+    """An example in the form that onnxruntime takes: arrays by the names of the file's inputs."""
     tensors = tensors_of(in_order(model, example))
     return {put.name: tensor.numpy(force=True) for put, tensor in zip(session.get_inputs(), tensors, strict=True)}
 
@@ -158,7 +158,7 @@ def buffers_kept(models: Sequence[nn.Module]) -> Iterator[None]:
         for place, own in places:
             place.clear()
             place.update(own)
-        with torch.inference_mode():  # a buffer that was made in inference mode can be written to only there
+        with torch.inference_mode():  # buffers that were made in inference mode can be written to only here
             for buffer, value in values.items():
                 buffer.copy_(value)
 

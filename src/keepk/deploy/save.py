@@ -12,7 +12,7 @@ from keepk.deploy.folder import write_folder
 from keepk.errors import FileError
 from keepk.model.names import named_tensors
 from keepk.run.checks import live_pruner
-from keepk.run.warnings import told_untrue
+from keepk.run.warnings import untrue_message
 from keepk.storage.files import place
 from keepk.storage.tensors import pack
 
@@ -20,22 +20,23 @@ from keepk.storage.tensors import pack
 def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = True) -> None:
     """Write a model into the folder `path`: its values, and everything that was cut from it since it was built.
 
-    A kill at any moment leaves the old files or the new ones. The same model gives the same bytes. A model with more
-    units than its last event kept, because pruned ones came back, is refused: its certificate would not be true.
+    If the process is killed, the folder contains either the old files or the new ones. Saving the same model twice
+    writes the same bytes. A model with more units than its last event kept, because pruned ones are no longer zero, is
+    refused: its certificate would be wrong.
 
-    Processes that save into one folder take turns, and the last model written stays; ranks that save the same model all
-    succeed. On a file system without locks the folder also keeps the values under a separate name, to which
+    Processes that save into one folder take turns, and the last model written stays; all ranks of a run may save the
+    same model. On a file system without locks, the values also have a second name in the folder, to which
     ``model.safetensors`` is a link.
 
     Args:
         model: Any model, shrunk any number of times or never.
         path: The folder; it is created if it does not exist.
-        certificate: Whether to write how many units the model's runs were asked for and kept. Pass False for a model
-            that was deliberately trained on without its masks.
+        certificate: Whether to write how many units the model's runs were asked to keep and kept. Pass False for a
+            model that was deliberately trained further without its masks.
 
     Raises:
-        FileError: The folder cannot be written, the model has state that the files cannot hold, or its counts are not
-            true. The folder then holds what it held before.
+        FileError: The folder cannot be written, the model has state that the files cannot represent, or its counts are
+            wrong. The contents of the folder are then unchanged.
 
     Examples:
         >>> import keepk, tempfile, torch
@@ -61,14 +62,13 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
         description = replace(description, certificate=recounted(inner, pruner.plan if pruner else ()))
     else:
         description = replace(description, certificate={}, masked={})
-    # Contiguous whatever the strides are, so that other readers of safetensors get each tensor in its own shape;
-    # arch.json has the strides.
+    # Always contiguous, so that other readers of safetensors get each tensor in its shape; arch.json has the strides.
     tensors = {name: pack(tensor.detach().contiguous())[0] for name, tensor, _ in named_tensors(inner)}
     write_folder(folder, to_document(description), tensors)
 
 
 def _refuse_untrue(model: nn.Module) -> None:
-    """Refuse counts that are not true; warn of a model whose Pruner has not pruned anything yet."""
+    """Refuse wrong counts; warn about a model whose Pruner has not pruned anything yet."""
     pruner, untrue, kept_by = live_pruner(model), untrue_weights(model), certificate_of(model)
     for space, back in revived_channels(model).items():
         # An open Pruner counts its own spaces, below, by its masks instead of by zeros.
@@ -88,8 +88,8 @@ def _refuse_untrue(model: nn.Module) -> None:
         untrue |= pruner.untrue_counts()
     for space, (kept, found) in untrue.items():
         raise FileError(
-            f"save: {told_untrue(space, kept, found)} Without the Pruner, make one with the same space and call its "
-            f"step(). To save the model as it is, without the counts: keepk.save(model, path, certificate=False)."
+            f"save: {untrue_message(space, kept, found)} If its Pruner is gone, make one with the same space and "
+            f"call step(). To save the model as it is, without the counts: keepk.save(model, path, certificate=False)."
         )
     if pruner is not None:
         pruner.warn_of_save_before_step()

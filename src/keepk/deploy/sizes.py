@@ -1,8 +1,8 @@
 """Checking that a description can be the result of shrinking a dense model: sizes agree, and nothing else changed.
 
-``arch.json`` may come from anywhere, and an edited file can have a correct hash. So nothing in it is set on a model
-unless it is a size that follows from the cuts. The sizes of torch's layers are computed from their tensors. A
-number that a user's module keeps has to be the number of remaining entries of an axis, or of a part of one.
+``arch.json`` may come from anywhere, and an edited file can have a correct hash. So a value from it is set on a model
+only if it is a size that follows from the cuts. The sizes of torch's layers are computed from their tensors. A number
+in a user's module must be the number of remaining entries of an axis, or of a part of one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from keepk.model.layers import HeadwiseAttention
 from keepk.model.names import named_tensors
 from keepk.model.torch_internals import BatchNormBase, NormBase
 
-SMALL = 8  # a number up to this is as likely to be an axis, a depth or a stride as a part of an axis
+SMALL = 8  # a number up to this is as likely to be a dim, a depth or a stride as the size of a part of an axis
 
 Place = tuple[str, str, int | None]
 """A module's path, an attribute, and the index of an entry of it."""
@@ -83,13 +83,13 @@ def _known_sizes(
     for it in sized:
         value = getattr(modules[it.module], it.attribute)
         old = value if it.item is None else value[it.item]
-        if old == _size_of(it, groups, saved, dense=True):  # otherwise a subclass gives the attribute another meaning
+        if old == _size_of(it, groups, saved, dense=True):  # otherwise a subclass uses the attribute differently
             yield (it.module, it.attribute, it.item), (old, _size_of(it, groups, saved, dense=False))
 
 
 def _size_of(sized: Sized, groups: Mapping[str, Sized], saved: Description, *, dense: bool) -> int:
     entry = saved.tensors[sized.tensor]
-    if sized.blocks:  # the number of blocks of rows (heads, groups) of which any row is left
+    if sized.blocks:  # the number of blocks of rows (heads, groups) with at least one row left
         rows = np.arange(entry.dense[0]) if dense or 0 not in entry.kept else entry.kept[0]
         return len(np.unique(rows // max(1, entry.dense[0] // sized.blocks)))
     size = (entry.dense if dense else entry.shape)[sized.dim] // sized.parts
@@ -98,7 +98,7 @@ def _size_of(sized: Sized, groups: Mapping[str, Sized], saved: Description, *, d
     return size
 
 
-# Numbers that a user's module keeps
+# Numbers in a user's modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def _unfounded(module: nn.Module, setting: Setting, axes: list[_Axis]) -> Iterat
     if not held or _is_option(module, outer):
         yield f"{where} ({type(module).__name__}) is not a size, but would change from {setting.old} to {setting.new}"
     elif not _counts(setting.old, setting.new, axes):
-        yield f"{where} would change from {setting.old} to {setting.new}, but nothing of {setting.old} was cut to that"
+        yield f"{where} would change from {setting.old} to {setting.new}, but no axis was cut in that way"
 
 
 SIZES = {"embed_dim", "kdim", "vdim", "num_heads", "head_dim", "num_features", "normalized_shape", "num_groups"}
@@ -173,8 +173,8 @@ def _counts_part(old: int, new: int, alive: Mask) -> bool:
     The part is a factor of the axis (the heads, or the channels of each head), or lies at one end (as in a split); a
     large part may lie anywhere.
     """
-    # As a factor, an axis of 24 entries may be 4 heads of 6: both the 4 and the 6 are kept as numbers by modules. The
-    # same count has to be left everywhere, or the reshape in forward would fail.
+    # An axis of 24 entries may be 4 heads of 6, and a module may store both the 4 and the 6. The same number has to be
+    # left everywhere, or the reshape in forward would fail.
     inner = [step for step in range(1, len(alive) // old + 1) if len(alive) % (old * step) == 0]
     for step in inner:
         left = alive.reshape(-1, old, step).sum(axis=1)

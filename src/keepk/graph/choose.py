@@ -1,8 +1,8 @@
 """Choosing units without ranking them: for `Graph.choose`, and for the trial cuts of `probe`.
 
-All choices follow the same conditions. Units that are bound (`Graph.bindings`) are removed in equal numbers from each
-block, every block keeps at least one unit, and the number that is left respects the group's `multiple`. They differ in
-the number of units to remove, a function of type `Going`, and in the order in which units are taken:
+All choices meet the same conditions. Units that are bound (`Graph.bindings`) are removed in equal numbers from each
+block, every block keeps at least one unit, and the number left is divisible by the group's `multiple`. They differ in
+the number of units to remove, a function of type `Going`, and in the order in which units are chosen:
 
 >>> half, uneven = share_of(Fraction(1, 2)), uneven_share(1)
 >>> [(size, half(size, size), uneven(size, size), one(size, size)) for size in (1, 2, 16, 64)]
@@ -41,8 +41,8 @@ def share_of(share: Fraction) -> Going:
 def uneven_share(place: int) -> Going:
     """A share that depends on the place of the block, so that equal widths become different ones.
 
-    At least two units stay, because torch treats dims of size 1 differently. Wide blocks keep a multiple of 8: whether
-    other widths fit is the question of a separate cut, of one unit each.
+    At least two units stay, because torch treats dims of size 1 differently. Wide blocks keep a multiple of 8; a
+    separate cut of one unit each (`choose_one`) tests whether other widths fit.
     """
     share = Fraction(1 + 5 * place % 8, 9)  # ninths in a mixed-up order: 1, 6, 3, 8, 5, 2, 7, 4
 
@@ -63,10 +63,10 @@ def choose(graph: Graph, share: float, *, seed: int | None, lossy: bool) -> Indi
     exact = exact_share(share, "choose: share", ShrinkError)
     size = len(graph.units)
     if seed is not None and (not isinstance(seed, int) or seed < 0):
-        raise ShrinkError(f"choose: seed={shown(seed)}. Give an int of 0 or more, or None for the first ones.")
+        raise ShrinkError(f"choose: seed={shown(seed)}. Pass an int of 0 or more, or None for the first ones.")
     rank = np.zeros(size, np.int64) if seed is None else np.random.default_rng(seed).permutation(size)
     chosen = _chosen(graph, repeat(share_of(exact)), rank, lossy=lossy)
-    # The rank of a LoRA adapter is a setting of the user's, not a width of the model.
+    # The rank of a LoRA adapter is a user's setting, not a width of the model.
     ranks = [group.units for group in graph.groups if graph.adapter_of(group)]
     return chosen[~np.isin(chosen, np.concatenate(ranks))] if ranks else chosen
 
@@ -83,7 +83,7 @@ def choose_half(graph: Graph, *, lossy: bool = False) -> Indices:
 
 
 def choose_unevenly(graph: Graph, *, lossy: bool = False) -> Indices:
-    """A different share of every group, so that widths that were equal by chance become different."""
+    """A different share of every group, so that widths that were equal by coincidence become different."""
     rank = np.random.default_rng(1).permutation(len(graph.units))
     return _chosen(graph, map(uneven_share, count()), rank, lossy=lossy)
 
@@ -94,7 +94,7 @@ def choose_one(graph: Graph, *, lossy: bool = False) -> Indices:
 
 
 def choose_sources(graph: Graph, *, lossy: bool = False) -> Indices:
-    """Half of every group of sources, as far as something is left everywhere; their readings are removed with them."""
+    """Half of every group of sources, unless that would empty some axis; their readings are removed with them."""
     free = _free(graph, lossy=lossy)
     source = np.isin(graph.units.group, [n for n, group in enumerate(graph.groups) if group.kind == "source"])
     half, rank = share_of(Fraction(1, 2)), np.zeros(len(free), np.int64)
@@ -106,7 +106,7 @@ def choose_sources(graph: Graph, *, lossy: bool = False) -> Indices:
     chosen = np.unique(np.concatenate([*picks, np.zeros(0, np.int64)]))
     if _is_possible(graph, chosen):
         return chosen
-    # All of them together leave some reader without channels. Add them one by one while the cut stays possible.
+    # Together they would leave some reader without channels. Add them one by one while the cut stays possible.
     chosen = chosen[:0]
     for pick in picks:
         chosen = both if _is_possible(graph, both := np.union1d(chosen, pick)) else chosen
@@ -127,7 +127,7 @@ def _free(graph: Graph, *, lossy: bool) -> Flags:
 
 
 def _chosen(graph: Graph, going: Iterable[Going], rank: Indices, *, lossy: bool) -> Indices:
-    """The units with the lowest ranks; how many of each of `Graph.choices` is the next of `going`."""
+    """The units with the lowest ranks; for each of `Graph.choices`, the next entry of `going` says how many."""
     free = _free(graph, lossy=lossy)
     for group in graph.groups:
         if group.kind == "source":  # removed when its last reading is

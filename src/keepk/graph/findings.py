@@ -11,7 +11,8 @@ from keepk.graph.graph import Graph
 from keepk.graph.ids.atoms import tensors_in
 from keepk.graph.ids.facts import Reason
 
-# Reasons that every model has, by their last words. Reports fold each kind into one line instead of listing its axes.
+# Reasons that occur in every model, by their last words. Reports show each kind in one line instead of listing its
+# axes.
 FOLDED = {
     "an axis of the kernel": "kernel",
     "is an output of the model": "output",
@@ -55,7 +56,7 @@ class SpaceFound:
     Attributes:
         name: The module that produces them.
         kind: "channel", "read" or "source"; see `keepk.graph.units.Group`.
-        units: How many there are.
+        units: The number of units.
         exact: The number of units whose removal has the same effect as setting them to zero.
         lossy: The number of units whose removal changes more than that.
         why: Why they are lossy; empty if all are exact.
@@ -151,12 +152,12 @@ def fixed_groups(graph: Graph) -> tuple[FixedGroup, ...]:
     axes, reasons = dict[tuple[str, ...], list[FixedAxis]](), dict[tuple[str, ...], list[Reason]]()
     for fixed in graph.fixed:
         kind, reason = _kind(fixed.reason), fixed.reason
-        # Without the module: one line of a block's code that runs in every block is one finding.
+        # The key has no module, so that a line of code that runs in every block is one finding.
         key = (kind, reason.why, reason.operation, reason.place) if kind == "operation" else (kind,)
         found = FixedAxis(fixed.tensor, fixed.axis, fixed.channels, totals[fixed.tensor, fixed.axis])
         axes.setdefault(key, []).append(found)
         reasons.setdefault(key, []).append(reason)
-    # Operations come first: these are the only reasons that a change of the model's code could remove.
+    # Operations come first, because only these reasons can be removed by changing the model's code.
     order = ["operation", "input", "output", "kernel"]
     return tuple(
         FixedGroup(key[0], reasons[key][0].why, _places(reasons[key]), tuple(axes[key]))
@@ -201,7 +202,7 @@ def equal_parts(graph: Graph) -> tuple[EqualParts, ...]:
 
 def attributes_beside(graph: Graph) -> tuple[str, ...]:
     """The attributes that equal a width that can shrink, and that a removal leaves unchanged."""
-    # Any cut shows them, as long as it changes every width that can change; half of everything does.
+    # Any cut that changes every width shows them; half of everything does.
     found = graph.edits(choose_half(graph, lossy=True)).unchanged
     return tuple(str(it).partition(" = ")[0] for it in found)
 

@@ -1,4 +1,4 @@
-"""`Graph`: the units of a model, which of them belong together, what is fixed and why.
+"""`Graph`: the units of a model, the groups they form, and the axes that cannot shrink.
 
 The class is a view of a `Solution` plus one piece of state: the units that are still in the model. The work is done
 elsewhere: `units` finds the units and their groups, `choose` chooses units for trial cuts, and `remaining` plans a
@@ -45,9 +45,9 @@ class Graph:
         fixed: The axes that cannot shrink, with the reasons.
         bindings: Blocks of units that must lose the same number of units.
         constants: Attributes found by probing that follow sizes.
-        beside: Attributes that equal a size, which forward does not need; a removal leaves them unchanged.
+        beside: Attributes that equal a size but that forward does not use; a removal leaves them unchanged.
         replays: The forward passes that a cut model must repeat.
-        unknown: Behaviour of forward that the trace has not seen, as messages.
+        unknown: Messages about behaviour of forward that the trace has not seen.
 
     Examples:
         >>> import keepk, torch
@@ -71,7 +71,7 @@ class Graph:
         self.units: Units = find_units(wiring.axes, wiring.parameters, solution)
         self.groups: tuple[Group, ...] = tuple(find_groups(self.units, wiring.axes, solution, wiring.roles))
         self.fixed: tuple[Fixed, ...] = tuple(find_fixed(wiring.axes, solution))
-        # The only state of the graph: the model as it is now. A removal replaces the whole value.
+        # The only mutable state of the graph: the part of the model that is left. A removal replaces the whole value.
         self.left = Left(wiring, np.ones(len(solution.classes), bool))
         self._unit_of = np.full(len(solution.classes), -1, np.int64)  # by class; -1 for those that are not units
         self._unit_of[self.units.classes] = np.arange(len(self.units))
@@ -103,7 +103,7 @@ class Graph:
         return f"{int(self.alive.sum()):,} of {len(self.units):,} units in {groups}; {fixed}"
 
     def _rows(self) -> list[tuple[str, int, int, str]]:
-        """Name, units left, units in all and remarks of each group."""
+        """Name, number of units left, total number of units and remarks of each group."""
         rows, alive = [], self.alive
         for group in self.groups:
             name = group.name if len(group.name) <= NAME else f"...{group.name[3 - NAME :]}"
@@ -115,19 +115,24 @@ class Graph:
 
     @property
     def spaces(self) -> tuple[Group, ...]:
-        """Deprecated: use `groups`. Their names are those of modules, which several groups may share."""
+        """Deprecated: use `groups`. Here the names are those of modules, which several groups may share."""
         warnings.warn("Graph.spaces is deprecated; use Graph.groups.", DeprecationWarning, stacklevel=2)
         return tuple(replace(group, name=group.module) for group in self.groups)
 
     @property
     def alive(self) -> NDArray[np.bool_]:
-        """Whether each unit is still in the model."""
+        """Whether each unit is still in the model, as a bool array of shape [units]."""
         return self.left.alive[self.units.classes]
 
     def slices(self, unit: int) -> list[tuple[str, int, int]]:
-        """The slices of a unit, as (tensor, axis, index) in the model as it was traced.
+        """The slices of a unit in the model when it was traced.
 
-        On the second axis of a grouped convolution's weight, the index is group * channels of a group + channel.
+        Args:
+            unit: The number of the unit.
+
+        Returns:
+            A list of (tensor, axis, index). On the second axis of a grouped convolution's weight, the index is group *
+            channels of a group + channel.
 
         Raises:
             ShrinkError: The number is out of range.
@@ -140,7 +145,7 @@ class Graph:
     def choose(self, share: float, *, seed: int | None = None, lossy: bool = False) -> Indices:
         """Choose a share of the units of every group, without ranking them; a `Pruner` ranks.
 
-        Blocks that are bound lose equal numbers, and something is left everywhere. The ranks of adapters (LoRA) are not
+        Bound blocks lose equal numbers, and every block keeps at least one unit. The ranks of LoRA adapters are not
         chosen.
 
         Args:
@@ -157,23 +162,38 @@ class Graph:
         return choose(self, share, seed=seed, lossy=lossy)
 
     def adapter_of(self, group: Group) -> str:
-        """The path of the adapter (LoRA) whose ranks are the units of a group; empty if they are something else."""
+        """The path of the LoRA adapter whose ranks are the units of a group.
+
+        Args:
+            group: One of `groups`.
+
+        Returns:
+            The path, or an empty string if the units are not ranks of an adapter.
+        """
         owners = [self.wiring.adapters.get(tensor, "") for tensor, _, _ in group.axes]
         return owners[0] if all(owners) else ""
 
     def multiple(self, blocks: Sequence[Indices]) -> int:
-        """The number that each block's remaining count must be divisible by."""
+        """The number that each block's remaining count must be divisible by.
+
+        Args:
+            blocks: The blocks of one of `choices`.
+        """
         numbers: list[int] = np.unique(self.units.group[np.concatenate(blocks)]).tolist()
         return max(self.groups[number].multiple for number in numbers)
 
     def choices(self) -> list[tuple[Indices, ...]]:
-        """The sets that units are chosen from independently: bindings, and the unbound units of each group."""
+        """The sets that units are chosen from independently: bindings, and the unbound units of each group.
+
+        Returns:
+            A list of tuples of blocks, each an array of unit numbers. All blocks of a tuple lose equal numbers.
+        """
         bound = self.bound()
         loose = [group.units[~bound[group.units]] for group in self.groups]
         return [*self.bindings, *((units,) for units in loose if len(units))]
 
     def bound(self) -> Flags:
-        """Whether each unit is part of a binding."""
+        """Whether each unit is part of a binding, as a bool array of shape [units]."""
         bound = np.zeros(len(self.units), bool)
         for blocks in self.bindings:
             bound[np.concatenate(blocks)] = True
@@ -196,7 +216,11 @@ class Graph:
                 yield blocks
 
     def links(self) -> NDArray[np.int64]:
-        """Pairs (source, reader) of units: a norm that reads a channel that others read as well."""
+        """Pairs of units: a BatchNorm's reading of a channel that has other readers too.
+
+        Returns:
+            An array of shape [pairs, 2] with (source, reader) in each row.
+        """
         return self._links
 
     # Cached, since each planned removal reads it; the solution never changes.
@@ -211,14 +235,18 @@ class Graph:
         return links[(links >= 0).all(axis=1)]
 
     def otherwise_used(self) -> Flags:
-        """Whether each unit is used by something else than the norms of `links`."""
+        """Whether each unit is used by anything other than the norms of `links`, as a bool array of shape [units]."""
         used = np.zeros(len(self.units), bool)
         found = self._unit_of[self.solution.used]
         used[found[found >= 0]] = True
         return used
 
     def with_constants(self, constants: Iterable[Constant]) -> Graph:
-        """The same graph with other attributes that follow sizes; everything else is shared."""
+        """The same graph with other `constants`; everything else is shared.
+
+        Args:
+            constants: Attributes that follow sizes.
+        """
         # Units and groups depend on the solution alone; probing tries many sets of constants with one solution.
         other = copy.copy(self)
         other.constants = list(constants)
@@ -231,20 +259,20 @@ class Graph:
             units: The numbers of the units.
 
         Returns:
-            The edits. Their `units` include those that have to be removed with the given ones.
+            The edits. Their `units` include those that have to be removed with the requested ones.
 
         Raises:
-            ShrinkError: A unit does not exist or is gone already, or the removal is impossible: nothing would be left
-                of an axis, blocks would become unequal, or a count would not be the multiple that it must be.
+            ShrinkError: A unit does not exist or was already removed, or the removal is impossible: an axis would
+                become empty, blocks would become unequal, or a count would not be the required multiple.
         """
         return plan_edits(self, units)
 
     def alive_after(self, units: Indices) -> Flags:
-        """Which atoms are left once these units are removed as well."""
+        """Which atoms are left once these units are removed too, as a bool array of shape [atoms]."""
         return self.left_without(units).alive
 
     def left_without(self, units: Indices) -> Left:
-        """The part of the model that is left once these units are removed as well."""
+        """The part of the model that is left once these units are removed too."""
         return Left(self.wiring, self.left.alive & alive_atoms(self.solution.classes, self.units.classes[units]))
 
     def removed(self, units: Indices) -> None:
@@ -257,17 +285,33 @@ class Graph:
         self.left = Left(self.wiring, self.left.alive | back)
 
     def lost(self, cuts: Iterable[Cut]) -> Indices:
-        """The units that cuts remove, for cuts that were not planned by this graph."""
+        """The units that cuts remove, for cuts that were not planned by this graph.
+
+        Args:
+            cuts: Cuts that start from the model in its current state, as recorded by this graph.
+
+        Returns:
+            The numbers of the units, sorted.
+        """
         return lost_units(self, cuts)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """The current shape of a tensor."""
+        """The current shape of a tensor.
+
+        Args:
+            tensor: The name of a parameter or buffer.
+        """
         return self.left.shape(tensor)
 
     def owners(self, tensor: str) -> dict[int, Indices]:
-        """By axis of a tensor as it is now, the unit that each index belongs to; -1 for none.
+        """The units that the indices of a tensor belong to, in its current shape.
 
-        A matrix, by row and column, where the in-channels of a grouped convolution differ from row to row.
+        Args:
+            tensor: The name of a parameter or buffer.
+
+        Returns:
+            By axis, an array of shape [size] with the unit of each index; -1 for none. If the in-channels of a grouped
+            convolution differ from row to row, the array has the shape [rows, columns].
         """
         left = self.left.atoms(tensor)
         return {axis: self._unit_of[self.solution.classes[atoms]] for axis, atoms in left.items()}

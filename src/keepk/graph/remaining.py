@@ -1,8 +1,9 @@
 """Removals: the indices and sizes that are left of a model (`Left`), and the edits that remove units (`plan_edits`).
 
-A removal is planned before anything changes, in four steps. The request is checked (`_checked`). Units that cannot stay
-without the requested ones are added (`_closed`). Cuts that the model's wiring rules out are refused. Then the model now
-and the model afterwards are compared, tensor by tensor and attribute by attribute; the differences are the `Edits`.
+A removal is planned before anything changes, in four steps. The request is checked (`_checked`). Units that have to be
+removed with the requested ones are added (`_closed`). Cuts that the model's wiring does not allow are refused. Then the
+current model is compared with the model after the removal, tensor by tensor and attribute by attribute; the differences
+are the `Edits`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class Left:
     """The part of a model that is left while some atoms are alive; immutable.
 
-    Tensors are computed on request and cached: a removal usually concerns few of them.
+    Tensors are computed on request and cached, because a removal usually changes few of them.
     """
 
     def __init__(self, wiring: Wiring, alive: Flags) -> None:
@@ -133,7 +134,7 @@ def _rows(maps: Iterable[Map]) -> Map | None:
 
 
 def _by_row(index_map: Map, rows: Map | None, alive: Flags) -> Map:
-    """The living atoms of each living row; no columns if rows have different numbers, which no tensor can hold."""
+    """The living atoms of each living row; no columns if rows have different numbers, since no tensor is ragged."""
     matrix = index_map.reshape(index_map.shape[:2])
     if rows is not None:
         matrix = matrix[alive[rows]]
@@ -179,14 +180,14 @@ def _checked(graph: Graph, units: Iterable[int]) -> Indices:
     if len(given) and not 0 <= given.min() <= given.max() < len(graph.units):
         raise ShrinkError(
             f"shrink: unit {given.max() if given.min() >= 0 else given.min()} does not exist; the graph has "
-            f"{len(graph.units)} units, 0 to {len(graph.units) - 1}. Take them from graph.groups."
+            f"{len(graph.units)} units, 0 to {len(graph.units) - 1}. graph.groups lists them."
         )
     asked = np.unique(given.astype(np.int64))
     gone = asked[~graph.alive[asked]]
     if len(gone):
         raise ShrinkError(
-            f"shrink: unit {gone[0]} of {_home(graph, gone[0])!r} ({len(gone)} in all) was removed before. "
-            f"Choose among those where graph.alive is True."
+            f"shrink: unit {gone[0]} of {_home(graph, gone[0])!r} ({len(gone)} in total) was already removed. "
+            f"Choose units for which graph.alive is True."
         )
     return asked
 
@@ -222,9 +223,9 @@ def _refuse_unequal(graph: Graph, removed: Indices) -> None:
         counts = [int(going[block].sum()) for block in blocks]
         if len(set(counts)) > 1:
             raise ShrinkError(
-                f"shrink: {_home(graph, int(blocks[0][0]))!r} must lose equally many of each of its {len(blocks)} "
-                f"parts, because it {binding}; got {', '.join(map(str, counts[:8]))}. "
-                f"Choose equal numbers of each part in graph.bindings."
+                f"shrink: {_home(graph, int(blocks[0][0]))!r} must lose equal numbers of units from each of its "
+                f"{len(blocks)} parts, because it {binding}; got {', '.join(map(str, counts[:8]))}. "
+                f"Choose equal numbers from each part in graph.bindings."
             )
 
 
@@ -236,7 +237,7 @@ def _refuse_misaligned(graph: Graph, removed: Indices) -> None:
             nearest = max(left - left % group.multiple, group.multiple)
             raise ShrinkError(
                 f"shrink: {left} units of {group.name!r} would be left, which must be a multiple of "
-                f"{group.multiple}, because {group.aligned}. Leave {nearest}, or another one."
+                f"{group.multiple}, because {group.aligned}. Leave {nearest}, or another multiple."
             )
 
 
@@ -247,7 +248,7 @@ def _selections(graph: Graph, after: Flags) -> Iterable[Selection]:
         before = now[read.sources], now[read.readers]
         sources, readers = after[read.sources], after[read.readers]
         if (readers & ~sources).any():
-            raise ShrinkError(f"shrink: {read.module!r} would read channels that go. Remove its readings as well.")
+            raise ShrinkError(f"shrink: {read.module!r} would read removed channels. Remove its readings too.")
         changed = (before[0] != sources).any() or (before[1] != readers).any()
         # A norm that reads all of its input needs no selection, unless it has one already.
         selects = (sources != readers).any() or (before[0] != before[1]).any()

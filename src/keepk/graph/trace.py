@@ -11,12 +11,12 @@ finds such sets without knowing any layer class, from the operations that run:
    (`values.Outcomes`). All passes share one set of atoms, so their facts add up.
 3. **Solve.** `solve.solve` merges atoms into classes. A class that contains a slice of a parameter, and that no fact
    pins, is a *unit*.
-4. **Probe.** `probe.settle` removes some units from a copy and traces the copy again (`replay.Replays`). Where the copy
-   does something else than the atoms predict, a repair changes the assumptions and the loop starts over.
+4. **Probe.** `probe.settle` removes some units from a copy and traces the copy again (`replay.Replays`). If the copy
+   does anything that the atoms do not predict, a repair changes the assumptions and the loop starts over.
 5. **Result.** The `graph.Graph` that survives this lists the units and knows how to remove them.
 
-Two linear layers show what comes out. A hidden neuron is a row of the first weight, an entry of the first bias and a
-column of the second weight; the inputs and outputs of the model are fixed:
+For two linear layers, a unit is a hidden neuron: a row of the first weight, an entry of the first bias and a column of
+the second weight. The inputs and outputs of the model are fixed:
 
 >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
 >>> graph = trace(net, torch.zeros(2, 8))
@@ -54,17 +54,25 @@ from keepk.graph.units import Wiring
 from keepk.graph.values import Asked, Outcomes, ValueRead, asked_in, fails_with_values_too, is_raised_by_program
 from keepk.model.copies import META, Workshop
 from keepk.model.edits import Indices
-from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, likely_slip, no_model, refuse_scripted
+from keepk.model.example import (
+    Example,
+    TraceInputs,
+    TrainMode,
+    ValueBranches,
+    likely_slip,
+    not_a_model,
+    refuse_scripted,
+)
 from keepk.model.layer_sizes import sized_attributes
 from keepk.model.layers import HeadwiseAttention
 from keepk.model.names import adapters_of, named_tensors, unwrap
 
-# A forward that fills a cache in its first pass runs other operations in the second pass, and repeats from then on.
+# A forward that fills a cache in its first pass runs other operations in the second, and repeats those from then on.
 ATTEMPTS = 3
-# The most passes with flipped truth values, for each example and mode. It bounds the time of a trace; a model with more
-# places that branch on values is refused, or its other branches are reported as unknown.
+# The most passes with flipped truth values for each example and mode, which bounds the time of a trace. A model with
+# more places that branch on values is refused, or its other branches are reported as unknown.
 BRANCHES = 24
-PAIRS = 16  # of these passes, the number after which no more pairs of truth values are flipped
+PAIRS = 16  # the number of these passes after which no more pairs of truth values are flipped
 
 
 class TrainForwardError(TraceError):
@@ -80,7 +88,7 @@ def trace(
     train_mode: TrainMode = "check",
     value_branches: ValueBranches = "check",
 ) -> Graph:
-    """Find the channels of a model: which slices of which tensors go together, what is fixed, and why.
+    """Find the channels of a model: which slices of its tensors are removed together, and which are fixed and why.
 
     The model itself is not changed: forward passes run in eval and in train mode on copies without weights. If the
     model's Python code reads values that depend on the weights, the copies get weights. Where the code branches on a
@@ -166,7 +174,7 @@ def _for_replays(workshop: Workshop, replays: Replays, wiring: Wiring, watched: 
     """A workshop without weights for the cut copies, even if the first trace needed weights.
 
     A replay repeats the values that Python read in the first trace, so most models need no weights any more. A forward
-    in which sizes depend on values (``x[mask]``) still does: then the given workshop is returned.
+    in which sizes depend on values (``x[mask]``) still does; for such a model, `workshop` itself is returned.
     """
     if workshop.device is not None:
         return workshop
@@ -194,7 +202,8 @@ class _Watched:
 
     def all_runs(self) -> "_Watched":
         """Trace every pass; start over when a pass finds new grouped convolutions."""
-        while True:  # the atoms of a grouped weight depend on its number of groups, which only its operation tells
+        # The atoms of a grouped weight depend on its number of groups, which only its operation shows.
+        while True:
             known = len(self.groups)
             self.runs, self.tracers, self.facts = list[tuple[Run, Recorded]](), list[Tracer](), Facts()
             self.echoes = list[tuple[Run, Recorded]]()
@@ -299,7 +308,7 @@ class _Watched:
             with self.workshop.running(run.example) as example:
                 output = self._followed(echo, example)
             echo.finish(output)
-        except Exception:  # it differs or fails; the full trace that follows tells which
+        except Exception:  # it differs or fails; the full trace that follows shows which
             return None
         self._note_outcomes(run, echo.reads)
         if kind is Echo:
@@ -351,7 +360,7 @@ class _Watched:
         return found
 
     def _watch_branch_in_training(self, run: Run, in_eval: Recorded | None) -> None:
-        """Give the same answers in train mode, for a model whose train mode echoes its eval mode so far."""
+        """Run the same answers in train mode, for a model whose train mode echoes its eval mode so far."""
         if in_eval is None or self._echo(run, in_eval) is None:
             self._watch_branch(run, [])
 
@@ -363,7 +372,7 @@ class _Watched:
         """
         for run, cause in self._failing:
             asked, outcome = run.answers.goals[-1]
-            # A forward that fails when a mask selects nothing does not accept such inputs, cut or not.
+            # A forward that fails when a mask selects nothing does not accept such inputs, whether it is cut or not.
             selects = any(goal.size for goal, _ in run.answers.goals)
             if not selects and (run.training, asked, outcome) not in self._seen:
                 what = f"forward branches on a value, and fails on the side that the example does not take ({cause})"
@@ -371,7 +380,7 @@ class _Watched:
 
     @property
     def replays(self) -> Replays:
-        """All passes, as a cut must repeat them before it is applied."""
+        """All passes that a cut model must repeat before the cut is applied."""
         return Replays((*self.runs, *self.spare), tuple(self.echoes))
 
     def is_repeated_by_others(self, workshop: Workshop, graph: Graph) -> bool:
@@ -400,7 +409,7 @@ class _Watched:
                 f'mode, or train_mode="accept" if a cut may break code that runs only in training.'
             )
         return TraceError(
-            f"model {name}: its forward failed on the example {what}. Give an example on which model(*example) works."
+            f"model {name}: its forward failed on the example {what}. Pass an example on which model(*example) works."
             f"{likely_slip(self.workshop.model, run.example)}"
         )
 
@@ -529,7 +538,7 @@ def _attentions(model: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, 
 
 def _refuse_strange(model: object, inputs: TraceInputs) -> None:
     if not isinstance(model, nn.Module):
-        raise TraceError(f"trace: {no_model(model)}")
+        raise TraceError(f"trace: {not_a_model(model)}")
     refuse_scripted("trace", model)
     for name, tensor, _ in named_tensors(model):
         if nn.parameter.is_lazy(tensor):
@@ -546,7 +555,7 @@ def _refuse_strange_example(model: nn.Module, example: Example) -> None:
             if tensor.numel() == 0:
                 raise TraceError(
                     f"example: argument {place!r} has a tensor of shape {tuple(tensor.shape)}, without elements, so "
-                    f"nothing can be traced. Give an example with a batch size of at least 2 and no empty tensors."
+                    f"nothing can be traced. Pass an example with a batch size of at least 2 and no empty tensors."
                 )
     given = list(tensors_in([*example.arguments, example.by_name]))
     shaped = [tensor for tensor in given if tensor.ndim]

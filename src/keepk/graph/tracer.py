@@ -104,7 +104,7 @@ SIZES = {
 # or fewer of these than the first trace; `replay` matches them loosely.
 MOVES = "clone _unsafe_view view alias expand slice contiguous _to_copy detach squeeze unsqueeze lift_fresh"
 MAY_DIFFER = {f"aten::{name}" for name in MOVES.split()}
-# Arguments that do not affect values or shapes, and may depend on where the copy lives.
+# Arguments that do not affect values or shapes, and may depend on the device of the copy.
 NOT_VALUES = ("layout", "device", "pin_memory", "memory_format", "generator", "non_blocking", "implicit")
 # Operations that take a part of a dim, with the argument that says where it begins.
 TAKES_AT = {"aten::select": "index", "aten::slice": "start"}
@@ -197,7 +197,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     Args:
         model: A copy of the user's model that may be labelled.
         groups: By name of a weight, the number of groups of the convolution that uses it; filled by the rules.
-        answers: Truth values that Python is told instead of the real ones.
+        answers: Truth values that Python gets instead of the real ones.
     """
 
     def __init__(self, model: nn.Module, groups: dict[str, int], answers: Answers | None = None) -> None:
@@ -242,7 +242,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         return ""
 
     def label_tensors(self, maps: Mapping[str, tuple[Map, ...]] | None = None) -> None:
-        """Give every parameter and buffer fresh atoms, or the maps of an earlier trace."""
+        """Label every parameter and buffer with new atoms, or with the maps of an earlier trace."""
         for name, tensor, parameter in named_tensors(self.model):
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
@@ -275,9 +275,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return self.model(*arguments, **by_name)
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
-        """The value that Python reads from tensors: the true one, or a given answer; it is recorded."""
+        """The value that Python reads from tensors, which is recorded: the real one, or the answer from `answers`."""
         place = self.place()
-        value: Any = self._answers.told(self.reads, place) if boolean else None
+        value: Any = self._answers.answer_to(self.reads, place) if boolean else None
         if value is None:
             values = [known for tensor in tensors if (known := value_of(tensor)) is not None]
             if len(values) < len(tensors):
@@ -372,7 +372,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _apply_rule(self, call: Call) -> None:
         rule = rule_for(call)
-        why = f"{call.name} has no rule; keepk.rule teaches one"
+        why = f"{call.name} has no rule; keepk.rule registers one"
         if rule is not None:
             try:
                 rule(call)

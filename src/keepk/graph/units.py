@@ -1,8 +1,8 @@
-"""Units: sets of slices that are removed together, as arrays; and the groups that units fall into.
+"""Units, which are sets of slices that are removed together, stored as arrays; and groups of units.
 
-A *unit* is a class of atoms (`solve`) with at least one slice of a parameter, none of which is pinned. A *group* is the
-set of all units that have their slices in the same axes: usually the output channels of one layer. Lossy and exact
-units are in different groups, and so are the kinds of `Group.kind`.
+A *unit* is a class of atoms (`solve`) that has at least one slice of a parameter and is not pinned. A *group* is the
+set of all units that have their slices in the same axes: usually the output channels of one layer. The units of a group
+also have the same `Group.kind`, and are either all lossy or all exact.
 
 `Wiring` has the tensors, axes and size attributes of a model, as traced; it is the immutable part of a `Graph`.
 """
@@ -72,7 +72,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Fixed:
-    """An axis that cannot shrink, or not in all of its channels.
+    """An axis that cannot shrink, or in which some channels cannot be removed.
 
     Attributes:
         tensor: The name of the parameter or buffer.
@@ -200,7 +200,7 @@ def _kinds(solution: Solution) -> Indices:
 
 
 def _group_numbers(classes: Indices, axis: Indices, sort: Indices, axes: int) -> Indices:
-    """For each slice the number of its group: units with the same set of axes and of the same sort.
+    """For each slice the number of its group: units with the same set of axes and the same `sort`.
 
     Groups are in the order of their first axes. Here classes 1 and 2 have slices in axes 0 and 2, class 5 in axis 1:
 
@@ -242,7 +242,7 @@ def _axis_sets(found: Indices, starts: Indices, axes: int) -> Indices:
     ordered = found[place + starts[order].repeat(sizes)]
     before = ordered[place + np.r_[0, begins[:-1]].repeat(sizes)]
     same = np.logical_and.reduceat(ordered == before, begins) & (sizes == np.r_[-1, sizes[:-1]])
-    # Two sets with one mark may alternate, so that a set has several runs: a dict gives these one number.
+    # Two sets with the same mark may alternate, so that a set has several runs; the dict maps these to one number.
     known, runs = dict[bytes, int](), np.flatnonzero(~same)
     sets = [known.setdefault(ordered[begins[n] : begins[n] + sizes[n]].tobytes(), len(known)) for n in runs]
     _, firsts = np.unique(sets, return_index=True)
@@ -265,7 +265,7 @@ def find_groups(units: Units, axes: list[Axis], solution: Solution, roles: dict[
         numbers = dict.fromkeys(axis for axis, _ in units.slices(first))
         described = tuple((axes[n].tensor, axes[n].dim, roles.get((axes[n].tensor, axes[n].dim))) for n in numbers)
         homes = [tensor for tensor, _, role in described if role is Role.PRODUCER]
-        # Without a producer, such as for a learned table that layers read, any tensor but a reader gives the name.
+        # Without a producer, as for a learned table that layers read, use the name of any tensor that is not a reader.
         homes += [tensor for tensor, _, role in described if role is not Role.READER]
         home = next(iter(homes), described[0][0])
         kind = KINDS[kinds[units.classes[first]]]

@@ -61,12 +61,12 @@ _READS = {
     torch.Tensor.__repr__: False, torch.Tensor.__format__: False, torch.Tensor.__dlpack__: False,
     torch.Tensor.storage: False, torch.Tensor.untyped_storage: False,
 }  # fmt: skip
-# These read a truth value, too, if the tensor is a boolean scalar; the type that they return.
+# Functions that read a truth value if the tensor is a boolean scalar, with the type that they return.
 _PLAIN = {torch.Tensor.item: bool, torch.Tensor.tolist: bool, torch.Tensor.__int__: int, torch.Tensor.__index__: int,
           torch.Tensor.__float__: float, torch.Tensor.__complex__: complex}  # fmt: skip
 FEW = 64  # longer lists of numbers are tables, not numbers computed from a size; only their hash is kept
-# How often an opposite answer is repeated beyond the reads of the first pass. ``while x.any()`` would never end if the
-# flipped answer were given without limit.
+# How often an opposite answer is repeated beyond the reads of the first pass. Without a limit, ``while x.any()`` would
+# never end.
 REPEATED = 3
 # Files of torch whose reads are known to be harmless, such as a BatchNorm's read of its counter.
 LAYERS_OF_TORCH = f"{Path(nn.modules.__file__).parent}{os.sep}"
@@ -130,7 +130,7 @@ def asked_in(reads: Sequence[ValueRead]) -> dict[int, Asked]:
 
 @dataclass(frozen=True)
 class Answers:
-    """Truth values that Python is told in one forward pass instead of the real ones.
+    """Truth values that Python gets in one forward pass instead of the real ones.
 
     Attributes:
         numbered: Answers by the number of a read among all reads of the pass.
@@ -150,11 +150,11 @@ class Answers:
         """The places of the outcomes."""
         return list(dict.fromkeys(asked.place for asked, _ in self.goals))
 
-    def told(self, reads: Sequence[ValueRead], place: str) -> bool | None:
-        """The answer to the next read, at this place; None if Python should get the real value.
+    def answer_to(self, reads: Sequence[ValueRead], place: str) -> bool | None:
+        """The answer to the next read, which is at `place`; None if Python should get the real value.
 
         >>> earlier = [ValueRead(True, "net.py:3", True, False)]
-        >>> Answers({1: False}).told(earlier, "net.py:3"), Answers({1: False}).told([], "net.py:3")
+        >>> Answers({1: False}).answer_to(earlier, "net.py:3"), Answers({1: False}).answer_to([], "net.py:3")
         (False, None)
         """
         if len(reads) in self.numbered:

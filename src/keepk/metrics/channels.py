@@ -1,7 +1,8 @@
-"""Metrics of channels: what makes a channel worth keeping.
+"""Metrics for channels.
 
-A metric is a pure function of one layer's channels to one score for each; the highest scores stay. It gets a `Layer`,
-whose parameters are sorted by role and lie channels first, with gradients where there are any:
+A metric takes a `Layer` and returns one score per channel; the channels with the highest scores are kept. It is a pure
+function. The layer's parameters are grouped by role, with channels as the first dim, and have gradients if there are
+any:
 
 >>> def taylor(layer):
 ...     return sum((s.tensor * s.grad).flatten(1).sum(1) for s in layer.producer).abs()
@@ -28,14 +29,14 @@ ChannelMetric = Callable[[Layer], Tensor]
 
 @dataclass(frozen=True)
 class Norm:
-    """The norm of a channel's own weights, ||C||.
+    """The norm of a channel's weights, ||C||; `norm` makes it.
 
     Attributes:
         kind: "l1", "l2", or "l1_l2", their mean, which is the paper's R_L.
-        of: "producer", the filter that computes the channel; "reader", the slices that read it; None takes the producer
-            where channels are counted at the output, and the reader where they are counted at the input.
+        of: "producer", the filter that computes the channel; "reader", the slices that read it; None means the producer
+            if channels are counted at the output, and the reader if they are counted at the input.
         per_weight: Whether the norm is a mean over the channel's weights: mean |w| for "l1", the root mean square for
-            "l2". A sum grows with the number of weights, so it shrinks when channels in front are removed.
+            "l2". A sum grows with the number of weights, so it shrinks when input channels are removed.
     """
 
     kind: Literal["l1", "l2", "l1_l2"]
@@ -45,29 +46,38 @@ class Norm:
     needs: ClassVar[tuple[Needs, ...]] = ("weights",)
 
     def __repr__(self) -> str:
-        """Without the default of `per_weight`: checkpoints of recipes are known by this text."""
+        """Omits the default of `per_weight`, because recipes identify their checkpoints by this text."""
         return f"Norm(kind={self.kind!r}, of={self.of!r}{', per_weight=True' * self.per_weight})"
 
     def __post_init__(self) -> None:
         if not isinstance(self.per_weight, bool):
             raise RankError(
-                f"norm(per_weight={shown(self.per_weight)}): got {type(self.per_weight).__name__}. Give True or False."
+                f"norm(per_weight={shown(self.per_weight)}): got {type(self.per_weight).__name__}. Pass True or False."
             )
         if self.kind not in ("l1", "l2", "l1_l2") or self.of not in (None, "producer", "reader"):
             raise RankError(
-                f'norm(kind={shown(self.kind)}, of={shown(self.of)}): unknown. Give "l1", "l2" or "l1_l2", of '
-                f'"producer", '
-                f'"reader" or None.'
+                f'norm(kind={shown(self.kind)}, of={shown(self.of)}): unknown. Pass "l1", "l2" or "l1_l2", of '
+                f'"producer", "reader" or None.'
             )
 
     def __call__(self, layer: Layer) -> Tensor:
-        """One norm for each channel."""
+        """The norms of a layer's channels.
+
+        Args:
+            layer: The channels of one layer.
+
+        Returns:
+            The scores, of shape [channels].
+
+        Raises:
+            RankError: The layer has no weights on the side of `of`.
+        """
         side = self.of or ("producer" if layer.at == "output" else "reader")
         slices: tuple[Slices, ...] = getattr(layer, side)
         if not slices:
             raise RankError(
-                f"metric {self.kind}: layer {layer.name!r} has no {side}'s weights. "
-                f"Choose another side, metrics.norm({self.kind!r}, of=...), or another metric."
+                f"metric {self.kind}: layer {layer.name!r} has no weights on the {side} side. "
+                f"Choose the other side with metrics.norm({self.kind!r}, of=...), or another metric."
             )
         weights = _weights(slices)
         if self.kind == "l1_l2":
@@ -77,17 +87,17 @@ class Norm:
     def _sized(self, weights: Sequence[Tensor], order: int) -> Tensor:
         if not self.per_weight:
             return _norm(weights, order)
-        count = sum(it[0].numel() for it in weights)  # all channels of a layer have equally many weights
-        return _double(_norm(weights, order)) / float(count ** (1 / order))  # no two norms become equal by the division
+        count = sum(it[0].numel() for it in weights)  # the same number for all channels of a layer
+        return _double(_norm(weights, order)) / float(count ** (1 / order))  # float64, so rounding makes no ties
 
 
 @makes_metrics('keepk.metrics.norm("l2")')
 def norm(
     kind: Literal["l1", "l2", "l1_l2"], *, of: Literal["producer", "reader"] | None = None, per_weight: bool = False
 ) -> Norm:
-    r"""The norm of a channel's weights on one side: of the filter that computes it, or of the slices that read it.
+    r"""A metric: the norm of the weights that compute a channel, or of the weights that read it.
 
-    With n weights w of a channel, those of all its producers (or readers) together, as many as there are now:
+    A channel has n weights w at the moment, those of all its producers (or readers) together:
 
     .. math:: \text{l1\_l2} = \tfrac12 (\sum |w| + \sqrt{\sum w^2}), \qquad
               \text{per weight: } \tfrac12 (\tfrac1n \sum |w| + \sqrt{\tfrac1n \sum w^2})
@@ -95,8 +105,14 @@ def norm(
     Args:
         kind: "l1", "l2", or "l1_l2", the mean of both.
         of: "producer", "reader", or None: the producer for channels counted at the output, else the reader.
-        per_weight: Take means over the channel's weights instead of sums. Under one ranking of all layers, a sum
-            favours layers with many inputs, and falls when channels in front are removed; a mean does neither.
+        per_weight: Use means over the channel's weights instead of sums. If all layers are ranked together, a sum
+            favours layers with many inputs, and falls when input channels are removed; a mean does neither.
+
+    Returns:
+        A metric for channels.
+
+    Raises:
+        RankError: An argument has the wrong type or value.
 
     >>> norm("l2", of="reader")
     Norm(kind='l2', of='reader')
@@ -110,12 +126,22 @@ l1 = Norm("l1")
 l2 = Norm("l2")
 l1_l2 = Norm("l1_l2")
 _MEAN = Norm("l1_l2", per_weight=True)
-outgoing = Norm("l2", of="reader")
+outgoing = Norm("l2", of="reader")  # the weights that read a channel, such as the output weights of a hidden neuron
 
 
 @describes(ranks=("channels",), needs=("weights",))
 def bn_scale(layer: Layer) -> Tensor:
-    """R_B(C) = |gamma|, the scale of the channel's BatchNorm; the mean of several."""
+    """R_B(C) = |gamma|, the scale of the channel's BatchNorm, or the mean over several BatchNorms.
+
+    Args:
+        layer: The channels of one layer.
+
+    Returns:
+        The scores, of shape [channels].
+
+    Raises:
+        RankError: The channels do not pass a BatchNorm with a scale.
+    """
     scales = scales_of(layer)
     if not scales:
         raise RankError(
@@ -128,19 +154,28 @@ def bn_scale(layer: Layer) -> Tensor:
 
 @describes(ranks=("channels",), needs=("weights",))
 def product(layer: Layer) -> Tensor:
-    """The norm of the weights that compute a channel, times the norm of those that read it; for nets without BatchNorm.
+    """The l2 norm of the weights that compute a channel times that of the weights that read it.
 
-    A side without weights (a channel that pooling alone reads) counts as 1.
+    The default for models without BatchNorm. A side without weights (a channel that only a pooling reads) counts as 1.
+
+    Args:
+        layer: The channels of one layer.
+
+    Returns:
+        The scores, of shape [channels].
+
+    Raises:
+        RankError: The channels have no weights on either side.
     """
     sides = _together([_norm(_weights(side), 2) for side in (layer.producer, layer.reader) if side])
     if not sides:
-        raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Give a metric of your own.")
+        raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Pass another metric.")
     return sides[0] * sides[1] if len(sides) == 2 else sides[0]
 
 
 @dataclass(frozen=True)
 class Blend:
-    """A weighted sum of metrics, each divided by its largest value over the space, or over each layer."""
+    """A weighted sum of metrics, each divided by its largest value in the space or in the layer; `blend` makes it."""
 
     terms: tuple[tuple[float, ChannelMetric], ...]
     over: Literal["space", "layer"]
@@ -148,19 +183,19 @@ class Blend:
 
     @property
     def needs(self) -> tuple[Needs, ...] | None:
-        """The inputs that its terms need; None if those of one term are unknown."""
+        """The inputs that its terms need; None if they are unknown for one of the terms."""
         found = [traits_of(metric).needs for _, metric in self.terms]
         if any(needs is None for needs in found):
             return None
         return tuple(dict.fromkeys(it for needs in found for it in needs or ()))
 
     def __repr__(self) -> str:
-        """By the names of its metrics: a function's own repr is another in every process."""
+        """Shows the names of its metrics, because the repr of a function differs from process to process."""
         terms = " + ".join(f"{weight} {getattr(metric, '__name__', repr(metric))}" for weight, metric in self.terms)
         return f"Blend({terms}, over={self.over!r})"
 
     def __call__(self, layer: Layer) -> Tensor:
-        """The scores of one layer as if it were the whole space."""
+        """The scores of one layer, as if it were the whole space."""
         return self.scores([layer])[0]
 
     def scores(self, layers: Sequence[Layer]) -> list[Tensor]:
@@ -172,8 +207,8 @@ class Blend:
         return total
 
     def _shares(self, metric: ChannelMetric, layers: Sequence[Layer]) -> list[Tensor]:
-        """One metric as shares of its largest value; nothing waits for a device here."""
-        # In float64, so that no two scores of float32 become equal by the division.
+        """One metric divided by its largest value, without waiting for a device."""
+        # In float64, so that the division does not round two float32 scores to the same number.
         found = [_double(_shaped(metric, _asked(metric, layer), layer)) for layer in layers]
         largest = [it.max() for it in found]
         if self.over == "space":
@@ -190,24 +225,30 @@ def blend(
     weights: ChannelMetric = _MEAN,
     over: Literal["space", "layer"] = "space",
 ) -> Blend:
-    r"""The paper's metric, between the BatchNorm's scale (alpha = 1) and the norm of the weights (alpha = 0).
+    r"""The paper's metric, a mixture of the BatchNorm's scale (alpha = 1) and the norm of the weights (alpha = 0).
 
     .. math:: R(C) = \alpha R_B(C) / R_B^{max} + (1 - \alpha) R_L(C) / R_L^{max}
 
     Args:
-        alpha: The weight of the scale.
+        alpha: The weight of the scale, between 0 and 1.
         scale: R_B.
         weights: R_L. By default ``norm("l1_l2", per_weight=True)``: (mean |w| + root mean square) / 2 over the weights
-            of all producers of a channel. ``norm("l1_l2", per_weight=False)`` is the literal sum, under which a ranking
-            of all layers collapses.
-        over: Where the maxima are taken: over the space that is ranked, or over each layer.
+            of all producers of a channel. The literal sum is ``norm("l1_l2", per_weight=False)``; with it, a ranking
+            over all layers can reduce a layer to almost nothing.
+        over: The set over which the maxima are computed: the whole "space", or each "layer".
+
+    Returns:
+        A metric for channels.
+
+    Raises:
+        RankError: `alpha` is not between 0 and 1, or `over` is unknown.
 
     >>> blend(alpha=0.5)
     Blend(0.5 bn_scale + 0.5 Norm(kind='l1_l2', of=None, per_weight=True), over='space')
     """
     share = float(exact_share(alpha, "blend: alpha", RankError))
     if over not in ("space", "layer"):
-        raise RankError(f'blend(over={shown(over)}): unknown. Give "space" or "layer".')
+        raise RankError(f'blend(over={shown(over)}): unknown. Pass "space" or "layer".')
     return Blend(((share, scale), (1 - share, weights)), over)
 
 
@@ -215,25 +256,26 @@ _SCALE_ALONE = blend(1.0)
 
 
 def default_metric(layers: Sequence[Layer]) -> ChannelMetric:
-    """The paper's blend where every layer has a BatchNorm, at the alpha that it found best; `product` where not.
+    """The metric of a space without one: the BatchNorm scale if every layer has a BatchNorm, otherwise `product`.
 
-    A norm shrinks with what is removed in front of it: a ranking of all layers by norms can thin one out to nothing.
+    The scale is the paper's blend at alpha = 1, which it found best. Plain norms are not a default: they shrink when
+    input channels are removed, so a ranking over all layers can remove nearly all of one layer.
     """
     return _SCALE_ALONE if all(scales_of(layer) for layer in layers) else product
 
 
 def reads_scales(metric: Callable[..., Any]) -> bool:
-    """Whether the BatchNorm's scale has a part in a metric of ours."""
+    """Whether a built-in metric uses the BatchNorm's scale."""
     if isinstance(metric, Blend):
         return any(weight and reads_scales(term) for weight, term in metric.terms)
     return metric is bn_scale
 
 
 def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArray[np.float64]:
-    """The checked scores of the channels of all layers, one after another.
+    """The checked scores of the channels of all layers, concatenated.
 
-    A metric whose scores are relative to its space or layer (`Traits.over`) has a method ``scores(layers)``, which gets
-    all layers at once and returns one tensor for each.
+    A metric whose scores are relative to its space or layer (`Traits.over`) has a method ``scores(layers)``, which
+    takes all layers together and returns one tensor for each.
     """
     slices = [it for layer in layers for it in layer.slices]
     versions = [it.versions for it in slices]
@@ -243,17 +285,17 @@ def channel_scores(metric: Callable[..., Any], layers: Sequence[Layer]) -> NDArr
         if it.versions != before:
             raise RankError(
                 f"metric {metric_name(metric)}: changed parameter {it.name!r} or its gradient in place. "
-                f"Return scores, change nothing."
+                f"A metric must only return scores."
             )
     shaped = [_double(_shaped(metric, scores, layer)) for scores, layer in zip(found, layers, strict=True)]
-    plain: NDArray[np.float64] = torch.cat(_together(shaped)).cpu().numpy()  # the one wait for a device
+    plain: NDArray[np.float64] = torch.cat(_together(shaped)).cpu().numpy()  # the only place that waits for a device
     if not np.isfinite(plain).all():
         _refuse_not_finite(metric, layers, np.split(plain, np.cumsum([len(layer) for layer in layers])[:-1]))
     return plain
 
 
 def scales_of(layer: Layer) -> list[Slices]:
-    """The scales of the BatchNorms that a layer's channels pass."""
+    """The scales of the BatchNorms that a layer's channels pass through."""
     return [it for it in layer.carrier if issubclass(it.module, BatchNormBase) and it.name.endswith("weight")]
 
 
@@ -274,13 +316,13 @@ def _asked_at_once(metric: Any, layers: Sequence[Layer]) -> list[Any]:
 
 
 def _weights(slices: Sequence[Slices]) -> list[Tensor]:
-    """Channels first, in a dtype in which sums of squares neither overflow nor lose their low bits."""
+    """The weights, channels first, in a dtype in which sums of squares neither overflow nor lose precision."""
     found = (it.tensor for it in slices)
     return [weights if weights.dtype == torch.float64 else weights.float() for weights in found]
 
 
 def _norm(weights: Sequence[Tensor], order: int) -> Tensor:
-    """The norm of everything that a channel has in these weights."""
+    """The norm of all of a channel's entries in these weights."""
     parts = []
     for it in weights:
         others = tuple(range(1, it.ndim))
@@ -289,20 +331,20 @@ def _norm(weights: Sequence[Tensor], order: int) -> Tensor:
 
 
 def _together(parts: Sequence[Tensor]) -> list[Tensor]:
-    """On the first one's device: what computes a channel may be on another one than what reads it."""
+    """The parts on the device of the first one: producers and readers of a channel may be on different devices."""
     return [part.to(parts[0].device) for part in parts]
 
 
 def _double(scores: Tensor) -> Tensor:
     scores = scores.detach()
-    return (scores.cpu() if scores.device.type == "mps" else scores).double()  # which has no float64
+    return (scores.cpu() if scores.device.type == "mps" else scores).double()  # MPS has no float64
 
 
 def _shaped(metric: Callable[..., Any], scores: Any, layer: Layer) -> Tensor:
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != (len(layer),):
         got = f"{scores.dtype} of shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
         raise RankError(
-            f"metric {metric_name(metric)}: gave {got} for the {len(layer)} channels of {layer.name!r}. "
+            f"metric {metric_name(metric)}: returned {got} for the {len(layer)} channels of {layer.name!r}. "
             f"Return a float tensor with one score for each channel."
         )
     return scores
@@ -313,14 +355,15 @@ def _refuse_not_finite(
 ) -> None:
     for weight, term in metric.terms if isinstance(metric, Blend) else ():
         if weight:
-            channel_scores(term, layers)  # names the term, where it alone says what is wrong
+            channel_scores(term, layers)  # raises an error that names the term, if the term alone is not finite
     for layer, plain in zip(layers, scores, strict=True):
         if np.isnan(plain).any():
             raise RankError(
                 f"metric {metric_name(metric)}: {int(np.isnan(plain).sum())} of the {len(layer)} channels of "
                 f"{layer.name!r} have NaN as their score. Find out where training diverged; nothing was pruned."
             )
-        if traits_of(metric).needs == ("weights",) and np.isinf(plain).any():  # else it may protect a channel
+        # Other metrics may return infinite scores to protect channels.
+        if traits_of(metric).needs == ("weights",) and np.isinf(plain).any():
             raise RankError(
                 f"layer {layer.name!r}: the weights of {int(np.isinf(plain).sum())} of its {len(layer)} channels are "
                 f"infinite, so they cannot be ranked. Find out where training diverged; nothing was pruned."

@@ -1,4 +1,4 @@
-"""The channels of a layer as tensors, by the role that each tensor plays: what a metric of channels sees."""
+"""`Layer`, the argument of a channel metric: the channels of a layer as tensors, grouped by role."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from keepk.plan.names import shortened
 
 
 def metric_name(metric: Callable[..., Any]) -> str:
-    """The name of a metric in an error: of a function, of a metric with a `kind`, or of its class.
+    """The name of a metric for errors: that of the function, its `kind`, or its class.
 
     >>> metric_name(abs)
     'abs'
@@ -37,7 +37,7 @@ def naming_failures(metric: Callable[..., Any], where: str, without_gradient: It
     Args:
         metric: The metric that is called.
         where: The layer or parameter that it is called on.
-        without_gradient: The parameters there that have no gradient; iterated over only after a failure.
+        without_gradient: The names of its parameters that have no gradient; iterated over only after a failure.
     """
     try:
         yield
@@ -46,8 +46,8 @@ def naming_failures(metric: Callable[..., Any], where: str, without_gradient: It
     except Exception as error:
         remedy = "Correct the metric; nothing was pruned."
         missing = next(iter(without_gradient), None)
-        # Weights may have no gradients and the metric may still fail for another reason. Only an error about None
-        # suggests that it wanted one.
+        # A metric may fail for other reasons even if weights have no gradients. Only an error about None suggests that
+        # it tried to use a gradient.
         if missing is not None and "NoneType" in str(error):
             remedy = f"Parameter {missing!r} has no gradient. Call step() after backward() and before zero_grad()."
         detail = f"{type(error).__name__}: {shortened(str(error))}"
@@ -59,11 +59,13 @@ At = Literal["output", "input"]
 
 @dataclass(frozen=True)
 class Slices:
-    """One parameter's part of every channel of a layer; of weight norm, under its direction's name, the weight itself.
+    """The part of one parameter that belongs to the channels of a layer.
+
+    For weight norm, the name is that of the direction, but the values are those of the weight that it computes.
 
     Attributes:
         name: The parameter's name.
-        module: The class of the module that has it.
+        module: The class of the module that owns it.
     """
 
     name: str
@@ -74,39 +76,39 @@ class Slices:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter itself, with what belongs to other channels."""
+        """The whole parameter, including entries of other channels."""
         return self._parameter
 
     @property
     def tensor(self) -> Tensor:
-        """The weights, channels first: entry i is all that channel i has in this parameter."""
+        """The weights, of shape [channels, ...]: entry i has all weights of channel i in this parameter."""
         weights = self._parameter.detach()
         return self._places.take(weights if self._length is None else weight_of(weights, self._length.detach()))
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient in the same shape, if there is one."""
+        """The gradient in the same shape, or None."""
         grad = self._parameter.grad if self._length is None else weight_grad_of(self._parameter, self._length)
         return None if grad is None else self._places.take(grad.detach())
 
     @property
     def versions(self) -> tuple[int, int]:
-        """What changes when somebody writes into the parameter or its gradient."""
+        """Version counters of the parameter and its gradient, which change with every in-place write."""
         grad = self._parameter.grad
         return self._parameter._version, -1 if grad is None else grad._version
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The channels of one layer that are still there.
+    """The remaining channels of one layer, as a channel metric gets them. ``len(layer)`` is their number.
 
     Attributes:
-        name: The module that produces them, or for readings the one that reads.
+        name: The module that produces the channels; for readings of a BatchNorm, that BatchNorm.
         units: Their numbers in the graph.
-        at: Whether they are counted where they are produced or where they are read.
-        producer: What computes them: filters, rows of a linear layer.
-        carrier: What scales and shifts them on their way: biases, BatchNorms.
-        reader: What takes them in: the slices of the next layers.
+        at: "output" if they are counted where they are produced, "input" if they are counted where they are read.
+        producer: The weights that compute them: filters, rows of a linear layer.
+        carrier: The parameters that scale and shift them: biases, BatchNorms.
+        reader: The weights that read them: slices of the next layers.
     """
 
     name: str
@@ -121,13 +123,13 @@ class Layer:
 
     @property
     def slices(self) -> tuple[Slices, ...]:
-        """All of them."""
+        """The slices of all roles: producer, carrier, reader."""
         return self.producer + self.carrier + self.reader
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the channels of a layer lie in one tensor: an index for each, several, or rows and columns."""
+    """The positions of a layer's channels in one tensor: one or several indices for each, or rows and columns."""
 
     axis: int
     index: NDArray[np.int64]
@@ -135,7 +137,7 @@ class _Places:
     whole: bool
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Channels first; a copy only where they do not fill the axis in order."""
+        """The entries of the channels, channels first; a copy unless the channels fill the axis in order."""
         if self.rows is not None:
             rows, columns = (torch.from_numpy(it).to(tensor.device) for it in (self.rows, self.index))
             return tensor[rows, columns]
@@ -149,7 +151,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A model's parameters by name, and the lengths of those that are directions of weight norm: found once."""
+    """A model's parameters by name, and the lengths of those that are directions of weight norm."""
 
     model: nn.Module
     by_name: Mapping[str, nn.Parameter]
@@ -157,18 +159,18 @@ class Parameters:
 
     @staticmethod
     def of(model: nn.Module) -> "Parameters":
-        """Those of a model, which keeps its parameter objects for good."""
+        """The parameters of a model. They stay valid, because a cut never replaces a parameter object."""
         return Parameters(model, dict(model.named_parameters(remove_duplicate=False)), lengths_of(model))
 
     def length(self, name: str) -> nn.Parameter | None:
-        """The length that belongs to a parameter, if it is a direction."""
+        """The length parameter that belongs to a direction of weight norm; None for other parameters."""
         return self.lengths.get(self.by_name[name])
 
 
 def layers_of(graph: Graph, own: Parameters, spaces: Iterable[Group], alive: Flags, at: At) -> list[Layer]:
-    """The layers of some of the graph's spaces, as the model is now.
+    """The layers of some groups of the graph, with the units that are alive.
 
-    Units of a space that have different numbers of slices (an uneven head) are a layer of their own.
+    Units of a group that have different numbers of slices (uneven heads) become separate layers.
     """
     found, model = list[Layer](), own.model
     for space in spaces:
@@ -193,21 +195,21 @@ def _refuse_changed(graph: Graph, tensor: str, model: nn.Module) -> None:
     try:
         got = f"has shape {tuple(model.get_parameter(tensor).shape)}"
     except AttributeError:
-        got = "is not there any more"
+        got = "no longer exists"
     if got != f"has shape {graph.shape(tensor)}":
         raise changed_model(ShrinkError, tensor, f"{got}, but the Pruner left it with shape {graph.shape(tensor)}")
 
 
 def _owned(graph: Graph, tensor: str, axis: int, units: Indices) -> NDArray[np.int64]:
-    """For each index of an axis (or each entry of a matrix), which of these units it belongs to; -1 for none."""
-    number = np.full(len(graph.units) + 1, -1, np.int64)  # the last entry is for what belongs to no unit
+    """For each index of an axis (or each entry of a matrix), the position of its unit in `units`; -1 for none."""
+    number = np.full(len(graph.units) + 1, -1, np.int64)  # the last entry is for indices that belong to no unit
     number[units] = np.arange(len(units))
     owners: NDArray[np.int64] = number[graph.owners(tensor)[axis]]
     return owners
 
 
 def _alike(owned: Iterable[NDArray[np.int64]], count: int) -> Iterator[Indices]:
-    """The units by how many slices they have in each axis."""
+    """The positions of the units, grouped by how many slices they have in each axis."""
     sizes = np.stack([np.bincount(owner[owner >= 0], minlength=count) for owner in owned])
     if (sizes == sizes[:, :1]).all():
         yield np.arange(count)

@@ -1,11 +1,9 @@
-"""Statistics over the batches of an epoch, and the Taylor importance that is computed from them.
+"""`Statistics` of gradients over the batches of an epoch, and `taylor`, a metric computed from them.
 
-Statistics that a metric needs besides the weights, gathered over the batches of an epoch.
+A metric is a function of the tensors at an event. If it also depends on the gradients of earlier batches, a
+`Statistics` object in the training loop collects them; the `Pruner` tells it which channels there are.
 
-A metric is a function of tensors as they are at an event. Where it needs to know what the gradients were like, a
-`Statistics` object beside the training loop gathers that; the `Pruner` tells it which channels there are.
-
-Taylor importance of channels: how much the loss would change if a channel were removed, to first order.
+The Taylor importance of a channel estimates how much the loss would change if the channel were removed, to first order.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,26 +39,25 @@ class _Gates:
 class Statistics:
     r"""Statistics of gradients since the last event, for metrics such as `keepk.metrics.taylor`.
 
-    For every channel of the spaces that it ranks, it keeps the mean over batches of
+    For every channel of the spaces whose metrics use it, it keeps the mean over batches of
 
     .. math:: \Big(\sum_j w_j\, \partial L / \partial w_j\Big)^2
 
     where w are the scale and the shift of the channel's BatchNorm. For a channel without a BatchNorm, w are all weights
     and biases that compute the channel (with ``at="input"``, those that read it).
 
-    Call `update` after ``backward()`` and before the gradients change or go: once per optimizer step, before
-    ``optimizer.step()``; with a gradient scaler, after ``scaler.unscale_(optimizer)``. A batch with NaN or infinite
-    gradients, which a gradient scaler skips, is not counted. Under DDP gradients are averages, the same in every
-    process, and so are the statistics.
+    Call `update` once per optimizer step, after ``backward()`` and before ``optimizer.step()``; with a gradient scaler,
+    after ``scaler.unscale_(optimizer)``. A batch with NaN or infinite gradients, which a gradient scaler skips, is not
+    counted. Under DDP, gradients are averaged, so all processes have the same statistics.
 
-    The object only reads: it registers no hooks and changes nothing in the model. It follows the Pruner: after each
-    `Pruner.step`, and after a state was loaded into the Pruner, it starts again with the channels that are left.
-    A checkpoint written right after an event therefore does not need it. In a checkpoint written within an epoch, save
-    its `state_dict` in ``extra``, and load it after the Pruner's state.
+    The object registers no hooks and changes nothing in the model. After each `Pruner.step`, and after a state was
+    loaded into the Pruner, it starts over with the remaining channels. A checkpoint written right after an event
+    therefore does not need it. For a checkpoint written within an epoch, save its `state_dict` in ``extra``, and load
+    it after the Pruner's state.
 
     Args:
         model: The model that is pruned; wrappers are looked through.
-        of: The quantities to gather: ``("gradients",)``.
+        of: The quantities to collect: ``("gradients",)``.
 
     Raises:
         KeepkError: `model` is not an nn.Module, or `of` names something else.
@@ -85,10 +82,10 @@ class Statistics:
 
     def __init__(self, model: nn.Module, of: Sequence[str] = KINDS) -> None:
         if not isinstance(model, nn.Module):
-            raise KeepkError(f"Statistics: model: got {type(model).__name__}. Give the nn.Module that is trained.")
+            raise KeepkError(f"Statistics: model: got {type(model).__name__}. Pass the nn.Module that is trained.")
         kinds = of if isinstance(of, tuple | list) else ()
         if not kinds or any(kind not in KINDS for kind in kinds):
-            raise KeepkError(f'Statistics: of={shown(of)}: unknown. Give of=("gradients",).')
+            raise KeepkError(f'Statistics: of={shown(of)}: unknown. Pass of=("gradients",).')
         self._model = unwrap(model)
         self._gates: tuple[_Gates, ...] = ()
         self._units: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -97,24 +94,29 @@ class Statistics:
 
     @property
     def batches(self) -> int:
-        """How many batches were counted since the last event."""
+        """The number of batches counted since the last event."""
         return int(self._batches)
 
     def reset(self) -> None:
-        """Forget all batches. The Pruner calls it at every event."""
-        self._sums = torch.zeros(0, dtype=torch.float64)  # by channel of all layers, one after another
+        """Discard all batches. The Pruner calls it at every event."""
+        self._sums = torch.zeros(0, dtype=torch.float64)  # by channel, all layers concatenated
         self._batches = torch.zeros((), dtype=torch.int64)
         self._with_gradient = [0] * len(self._gates)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the gradients of one batch: call it after ``backward()`` and before ``optimizer.step()``."""
+        """Add the gradients of one batch. Call it after ``backward()`` and before ``optimizer.step()``.
+
+        Raises:
+            RankError: No Pruner uses these statistics yet, there are no gradients, or the model was cut elsewhere.
+            KeepkError: The statistics are closed.
+        """
         if self._closed:
-            raise KeepkError("Statistics: it was closed. Make a new one, and a Pruner that ranks by it.")
+            raise KeepkError("Statistics: it was closed. Make a new one, and a Pruner whose metric uses it.")
         if not self._gates:
             raise RankError(
-                "Statistics: update() before a Pruner ranks by it, so it does not know the channels. Make the Pruner "
-                "first: channels(..., metric=keepk.metrics.taylor(statistics))."
+                "Statistics: update() was called before a Pruner uses it, so it does not know the channels. Make the "
+                "Pruner first, with channels(..., metric=keepk.metrics.taylor(statistics))."
             )
         found = [_first_order(gates) for gates in self._gates]
         device = next((it.device for it in found if it is not None), None)
@@ -132,23 +134,32 @@ class Statistics:
         squares = torch.cat(parts).square_()
         if not len(self._sums):
             self._sums, self._batches = torch.zeros_like(squares), self._batches.to(device)
-        counts = squares.isfinite().all()  # nothing waits for the device
+        counts = squares.isfinite().all()  # a tensor, because bool() would wait for the device
         self._sums += torch.where(counts, squares, 0)
         self._batches += counts
         for number, it in enumerate(found):
             self._with_gradient[number] += it is not None
 
     def mean_squares(self, layer: Layer) -> Tensor:
-        """The means for the channels of a layer, as float64 [channels]."""
+        """The means for the channels of a layer.
+
+        Args:
+            layer: The channels of one layer.
+
+        Returns:
+            A float64 tensor of shape [channels].
+
+        Raises:
+            RankError: No batch was counted, or the statistics do not include these channels.
+        """
         self._refuse_no_data()
         place = np.full(max(int(self._units.max()), int(layer.units.max())) + 1, -1)
         place[self._units] = np.arange(len(self._units))
         chosen = place[layer.units]
         if (chosen < 0).any():
             raise RankError(
-                f"Statistics: it knows nothing of {int((chosen < 0).sum())} of the {len(layer)} channels of "
-                f"{layer.name!r}. Rank the space by taylor(statistics), and let the Pruner's own step() ask for the "
-                f"scores."
+                f"Statistics: has no data for {int((chosen < 0).sum())} of the {len(layer)} channels of "
+                f"{layer.name!r}. Use taylor(statistics) as the metric of their space, and let Pruner.step() call it."
             )
         for gates, batches in zip(self._gates, self._with_gradient, strict=True):
             if not batches and np.isin(gates.layer.units, layer.units).any():
@@ -160,7 +171,7 @@ class Statistics:
         return sums / self._batches
 
     def follow(self, spaces: Mapping[str, Sequence[Layer]]) -> None:
-        """Start again with these channels; the Pruner calls it whenever channels may have changed.
+        """Start over with these channels; the Pruner calls it whenever channels may have changed.
 
         Args:
             spaces: By name of a space that is ranked by these statistics, its layers as they are now.
@@ -173,7 +184,7 @@ class Statistics:
                 if any(id(it.parameter) not in own for it in slices):
                     raise SpaceError(
                         f"space {space!r}: its metric reads the statistics of another model. Make them from the model "
-                        f"that the Pruner gets: Statistics(model)."
+                        f"that is passed to the Pruner: Statistics(model)."
                     )
                 frozen = next((it.name for it in slices if not it.parameter.requires_grad), None)
                 if frozen is not None or not slices:
@@ -189,7 +200,11 @@ class Statistics:
         self.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The statistics since the last event, as plain values and tensors."""
+        """The statistics since the last event.
+
+        Returns:
+            A dict of plain values and tensors, for `load_state_dict`.
+        """
         return {
             "version": VERSION,
             "units": torch.from_numpy(self._units.copy()),
@@ -199,10 +214,17 @@ class Statistics:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned; load the Pruner's state first, which says what channels there are."""
+        """Continue from a state. Load the Pruner's state first, because it determines the channels.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            StateError: The state belongs to other channels, or is damaged.
+        """
         keys = {"version", "units", "batches", "with_gradient", "sums"}
         if not isinstance(state, Mapping) or not keys <= set(state) or state["version"] != VERSION:
-            raise StateError("Statistics: not a state of statistics. Give what state_dict() returned.")
+            raise StateError("Statistics: not the state of a Statistics object. Pass what state_dict() returned.")
         units, sums, batches = state["units"], state["sums"], state["batches"]
         fits = isinstance(units, Tensor) and units.tolist() == self._units.tolist()
         if not fits or len(state["with_gradient"]) != len(self._gates):
@@ -211,14 +233,14 @@ class Statistics:
                 f"same model and Pruner, and load their states first."
             )
         if not isinstance(sums, Tensor) or len(sums) not in ((len(self._units),) if batches else (0, len(self._units))):
-            raise StateError("Statistics: the state has no sum for each of its channels. It is damaged.")
+            raise StateError("Statistics: the state does not have one sum per channel. It is damaged.")
         device = next((it.parameter.device for gates in self._gates for it in gates.slices), torch.device("cpu"))
         self._sums = sums.to(device, copy=True)
         self._batches = torch.tensor(batches, dtype=torch.int64, device=device)
         self._with_gradient = list(state["with_gradient"])
 
     def close(self) -> None:
-        """End the gathering: `update` is refused from now on. The means so far can still be read."""
+        """Stop collecting: `update` raises from now on. The means so far can still be read."""
         self._closed = True
 
     def __enter__(self) -> "Statistics":
@@ -231,23 +253,23 @@ class Statistics:
         if not self.batches:
             skipped = max(self._with_gradient, default=0)
             why = (
-                f"in all {skipped} batches since the last event some gradient was NaN or infinite. Find out where "
+                f"all {skipped} batches since the last event had NaN or infinite gradients. Find out where "
                 f"training diverged"
                 if skipped
-                else "they saw no batch since the last event. Call statistics.update() after every backward() and "
+                else "there was no batch since the last event. Call statistics.update() after every backward() and "
                 "before optimizer.step()"
             )
             raise RankError(f"Statistics: {why}; nothing was pruned.")
 
 
 def gates_of(layer: Layer) -> tuple[Slices, ...]:
-    """The parameters whose product with their gradients says what a layer's channels are worth."""
+    """The parameters whose products with their gradients score a layer's channels."""
     norms = tuple(it for it in layer.carrier if issubclass(it.module, BatchNormBase))
     return norms or (layer.producer if layer.at == "output" else layer.reader) + layer.carrier
 
 
 def statistics_of(metric: Callable[..., Any] | None) -> list[Statistics]:
-    """The statistics that a metric needs, with those of a blend's terms."""
+    """The statistics that a metric uses, including those of a blend's terms."""
     if isinstance(metric, Blend):
         return [it for weight, term in metric.terms if weight for it in statistics_of(term)]
     found = getattr(metric, "statistics", None)
@@ -261,8 +283,8 @@ def _first_order(gates: _Gates) -> Tensor | None:
         if it.parameter.shape != shape:
             raise RankError(
                 f"Statistics: {it.name!r} had shape {tuple(shape)} at the last event and has "
-                f"{tuple(it.parameter.shape)} now: something else than the Pruner has cut the model. Read pruner.kept "
-                f"after the cut, which makes the Pruner and the statistics follow it."
+                f"{tuple(it.parameter.shape)} now: the model was cut, but not by the Pruner. Read pruner.kept after "
+                f"such a cut, which updates the Pruner and the statistics."
             )
         grad = it.grad
         if grad is None:  # not used in this batch
@@ -297,13 +319,19 @@ def taylor(statistics: Statistics) -> Taylor:
 
     .. math:: R(C) = E\big[(\gamma g_\gamma + \beta g_\beta)^2\big]
 
-    over batches, where g are the gradients of the scale and the shift of the channel's BatchNorm. Without one, the sum
-    is over all weights and biases that compute the channel. To first order this is the square of what the loss of a
-    batch changes by if the channel is removed (Molchanov et al. 2019). Scores of different layers are comparable, so
-    that one ranking over all layers needs no floor.
+    The expectation is over batches, and g are the gradients of the scale and the shift of the channel's BatchNorm.
+    Without a BatchNorm, the sum is over all weights and biases that compute the channel. To first order, this is the
+    squared change of a batch's loss if the channel is removed (Molchanov et al. 2019). Scores of different layers are
+    comparable, so one ranking over all layers works without a floor.
 
     Args:
-        statistics: The collector of the gradients; see `keepk.Statistics`.
+        statistics: The statistics that the training loop updates; see `keepk.Statistics`.
+
+    Returns:
+        A metric for channels.
+
+    Raises:
+        RankError: `statistics` is not a `keepk.Statistics`.
 
     >>> from torch import nn
     >>> taylor(Statistics(nn.Linear(2, 2)))

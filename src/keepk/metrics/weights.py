@@ -1,14 +1,15 @@
-"""Metrics of weights: which weights are worth keeping.
+"""Metrics for weights.
 
-A metric is a pure function from one parameter's tensor to a tensor of scores of the same shape; the highest scores are
-kept. It is called without autograd, on a detached tensor whose ``.grad`` is the parameter's, so a Taylor metric is
+A metric is a pure function from one parameter's tensor to a tensor of scores of the same shape; the weights with the
+highest scores are kept. It is called without autograd, on a detached tensor whose ``.grad`` is the parameter's. For
+example, a Taylor metric is
 
 >>> def taylor(weight):
 ...     return (weight * weight.grad).abs()
 
-A metric that must tell parameters apart takes a second argument called ``name``.
+A metric that needs to distinguish parameters takes a second argument called ``name``.
 
-A metric may carry attributes that say how it can be used; see `Traits`. Nothing else distinguishes a metric of keepk
+A metric may have attributes that say how it can be used; see `Traits`. Nothing else distinguishes a metric of keepk
 from one of yours, so yours may carry them too:
 
 >>> traits_of(magnitude)
@@ -44,13 +45,13 @@ class Traits:
     """How a metric can be used, read from its attributes of the same names.
 
     Attributes:
-        ranks: The units that it gives scores to. A metric that ranks channels only is refused for a space of weights,
-            and the other way round, before training.
-        needs: The inputs that it reads. A metric of channels that needs weights alone is tried before training, so that
-            a layer it cannot rank is refused early, and infinite scores are refused. None if unknown: it is then first
-            called at the first event, and may return an infinite score to protect a unit.
-        over: Its scores are relative to those of the whole space, or of each layer. A metric of channels then has a
-            method ``scores(layers)``. None if the score of a unit depends on no other.
+        ranks: The kinds of units that it can score. A metric for channels only is refused for a weight space, and vice
+            versa, before training.
+        needs: The inputs that it reads. A channel metric that needs only weights is tried before training, so that a
+            layer it cannot rank is refused early; infinite scores are refused. None if unknown: the metric is then not
+            called before the first event, and may return an infinite score to protect a unit.
+        over: The set of units that a score is relative to: the whole "space", or each "layer". A channel metric with
+            this attribute has a method ``scores(layers)``. None if the score of a unit does not depend on other units.
     """
 
     ranks: tuple[Ranks, ...] = ("weights", "channels")
@@ -59,7 +60,7 @@ class Traits:
 
 
 def traits_of(metric: Callable[..., Any]) -> Traits:
-    """The traits of a metric, with defaults that assume nothing where it does not carry an attribute."""
+    """The traits of a metric; a missing attribute gets a default that assumes nothing."""
     found: dict[str, Any] = {name: getattr(metric, name, None) for name in ALLOWED}
     # A user's class may have an attribute `over` or `needs` that has nothing to do with this. It is ignored.
     return Traits(**{name: value for name, value in found.items() if _is_allowed(name, value)})
@@ -68,7 +69,7 @@ def traits_of(metric: Callable[..., Any]) -> Traits:
 def describes(
     *, ranks: tuple[Ranks, ...], needs: tuple[Needs, ...] | None = None, over: Over | None = None
 ) -> Callable[[Metric], Metric]:
-    """A decorator that gives a metric its attributes; see `Traits`.
+    """A decorator that sets the attributes of a metric; see `Traits`.
 
     Raises:
         RankError: If an attribute has an unknown value.
@@ -78,7 +79,7 @@ def describes(
         if not _is_allowed(name, value):
             words = ", ".join(map(repr, ALLOWED[name]))
             kind = "one of" if name == "over" else "a tuple of"
-            raise RankError(f"describes({name}={shown(value)}): unknown. Give {kind} {words}.")
+            raise RankError(f"describes({name}={shown(value)}): unknown. Pass {kind} {words}.")
 
     def attach(metric: Metric) -> Metric:
         vars(metric).update(given)  # mypy has no attributes on functions, so they are set through their dict
@@ -94,7 +95,7 @@ def _is_allowed(name: str, value: object) -> bool:
 
 
 def makes_metrics(example: str) -> Callable[[Metric], Metric]:
-    """Mark a function that returns metrics, so that passing it without calling it is refused with this example."""
+    """A decorator for functions that return metrics: passing one uncalled raises an error that shows this example."""
 
     def attach(factory: Metric) -> Metric:
         vars(factory).update(example_call=example)
@@ -104,10 +105,10 @@ def makes_metrics(example: str) -> Callable[[Metric], Metric]:
 
 
 def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:
-    """Refuse a function or class that returns metrics instead of being one, also among the terms of a blend.
+    """Refuse a function or class that returns metrics instead of being one, even as a term of a blend.
 
     Raises:
-        SpaceError: With the call that is missing.
+        SpaceError: The message shows the missing call.
     """
     for _, term in getattr(metric, "terms", ()):
         refuse_uncalled(term, space)
@@ -124,6 +125,12 @@ def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:
 @describes(ranks=("weights",), needs=("weights",))
 def magnitude(weight: Tensor) -> Tensor:
     """R(w) = |w|, the paper's metric for weights.
+
+    Args:
+        weight: A parameter, of any shape.
+
+    Returns:
+        The scores, of the same shape.
 
     >>> magnitude(torch.tensor([-2.0, 1.0]))
     tensor([2., 1.])
@@ -145,8 +152,8 @@ class Random:
     def __call__(self, weight: Tensor | Layer, name: str = "") -> Tensor:
         """One number for each weight or channel, the same at every call."""
         if isinstance(weight, Layer):
-            # By the number of the unit and not by its place in the layer: places change as channels are removed, and
-            # each remaining channel must get the score it had before.
+            # Index by the unit's number and not by its position in the layer: positions change as channels are removed,
+            # and each remaining channel must keep its score.
             generator = torch.Generator().manual_seed(self.seed)
             drawn = torch.rand(int(weight.units.max()) + 1, generator=generator, dtype=torch.float64)
             return drawn[torch.from_numpy(weight.units)]
@@ -173,7 +180,7 @@ def random(seed: int) -> Random:
     True
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise RankError(f"random(seed={shown(seed)}): got {type(seed).__name__}. Give an int.")
+        raise RankError(f"random(seed={shown(seed)}): got {type(seed).__name__}. Pass an int.")
     return Random(seed)
 
 
@@ -200,11 +207,11 @@ def score(metric: Callable[..., object], weight: Tensor, name: str) -> Tensor:
         scores = metric(view, name=name) if _wants_name(metric) else metric(view)
     if (weight._version, None if weight.grad is None else weight.grad._version) != versions:
         raise RankError(
-            f"metric {metric_name(metric)}: changed parameter {name!r} in place. Return scores, change nothing."
+            f"metric {metric_name(metric)}: changed parameter {name!r} in place. A metric must only return scores."
         )
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.shape != weight.shape:
         raise RankError(
-            f"metric {metric_name(metric)}: gave {_described(scores)} for parameter {name!r} of shape "
+            f"metric {metric_name(metric)}: returned {_described(scores)} for parameter {name!r} of shape "
             f"{tuple(weight.shape)}. Return a float tensor of the same shape."
         )
     return scores

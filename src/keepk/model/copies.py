@@ -1,7 +1,7 @@
 """`Workshop`: copies of a model for tracing, without weights where possible, and cut by edits on request.
 
 The user's model is never run, labelled or changed. `Workshop.copy` makes a copy, and `Workshop.running` sets up torch
-so that a forward pass on it is deterministic, consists of plain operations and leaves nothing behind.
+so that a forward pass on it is deterministic, runs no fused operations and has no side effects.
 """
 
 import copy
@@ -31,7 +31,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Workshop:
-    """Makes copies of one model, to be labelled, run and cut; the model itself is never changed.
+    """Makes copies of one model, which can be labelled, run and cut. The model itself never changes.
 
     Args:
         model: The user's model.
@@ -97,9 +97,10 @@ class Workshop:
 
     @contextmanager
     def running(self, example: Example | None = None) -> Iterator[Example]:
-        """The context for a traced forward pass; gives the example on the workshop's device.
+        """A context for a traced forward pass; yields the example on the workshop's device.
 
-        No gradients, no fused kernels, and the same random numbers in every pass, so that two traces of a model agree.
+        In it there are no gradients and no fused kernels, and every pass draws the same random numbers, so that two
+        traces of a model agree.
         """
         self._clear_caches()
         with ExitStack() as stack:

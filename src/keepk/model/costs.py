@@ -126,7 +126,7 @@ def common_rows(values: Iterable[object]) -> int | None:
     """
     rows = {len(value) for value in values if isinstance(value, Tensor) and value.dim() > 0}
     found = rows - {1} if len(rows) > 1 else rows
-    return next(iter(found)) or None if len(found) == 1 else None  # 0 rows are no batch to divide by
+    return next(iter(found)) or None if len(found) == 1 else None  # a batch size of 0 cannot be a divisor
 
 
 def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
@@ -164,7 +164,7 @@ def _flops(workshop: Workshop) -> dict[str, int]:
 
 @contextmanager
 def _metering(model: nn.Module, counter: FlopCounterMode, own: dict[str, int]) -> Iterator[None]:
-    """Book the FLOPs between the start and the end of each forward to its module, less those of inner modules."""
+    """Count the FLOPs of each module's forward into `own`, without those of its submodules."""
     begun = list[int]()
 
     def enter(_module: nn.Module, _arguments: Any) -> None:

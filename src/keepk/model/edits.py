@@ -1,11 +1,11 @@
-"""Edits: what a removal cuts from which tensor, and which attributes change with it.
+"""Edits: the changes that a removal makes to tensors and attributes.
 
 Edits are plain values. Computing them changes nothing, so they can be checked, replayed on a copy, saved and printed
 before `keepk.shrink` applies them. The functions below carry out a single cut or setting; trial copies, `keepk.shrink`
 and `keepk.load` share them.
 
-`all_or_nothing` makes all of several changes, or none. A `Change` is a function that does one thing and returns an
-`Undo`, the function that takes it back.
+`all_or_nothing` makes all of several changes, or none. A `Change` is a function that makes one change and returns an
+`Undo`, a function that reverts it.
 """
 
 import copy
@@ -71,7 +71,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Unchanged:
-    """An attribute that keeps its value although a size equal to it changes.
+    """An attribute that keeps its value although a size of the same value changes.
 
     Forward does not use it, so the trace cannot tell whether it is that size or equal by chance.
 
@@ -196,7 +196,7 @@ def cut_tensor(tensor: Tensor, cut: Cut) -> Tensor:
 
 
 def _cut_in_pieces(tensor: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Rows and columns at once, some rows at a time, so that what lies between never leaves the cache."""
+    """Select rows and columns together, a few rows at a time, so that the intermediate result stays in the cache."""
     left = tensor.new_empty(shape)
     size = max(1, PIECE * len(tensor) // tensor.numel())
     for piece, into in zip(torch.split(rows, size), torch.split(left, size), strict=True):
@@ -252,7 +252,7 @@ def all_or_nothing(changes: Sequence[Change]) -> Undo:
     with ExitStack() as undos:
         for change in changes:
             undos.callback(change())
-        return undos.pop_all().close  # from here on nothing is undone when the block ends
+        return undos.pop_all().close  # the end of the block no longer undoes anything
 
 
 def replaced(read: Callable[[], T], write: Callable[[T], object], new: T) -> Change:
@@ -282,6 +282,6 @@ def undone_by(undo: Undo) -> Iterator[None]:
     """Run `undo` if the block fails, so that a single change is itself all or nothing."""
     try:
         yield
-    except BaseException:  # an interrupt too: the caller gets the undo only when the change returns
+    except BaseException:  # even an interrupt: the caller gets the undo only when the change returns
         undo()
         raise

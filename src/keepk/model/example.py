@@ -1,4 +1,4 @@
-"""Checks of the model and the example that a user passes, and the words of the errors."""
+"""Checks of the model and the example that a user passes, and their error messages."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Example:
         if isinstance(given, Mapping):
             return Example((), dict(given))
         raise TraceError(
-            f"example: got {type(given).__name__}. Give a tensor, a tuple of positional arguments, or a dict of "
+            f"example: got {type(given).__name__}. Pass a tensor, a tuple of positional arguments, or a dict of "
             f"keyword arguments, as the model's forward takes them."
         )
 
@@ -129,32 +129,32 @@ class TraceInputs:
             ("value_branches", value_branches, ("check", "accept")),
         ):
             if value not in known:
-                raise TraceError(f"{name}={value!r}: unknown. Give {known[0]!r} or {known[1]!r}.")
+                raise TraceError(f"{name}={value!r}: unknown. Pass {known[0]!r} or {known[1]!r}.")
         # A tensor is a sequence of rows and a dict a container of names: neither is a list of examples.
         if examples is not None and (isinstance(examples, Tensor | Mapping) or not isinstance(examples, Sequence)):
             raise TraceError(
-                f"examples: got {type(examples).__name__}. Give a list, each entry a tensor, a tuple of positional "
+                f"examples: got {type(examples).__name__}. Pass a list, each entry a tensor, a tuple of positional "
                 f"arguments or a dict of keyword arguments."
             )
         listed = [*([] if example is None else [example]), *(examples or ())]
         training = () if training_example is None else (Example.of(training_example),)
         if not listed:
             raise TraceError(
-                "example: got NoneType. Give a tensor, a tuple of positional arguments, or a dict of keyword "
-                "arguments, as the model's forward takes them; such as one batch of the training data."
+                "example: got NoneType. Pass a tensor, a tuple of positional arguments, or a dict of keyword "
+                "arguments, as the model's forward takes them, such as one batch of the training data."
             )
         return TraceInputs(tuple(map(Example.of, listed)), training, train_mode, value_branches)
 
 
-def no_model(given: object, place: str = "model") -> str:
+def not_a_model(given: object, place: str = "model") -> str:
     """The part of an error that says what was passed instead of a model, and what to pass.
 
-    >>> no_model("net"), no_model(nn.ReLU)
-    ('got str as the model. Give a torch.nn.Module.', 'got the class ReLU. Give ReLU(), a model.')
+    >>> not_a_model("net"), not_a_model(nn.ReLU)
+    ('got str as the model. Pass a torch.nn.Module.', 'got the class ReLU. Pass ReLU(), a model.')
     """
     if isinstance(given, type) and issubclass(given, nn.Module):
-        return f"got the class {given.__name__}. Give {given.__name__}(), a model."
-    return f"got {type(given).__name__} as the {place}. Give a torch.nn.Module."
+        return f"got the class {given.__name__}. Pass {given.__name__}(), a model."
+    return f"got {type(given).__name__} as the {place}. Pass a torch.nn.Module."
 
 
 def refuse_scripted(verb: str, model: nn.Module) -> None:
@@ -163,13 +163,13 @@ def refuse_scripted(verb: str, model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             where = f"module {path!r}" if path else "the model"
             raise TraceError(
-                f"{verb}: {where} is TorchScript ({type(module).__name__}). Give the nn.Module as it was before "
+                f"{verb}: {where} is TorchScript ({type(module).__name__}). Pass the nn.Module as it was before "
                 f"torch.jit.script or torch.jit.trace, and compile it afterwards."
             )
 
 
 def quantised_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a parameter is a tensor subclass that stores its values in another form, such as those of torchao."""
+    """Whether a parameter is a tensor subclass that stores quantised values, such as those of torchao."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     sharded = hasattr(tensor, "device_mesh")  # a DTensor
     return not plain and not sharded and hasattr(type(tensor), "__tensor_flatten__")
@@ -187,7 +187,7 @@ def refuse_quantised(model: nn.Module, error: type[KeepkError], names: Container
         if quantised_tensor(parameter) and (names is None or name in names):
             raise error(
                 f"parameter {name!r} is quantised ({type(parameter).__name__}), so it can be neither ranked nor cut. "
-                f"Prune first and quantise afterwards: give the model as it was before that."
+                f"Prune first and quantise afterwards: pass the model as it was before quantisation."
             )
 
 
@@ -200,7 +200,7 @@ def quantised_module(model: nn.Module) -> str:
     for path, module in model.named_modules():
         if type(module).__module__.startswith(QUANTISED):
             return (
-                f"module {path!r} is quantised or prepared for that ({type(module).__module__}.{type(module).__name__})"
+                f"module {path!r} is quantised or prepared for it ({type(module).__module__}.{type(module).__name__})"
             )
     return ""
 
@@ -217,7 +217,7 @@ def is_shape(example: Example) -> bool:
 def likely_slip(model: nn.Module, example: Example) -> str:
     """A hint for the error when forward failed on a tuple that was probably meant as one argument; empty otherwise."""
     if is_shape(example) or (len(example.arguments) > 1 and _takes_one(model)):
-        return " A tuple is several arguments: give the tensor itself, not its shape and not the labels."
+        return " A tuple is several arguments: pass the tensor itself, not its shape and not the labels."
     return ""
 
 

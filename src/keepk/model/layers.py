@@ -1,4 +1,4 @@
-"""The two layers that replace torch's after some cuts; both are subclasses, so ``isinstance`` checks still hold."""
+"""Two layers that replace torch's after some cuts. Both are subclasses, so ``isinstance`` checks still pass."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -130,7 +130,7 @@ def selecting(kind: type[nn.Module]) -> type[nn.Module]:
     >>> selecting(nn.BatchNorm2d)
     <class 'keepk.model.layers.SelectingBatchNorm2d'>
     """
-    if hasattr(kind, "reads_selection"):  # it was cut before, and selects from its selection now
+    if hasattr(kind, "reads_selection"):  # it was cut before and already selects
         return kind
     return _selecting_subclass(kind)  # type: ignore[arg-type]  # mypy takes the class for unhashable
 
@@ -148,8 +148,8 @@ def _selecting_subclass(kind: type[nn.Module]) -> type[nn.Module]:
         def _apply(self, move: Callable[[Tensor], Tensor], *further: Any) -> nn.Module:
             super()._apply(move, *further)
             selected, moved = getattr(self, SELECTED), move(getattr(self, SELECTED))
-            # Only the device is taken from the move, never the dtype: these are indices. From meta (to_empty) there are
-            # no values to bring along.
+            # These are indices, so only their device changes, never their dtype. A meta tensor (to_empty) has no values
+            # to move.
             setattr(self, SELECTED, moved if selected.is_meta else selected.to(moved.device))
             return self
 

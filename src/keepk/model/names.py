@@ -1,4 +1,4 @@
-"""Names of a model's parameters: without torch's wrappers, with adapters told apart."""
+"""Names of a model's parameters without torch's wrappers, and the adapters among them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -55,7 +55,7 @@ def _wrapped_name(module: nn.Module) -> str | None:
 
 def _without(name: str, wrapped: Sequence[str]) -> str:
     """A parameter's name without the attributes of wrappers."""
-    # The deepest wrapper first, so that the shorter paths in front of it still match.
+    # The deepest wrapper first, so that the shorter paths of outer wrappers still match.
     for path in sorted(wrapped, key=len, reverse=True):
         if name.startswith(path + "."):
             outer = path.rpartition(".")[0]

@@ -1,8 +1,8 @@
-"""Weight norm, w = g v / |v|: which parameters are directions v and lengths g, and the weight w they give.
+"""Weight norm, w = g v / |v|: finds the directions v and lengths g of a model, and computes the weight w.
 
-A direction must not be zeroed, because 0 / 0 is NaN: a channel is masked through its length alone. The norm of a
-direction says nothing about the weight (|v| cancels), so channels are ranked by w. Ranked by v, filters of length 0
-stayed because their directions were long.
+A direction must not be zeroed, because 0 / 0 is NaN: a channel is masked by zeroing its length. The norm of a direction
+says nothing about the weight (|v| cancels), so channels are ranked by w. A ranking by v kept filters of length 0
+because their directions were long.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""The least number of weights that can remain when only the number of remaining channels is known.
+"""The least number of weights that can remain, if only the number of remaining channels is known.
 
-A weight of a convolution remains if its output channel and its input channel do. The weights that remain in a tensor
-are therefore a product of two counts, and those of a network a sum of such products. Before training it is not known
-which channels will be kept, only how many in all. `least` bounds the sum from below over all ways to keep that many, so
-that a plan which asks for more weights than may remain is refused before the first batch.
+A weight of a convolution remains if its output channel and its input channel do. The number of weights left in a tensor
+is therefore a product of two counts, and that of a network a sum of such products. Before training it is not known
+which channels will be kept, only how many in total. `least` bounds the sum from below over all ways to keep that many,
+so that a plan that might keep more weights than are left is refused before the first batch.
 
 The method is branch and bound, exact while the search is small. A part of the search is a range for every count. Its
 bound comes from McCormick's planes: for x in [a, b] and y in [c, d], both a y + c x - a c and b y + d x - b d are at
@@ -26,14 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-PARTS = 200  # after that many parts the search stops, with a bound that is valid but perhaps not exact
+PARTS = 200  # the most parts to search; after that the bound is valid, but may not be exact
 STEPS = 25  # subgradient steps for each part
 SLACK = 1e-6  # for rounding errors of float64: sums are integers, so a bound of 11.9999999 means 12
 
 
 @dataclass(frozen=True)
 class Count:
-    """An unknown count: the values it may have, in rising order, and the name of the total that it is part of."""
+    """An unknown count: the values it may have, in ascending order, and the name of the total that it is part of."""
 
     values: Sequence[int]
     total: str | None

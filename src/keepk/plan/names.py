@@ -48,7 +48,7 @@ class _Short(Repr):
     def repr_instance(self, x: Any, level: int) -> str:
         """A module by its class, a tensor or array by its shape, anything else by the beginning of its repr."""
         kind = type(x).__name__
-        # By attributes, because this package imports neither torch nor numpy for it.
+        # Recognised by attributes, because this package imports neither torch nor numpy for it.
         if hasattr(type(x), "named_modules"):
             return f"<{kind}>"
         if hasattr(type(x), "shape") and hasattr(type(x), "dtype"):
@@ -56,7 +56,7 @@ class _Short(Repr):
         return super().repr_instance(x, level)
 
     def repr1(self, x: Any, level: int) -> str:
-        # reprlib dispatches on the class name alone, and would take a user's class called `list` for a list.
+        # reprlib dispatches on the class name alone, so it would mistake a user's class called `list` for a list.
         plain = type(x).__module__ in ("builtins", "collections", "array")
         return super().repr1(x, level) if plain else self.repr_instance(x, level)
 

@@ -1,8 +1,8 @@
 """Reading the numbers that users pass: counts are ints, shares are exact rationals.
 
-A share becomes a count in one place, `keep_count`. In floats, 6.5 % of 266,200 weights is 17,302.999..., which floors
-to 17,302. The decimal that the user wrote gives 17,303. Plans are made of such floors, and an error of one would make
-the last count miss K.
+`keep_count` is the only place where a share becomes a count. In floats, 6.5 % of 266,200 weights is 17,302.999...,
+which floors to 17,302. The decimal that the user wrote gives 17,303. Plans consist of such floors, and an error of one
+would make the last count miss K.
 """
 
 from collections.abc import Callable
@@ -34,15 +34,15 @@ def exact_number(value: object, what: str, error: Callable[[str], KeepkError]) -
         KeepkError: Of the class `error`, if it is not such a number.
     """
     if isinstance(value, bool) or not isinstance(value, Real | Decimal):
-        raise error(f"{what}={shown(value)}: got {type(value).__name__}. Give a number.")
+        raise error(f"{what}={shown(value)}: got {type(value).__name__}. Pass a number.")
     try:
-        # str(0.935) is the shortest decimal that gives this float, hence what was written. Fraction(0.935) would be
-        # the binary number 0.93500000000000005...
+        # str(0.935) is the shortest decimal that gives this float, which is what the user wrote. Fraction(0.935) would
+        # be the binary number 0.93500000000000005...
         number = Fraction(value) if isinstance(value, Rational) else Fraction(str(value))
     except ValueError:
-        raise error(f"{what}={value}: not a finite number. Give a number such as 0.9.") from None
+        raise error(f"{what}={value}: not a finite number. Pass a number such as 0.9.") from None
     if number < 0:
-        raise error(f"{what}={value}: negative. Give a number of at least 0.")
+        raise error(f"{what}={value}: negative. Pass a number of at least 0.")
     return number
 
 
@@ -55,9 +55,9 @@ def count(value: object, what: str, error: Callable[[str], KeepkError], *, least
     # True is an int in Python and 0.9 rounds down to 0, but keep=True and keep=0.9 are mistakes. Integers of numpy and
     # torch are fine, hence Integral.
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise error(f"{what}={shown(value)}: got {type(value).__name__}. Give an int of at least {least}.")
+        raise error(f"{what}={shown(value)}: got {type(value).__name__}. Pass an int of at least {least}.")
     if value < least:
-        raise error(f"{what}={value}: too small. Give an int of at least {least}.")
+        raise error(f"{what}={value}: too small. Pass an int of at least {least}.")
     return int(value)
 
 

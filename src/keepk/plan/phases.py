@@ -1,6 +1,6 @@
 """Phases: spans of epochs in which some spaces are pruned and some parameters are frozen.
 
-The paper prunes the fully connected layers first, then the convolutions while the former are frozen, then both:
+The paper prunes the fully connected layers first, then the convolutions with the others frozen, then both:
 
 >>> phases = [Phase(2, prune="fc", freeze="conv*"), Phase(1, prune="conv", freeze="fc*"), Phase(1)]
 >>> goals = {"fc": Goal(total=100, keep=10, schedule=[50, 10]), "conv": Goal(total=20, keep=5, schedule=[5])}
@@ -47,7 +47,7 @@ class Phase:
         pruned, frozen = as_globs(prune), as_globs(freeze)
         if pruned is None or frozen is None:
             raise PlanError(
-                f"Phase(prune={shown(prune)}, freeze={shown(freeze)}): not globs. Give a string or a list of strings."
+                f"Phase(prune={shown(prune)}, freeze={shown(freeze)}): not globs. Pass a string or a list of strings."
             )
         object.__setattr__(self, "epochs", count(epochs, "Phase: epochs", PlanError, least=1))
         object.__setattr__(self, "prune", pruned)
@@ -65,7 +65,7 @@ class Goal:
         total: M, the number of units.
         keep: K, the number of units to keep.
         schedule: How to get from one to the other.
-        start: The count that the schedule starts from, if it is not M: channels pruned before took some weights away.
+        start: The count that the schedule starts from; None for M. Weights may be lost to channels pruned earlier.
     """
 
     total: int
@@ -101,8 +101,8 @@ def timeline(
 
 def through_phases(name: str, goal: Goal, phases: Sequence[Phase]) -> tuple[int, ...]:
     """The plan of one space, which advances only in phases that prune it."""
-    # The schedule is asked for the epochs of those phases alone, and its counts are then spread over the run. It need
-    # not know about phases.
+    # The schedule plans only the epochs of those phases, and its counts are then spread over the run, so it does not
+    # have to know about phases.
     own = [matches(name, phase.prune) for phase in phases]
     counts = _plan_of(name, goal, sum(phase.epochs for phase, mine in zip(phases, own, strict=True) if mine))
     spent, left, whole = 0, goal.total, list[int]()
@@ -115,7 +115,7 @@ def through_phases(name: str, goal: Goal, phases: Sequence[Phase]) -> tuple[int,
 
 
 def _plan_of(name: str, goal: Goal, epochs: int | None) -> tuple[int, ...]:
-    """The plan of a space, with the space's name in errors."""
+    """The plan of a space; errors name the space."""
     try:
         return plan(goal.schedule, goal.start or goal.total, goal.keep, epochs=epochs)
     except PlanError as refused:
@@ -126,7 +126,7 @@ def check_phases(goals: Mapping[str, Goal], epochs: int | None, phases: Sequence
     """Refuse phases whose length is not `epochs`, that name unknown spaces, or that leave a space out."""
     length = sum(phase.epochs for phase in phases)
     if epochs is not None and epochs != length:
-        raise PlanError(f"epochs={epochs}, but the phases have {length} epochs. Leave epochs out, or let them agree.")
+        raise PlanError(f"epochs={epochs}, but the phases have {length} epochs. Omit epochs=, or make them agree.")
     for glob in (glob for phase in phases for glob in phase.prune):
         if not any(matches(name, [glob]) for name in goals):
             raise PlanError(f"Phase(prune={glob!r}): no such space. Nearest names: {nearest(glob, list(goals))}.")

@@ -1,7 +1,8 @@
-"""Counts that depend on each other: which totals can be met, how a total is split, and plans of such totals only.
+"""Counts that depend on each other: which totals can be met, and how a total is split.
 
-A portion is a set of channels of which only certain numbers can be kept: equally many in each group of a convolution,
-or a multiple of 8 in a layer. Two layers of 32 channels with ``round_to=8``, keep K of the 64:
+A `Portion` lists how many channels of a set may be kept, if not every number is possible: the groups of a convolution
+keep equal numbers, or a layer keeps a multiple of 8. For example, keep K of the 64 channels of two layers of 32, with
+``round_to=8``:
 
 >>> layers = [Portion((8, 16, 24, 32)), Portion((8, 16, 24, 32))]
 >>> [total for total in range(65) if totals(layers) >> total & 1]  # these K can be met
@@ -14,16 +15,17 @@ Every count of a plan is moved to the nearest total that can be met, before trai
 >>> snapped(layers, (50, 30, 24))
 (48, 32, 24)
 
-At an event, `split` decides how many each layer keeps, by what the channels are worth. If the best 8, 16, 24 and 32
-channels of the layers are worth this much, 32 are split into 24 + 8:
+At an event, `split` decides how many channels each layer keeps, so that the sum of their values is largest. With these
+values for the best 8, 16, 24 and 32 channels of each layer, 32 is split into 24 + 8:
 
 >>> gains = [np.array([50.0, 90, 120, 130]), np.array([40.0, 50, 55, 57])]
 >>> split(layers, 32, gains)
 (24, 8)
 
-Meeting every total is not enough. Of portions in steps of 3 and of 5, keeping 3 + 10 on the way to 6 + 5 = 11 strands
-the plan: 13 can be met, 11 can be met, but no channel comes back to the first portion. A plan therefore has a chain of
-splits that never rise, down to K; an event may use another split only if it finds another chain from there.
+Meeting every total is not enough. With portions in steps of 3 and 5, a plan may keep 13 and then 11. If the first event
+keeps 3 + 10, the only split of 11, 6 + 5, is out of reach, because pruned channels never come back. A plan therefore
+has a chain of splits in which no portion grows, down to K. An event may use another split only if another chain leads
+on from it.
 
 >>> threes, fives = Portion((3, 6)), Portion((5, 10))
 >>> chain([threes, fives], (13, 11)), chain([threes, fives], (16, 11))
@@ -43,12 +45,12 @@ Gains = Sequence[NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Portion:
-    """The numbers of units that may be kept, in rising order."""
+    """The numbers of units that may be kept, in ascending order."""
 
     counts: tuple[int, ...]
 
     def __repr__(self) -> str:
-        """Runs of equal steps instead of every count.
+        """Shows runs of equal steps instead of every count.
 
         >>> Portion(tuple(range(1, 513)))
         <Portion: 1..512>
@@ -93,8 +95,7 @@ def totals(portions: Iterable[Portion]) -> int:
     >>> [total for total in range(12) if totals([Portion((3, 6)), Portion((5,))]) >> total & 1]
     [8, 11]
     """
-    # A Python int as a bitset: adding a count to all totals is one shift. With numbers of any size, 100,000 channels
-    # are a shift of 12 KB.
+    # A Python int as a bitset: adding a count to all totals is one shift, of 12 KB for 100,000 channels.
     met = 1
     for portion in portions:
         with_one_more = 0
@@ -105,8 +106,8 @@ def totals(portions: Iterable[Portion]) -> int:
 
 
 def _shifted(bits: int, step: int, number: int) -> int:
-    """The union of `bits` shifted by 0, step, 2 step, ..., `number` shifts in all."""
-    # Doubling what is there takes log2(number) shifts. One for each count was quadratic in the number of channels.
+    """The union of `bits` shifted by 0, step, 2 step, ..., with `number` terms."""
+    # Doubling takes log2(number) shifts. One shift per count was quadratic in the number of channels.
     done = 1
     while done < number:
         more = min(done, number - done)
@@ -134,12 +135,12 @@ def _nearest_set(met: int, wanted: int) -> list[int]:
 
 
 def split(portions: Sequence[Portion], total: int, gains: Gains) -> Split | None:
-    """How many units of each portion are kept so that `total` are kept in all, with the largest sum of gains.
+    """How many units of each portion to keep, so that `total` are kept and the sum of gains is largest.
 
     Args:
         portions: The portions.
         total: The number of units to keep.
-        gains: For each portion, the worth of each of its counts.
+        gains: For each portion, the value of keeping each of its counts.
 
     Returns:
         A count for each portion; None if the total cannot be met.
@@ -150,7 +151,7 @@ def split(portions: Sequence[Portion], total: int, gains: Gains) -> Split | None
     if any(not portion.counts for portion in portions):
         return None
     # An exact knapsack over counts: best[n] is the largest gain with n units above the minimum. Dividing by the common
-    # step first makes round_to=8 eight times smaller.
+    # step first makes the problem eight times smaller with round_to=8.
     least = [portion.counts[0] for portion in portions]
     step = int(np.gcd.reduce(np.concatenate([portion.steps for portion in portions]))) or 1
     room, rest = divmod(total - sum(least), step)
@@ -192,7 +193,7 @@ def _with_portion(
 def _last_pick(
     best: NDArray[np.float64], extra: NDArray[np.int64], gains: NDArray[np.float64], room: int
 ) -> int | None:
-    """The number of the count of the last portion that, with the best of all others, meets the total; None if none."""
+    """The index of the best count of the last portion that meets the total, together with the others; None if none."""
     others = room - extra
     fits = (others >= 0) & (others < len(best))
     sums = np.where(fits, best[np.where(fits, others, 0)] + gains, -np.inf)
@@ -206,26 +207,26 @@ def even_gains(portions: Sequence[Portion]) -> Gains:
 
 
 def _even(portion: Portion) -> NDArray[np.float64]:
-    # The worth of one more unit falls linearly from 1 to 0 at the largest count, so the optimum takes the same share of
-    # every portion. Sums of a linear function are quadratic.
+    # The value of one more unit falls linearly from 1 to 0 at the largest count, so the optimum keeps the same share of
+    # every portion. The gain is the sum of these values, which is quadratic.
     counts = np.asarray(portion.counts, np.float64)
     gains: NDArray[np.float64] = counts - counts**2 / (2 * max(counts[-1], 1.0))
     return gains
 
 
 def has_even_steps(portions: Sequence[Portion]) -> bool:
-    """Whether all portions have the same steps, so that from every split every lower total can be reached."""
+    """Whether all portions have the same steps, so that every split can lead on to every lower total."""
     steps = np.concatenate([portion.steps for portion in portions])
     return not len(steps) or bool((steps == steps[0]).all())
 
 
 def chain(portions: Sequence[Portion], falling: Sequence[int]) -> tuple[Split, ...] | None:
-    """Splits of falling totals in which no portion ever rises; None if none is found.
+    """Splits of falling totals in which no portion ever grows; None if none is found.
 
-    Each split is about even. Other chains may exist where this finds none.
+    Each split is about even. If this finds no chain, an uneven one may still exist.
     """
-    # From K upwards: the split of K is a lower bound for all before it. Downwards, an early split could strand later
-    # ones.
+    # From K upwards: each split is a lower bound for the split before it. In the other direction, an early split could
+    # leave no way to a later total.
     found, least = list[Split](), tuple(portion.counts[0] for portion in portions)
     for total in reversed(falling):
         room = [portion.within(low, portion.counts[-1]) for portion, low in zip(portions, least, strict=True)]
@@ -262,6 +263,6 @@ def snapped(portions: Sequence[Portion], falling: Sequence[int]) -> tuple[int, .
 
 
 def _nearest(met: int, total: int, keep: int) -> int:
-    """The nearest total that can be met and is not below K; the lower one of two at the same distance."""
+    """The nearest total that can be met and is not below K; of two at the same distance, the lower one."""
     near = [found for found in _nearest_set(met, total) if found >= keep]
     return min(near, key=lambda found: abs(found - total))

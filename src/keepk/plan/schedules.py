@@ -28,7 +28,7 @@ class Schedule(Protocol):
     """A function (M, K, epochs) -> M_1 .. M_n."""
 
     def __call__(self, total: int, keep: int, epochs: int | None) -> Sequence[int]:
-        """The counts after each epoch.
+        """Compute the counts after each epoch.
 
         Args:
             total: M, the number of units.
@@ -43,7 +43,7 @@ AnySchedule: TypeAlias = Schedule | Callable[[int, int, int | None], Sequence[in
 
 @dataclass(frozen=True)
 class Annealing:
-    r"""The paper's annealing schedule: quickly to a share p0, then nu more every few epochs, until K is reached.
+    r"""The paper's annealing schedule: prune quickly to a share p0, then nu more every few epochs until K is reached.
 
     .. math::
         M_e = \begin{cases}
@@ -55,7 +55,7 @@ class Annealing:
 
     Args:
         p0: The share that is pruned by epoch n1.
-        n1: The length of the first, fast part in epochs. 1 prunes p0 at once; 0 leaves the first part out.
+        n1: The length of the first, fast part in epochs. 1 prunes p0 in one event; 0 omits the first part.
         nu: The share that each event of the second part adds.
         mu: How steep the first part is.
         every: The number of epochs between two events of the second part (the paper's N^c).
@@ -83,8 +83,8 @@ class Annealing:
 
     def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
         """The counts after each epoch, exact in the decimals of p0, nu and mu; see `Schedule`."""
-        # Rationals and not floats: the plan is a floor of M times a share, and a float just below an integer floors to
-        # one too few. `keep=` and `prune=` would then give different plans for the same K.
+        # Rationals and not floats: each count is a floor of M times a share, and a float just below an integer would be
+        # one too low. `keep=` and `prune=` would then give different plans for the same K.
         first = exact_share(self.p0, "Annealing: p0", PlanError)
         if (1 - first) * total < keep:
             raise PlanError(
@@ -148,14 +148,14 @@ class OneShot:
 
 @dataclass(frozen=True)
 class Cubic:
-    r"""The gradual schedule of Zhu and Gupta (AGP): fast at first, slower and slower towards K.
+    r"""The gradual schedule of Zhu and Gupta (AGP): fast at first, then slower and slower towards K.
 
     .. math:: s_e = p + (p_0 - p) (1 - t)^3, \quad t = (e - begin) / n, \quad M_e = \lfloor (1 - s_e) M \rfloor
 
     where t changes only at events (`every`) and stays at 1 after the end.
 
     Args:
-        epochs: n, the number of epochs from `begin` to K. None takes all epochs of the run or the phase.
+        epochs: n, the number of epochs from `begin` to K. None means all epochs of the run or the phase.
         p0: The share pruned at `begin`.
         begin: The number of epochs before pruning starts.
         every: The number of epochs between two events.
@@ -198,9 +198,9 @@ class Cubic:
         if self.epochs is not None:
             return (self.begin + self.epochs if epochs is None else epochs), self.epochs
         if epochs is None:
-            raise PlanError("Cubic: no length. Give Cubic(epochs=...), or Pruner(epochs=...), or phases.")
+            raise PlanError("Cubic: no length. Set epochs= of Cubic or of the Pruner, or use phases.")
         if epochs <= self.begin:
-            raise PlanError(f"Cubic: begin={self.begin} leaves nothing of {epochs} epochs. Choose a smaller begin.")
+            raise PlanError(f"Cubic: begin={self.begin} leaves none of the {epochs} epochs. Choose a smaller begin.")
         return epochs, epochs - self.begin
 
     def _progress(self, epoch: int, span: int) -> Fraction:
@@ -230,8 +230,8 @@ def plan(schedule: AnySchedule, total: int, keep: int, *, epochs: int | None = N
     """
     counts = _ask(schedule, total, keep, epochs)
     _check(counts, total, keep)
-    # A list of ints may be longer than the run. It is cut, but only if K comes before the end: a run that would stop
-    # above K is refused before the first batch.
+    # A list of ints may be longer than the run. The rest is dropped if K comes before it. Otherwise the run would stop
+    # above K, so it is refused before the first batch.
     if epochs is not None and len(counts) > epochs:
         counts, dropped = counts[:epochs], counts[epochs:]
         if not counts or counts[-1] != keep:
@@ -243,34 +243,34 @@ def plan(schedule: AnySchedule, total: int, keep: int, *, epochs: int | None = N
 
 
 def checked_schedule(given: Any, what: str) -> AnySchedule:
-    """A schedule that a user passed, refused if it is not a callable or a sequence; a list becomes a tuple.
+    """Check a schedule that a user passed: it must be a callable or a sequence. A list becomes a tuple.
 
     >>> checked_schedule([50, 10], "schedule")
     (50, 10)
     """
-    # A module is callable too and would fail only when it is called. It is recognised without importing torch.
+    # A module is callable too, but would fail when it is called. It is recognised without importing torch.
     if callable(given) and not hasattr(given, "named_parameters"):
         return given  # type: ignore[no-any-return]  # its result is checked when it is called
     if isinstance(given, str | bytes) or not isinstance(given, Sequence):
         raise PlanError(
-            f"{what}={shown(given)}: got {type(given).__name__}. Give keepk.Cubic(epochs=...), a callable or "
+            f"{what}={shown(given)}: got {type(given).__name__}. Pass keepk.Cubic(epochs=...), a callable or "
             f"a list of ints."
         )
     return tuple(given) if isinstance(given, list) else given
 
 
 def _ask(schedule: AnySchedule, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:
-    """The counts that a schedule gives, checked to be ints."""
+    """The counts that a schedule returns, checked to be ints."""
     schedule = checked_schedule(schedule, "plan: schedule")
     answer = _called(schedule, total, keep, epochs) if callable(schedule) else schedule
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
-        raise PlanError(f"schedule {shown(schedule)}: got {type(answer).__name__}. Give a sequence of ints.")
+        raise PlanError(f"schedule {shown(schedule)}: got {type(answer).__name__}. Pass a sequence of ints.")
     read = partial(count, what=f"schedule {shown(schedule)}: an entry", error=PlanError, least=0)
     return tuple(read(entry) for entry in answer)
 
 
 def _called(schedule: Callable[..., Any], total: int, keep: int, epochs: int | None) -> Any:
-    """The result of calling a schedule; an exception in a user's function is reported with its arguments."""
+    """Call a schedule; an exception in a user's function is reported with the arguments."""
     try:
         return schedule(total, keep, epochs)
     except KeepkError:
@@ -278,8 +278,8 @@ def _called(schedule: Callable[..., Any], total: int, keep: int, epochs: int | N
     except Exception as error:
         raise PlanError(
             f"schedule {shown(schedule)}: failed on ({total}, {keep}, {epochs}), which are M, K and the epochs, or "
-            f"None for its own length ({type(error).__name__}: {shortened(str(error))}). Give a function of these "
-            f"three to a sequence of ints."
+            f"None for its own length ({type(error).__name__}: {shortened(str(error))}). Pass a function that takes "
+            f"these three and returns a sequence of ints."
         ) from error
 
 
@@ -290,7 +290,7 @@ def _check(counts: tuple[int, ...], total: int, keep: int) -> None:
         if after > before:
             raise PlanError(
                 f"plan {_short(counts)}: rises from {before} to {after} at epoch {epoch}. "
-                f"Pruned units never come back: start at most at {total} and never rise."
+                f"Pruned units cannot be restored, so counts must never rise, and not exceed {total}."
             )
         if after < keep:
             raise PlanError(
@@ -301,7 +301,7 @@ def _check(counts: tuple[int, ...], total: int, keep: int) -> None:
 
 
 def _epochs_needed(schedule: AnySchedule, total: int, keep: int) -> int | None:
-    """The number of epochs that a schedule takes to reach K if it is free to; None if that is unknown."""
+    """The number of epochs in which a schedule reaches K at its natural length; None if that is unknown."""
     if not callable(schedule):
         return None
     try:

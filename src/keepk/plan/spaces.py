@@ -1,4 +1,4 @@
-"""Spaces: named, disjoint sets of units, each with its own K."""
+"""Spaces: named, disjoint sets of units. Each has a separate K."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from keepk.plan.names import as_globs, shown
 from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
 
-# The metrics of keepk.metrics as they are written in a call, for errors about metrics given as strings.
+# The metrics of keepk.metrics as they are written in a call, for errors about metrics that are passed as strings.
 OF_WEIGHTS = ("magnitude", "random(seed=0)")
 OF_CHANNELS = (
     "l1",
@@ -30,7 +30,19 @@ OF_CHANNELS = (
 
 @dataclass(frozen=True)
 class Space:
-    """What both kinds of space have in common."""
+    """The fields that both kinds of space have in common.
+
+    Attributes:
+        select: Globs over the names of parameters or modules.
+        exclude: Globs over the same names, which are left out.
+        keep: K, the number of units to keep; None if `prune` is set.
+        prune: The share of units to prune; None if `keep` is set.
+        name: The name of the space.
+        metric: The function that scores the units; None for the default.
+        schedule: The number of units to keep after each epoch.
+        layer_floor: The least number of units to keep in each layer.
+        units: "weights" or "channels".
+    """
 
     select: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -43,13 +55,17 @@ class Space:
     units: ClassVar[str]
 
     def count_kept(self, total: int) -> int:
-        """K, for a space of `total` units."""
+        """K, the number of units to keep in a space of `total` units.
+
+        Raises:
+            SpaceError: The space would keep no unit, or more units than there are.
+        """
         if self.prune is not None:
             keep = keep_count(total, exact_share(self.prune, f"space {self.name!r}: prune", SpaceError))
             if keep < 1:
                 raise SpaceError(
                     f"space {self.name!r}: prune={self.prune} of {total} {self.units} keeps none. "
-                    f"Prune less, or give keep=."
+                    f"Prune less, or pass keep=."
                 )
             return keep
         assert self.keep is not None  # a space has exactly one of the two
@@ -63,7 +79,7 @@ class Space:
 
 @dataclass(frozen=True)
 class WeightSpace(Space):
-    """A space of single weights; `weights` makes it."""
+    """A space of single weights, made by `weights`."""
 
     layer_floor: int
     units: ClassVar[str] = "weights"
@@ -71,7 +87,13 @@ class WeightSpace(Space):
 
 @dataclass(frozen=True)
 class ChannelSpace(Space):
-    """A space of channels; `channels` makes it."""
+    """A space of channels, made by `channels`.
+
+    Attributes:
+        at: "output" or "input", the side on which channels are counted.
+        round_to: The width of each layer that loses channels is a multiple of this number.
+        lossy: Whether lossy channels are selected too.
+    """
 
     at: Literal["output", "input"]
     round_to: int | None
@@ -79,14 +101,14 @@ class ChannelSpace(Space):
     units: ClassVar[str] = "channels"
 
     def floor_of(self, width: int) -> int:
-        """The fewest channels that stay in a layer which had `width` of them when the run began.
+        """The least number of channels to keep in a layer that had `width` of them when the run began.
 
         >>> channels("*", keep=20, layer_floor=0.1).floor_of(30), channels("*", keep=20, layer_floor=2).floor_of(30)
         (3, 2)
         """
         if isinstance(self.layer_floor, int):
             return self.layer_floor
-        # In the decimals that were written: 0.1 * 30 is above 3 in floats.
+        # Computed in decimals: in floats, 0.1 * 30 is above 3.
         return ceil(width * exact_share(self.layer_floor, f"space {self.name!r}: layer_floor", SpaceError))
 
 
@@ -125,13 +147,13 @@ def weights(
     >>> weights("fc*", keep=100, prune=0.98)
     Traceback (most recent call last):
         ...
-    keepk.errors.SpaceError: space 'fc*': got both keep=100 and prune=0.98. Give exactly one of them.
+    keepk.errors.SpaceError: space 'fc*': got both keep=100 and prune=0.98. Pass exactly one of them.
 
     """
     globs, excluded = _globs("weights", select, exclude, such_as="fc*")
     called = _called("weights", name, globs)
     keep = _checked_count(called, keep, prune)
-    _refuse_no_metric(called, metric, OF_WEIGHTS)
+    _refuse_non_metric(called, metric, OF_WEIGHTS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     layer_floor = count(layer_floor, f"space {called!r}: layer_floor", SpaceError, least=0)
     return WeightSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor)
@@ -159,8 +181,8 @@ def channels(
     Args:
         select: A glob, or several, over ``model.named_modules()``: ``"features.*"``, ``"*.linear1"``.
         keep: K, the number of channels to keep at the end of the plan. Met exactly, even where layers must have equal
-            counts. Channels that cannot be removed (one that the model selects by its index, the only one of a layer)
-            are not counted: they stay in addition to K, and a `keepk.KeepkWarning` names them.
+            counts. Channels that cannot be removed (one that the model selects by index, the only one of a layer) are
+                not counted: they stay in addition to K, and a `keepk.KeepkWarning` lists them.
         prune: The share of channels to prune, in place of `keep`: K = floor(M (1 - prune)), computed in decimals.
         exclude: Globs over the same names; the channels of the modules that they match are left out of the space.
         at: "output" selects the channels that the modules produce, "input" those that they read. With "input", a
@@ -171,7 +193,7 @@ def channels(
         name: The name of the space in plans, reports and phases. Default: the globs.
         layer_floor: The least number of channels to keep in each layer. An int is a count; a float below 1 is a share
             of the layer's width when the `Pruner` was made, rounded up. K is still met.
-        round_to: Each layer keeps all of its channels, or as many as make its width a multiple of this number.
+        round_to: Each layer keeps either all of its channels, or a number that makes its width a multiple of this.
         lossy: Also select channels whose removal changes the output more than zeroing them would, such as channels
             that a LayerNorm normalises.
 
@@ -186,22 +208,22 @@ def channels(
     >>> channels("features.*", keep=64, at="middle")
     Traceback (most recent call last):
         ...
-    keepk.errors.SpaceError: space 'features.*': at='middle'. Give "output" or "input".
+    keepk.errors.SpaceError: space 'features.*': at='middle'. Pass "output" or "input".
 
     """
     globs, excluded = _globs("channels", select, exclude, such_as="features.*")
     called = _called("channels", name, globs)
     keep = _checked_count(called, keep, prune)
-    _refuse_no_metric(called, metric, OF_CHANNELS)
+    _refuse_non_metric(called, metric, OF_CHANNELS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     if not (isinstance(layer_floor, float) and 0 < layer_floor < 1):
         layer_floor = count(layer_floor, f"space {called!r}: layer_floor", _or_a_share, least=1)
     if at not in ("output", "input"):
-        raise SpaceError(f'space {called!r}: at={shown(at)}. Give "output" or "input".')
+        raise SpaceError(f'space {called!r}: at={shown(at)}. Pass "output" or "input".')
     if round_to is not None:
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
     if not isinstance(lossy, bool):
-        raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Give True or False.")
+        raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Pass True or False.")
     return ChannelSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy)
 
 
@@ -214,7 +236,7 @@ def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[t
     if not globs or excluded is None:
         raise SpaceError(
             f"{function}(select={shown(select)}, exclude={shown(exclude)}): not globs. "
-            f"Give a string or a list of strings, such as {such_as!r}."
+            f"Pass a string or a list of strings, such as {such_as!r}."
         )
     return globs, excluded
 
@@ -223,32 +245,32 @@ def _called(function: str, name: object, globs: tuple[str, ...]) -> str:
     if name is None:
         return "+".join(globs)
     if not isinstance(name, str) or not name:
-        raise SpaceError(f"{function}(name={shown(name)}): not a name. Give a string.")
+        raise SpaceError(f"{function}(name={shown(name)}): not a name. Pass a string.")
     return name
 
 
 def _checked_count(called: str, keep: Any, prune: Any) -> int | None:
-    """`keep`, if exactly one of the two is given and it is what it should be."""
+    """Check that exactly one of `keep` and `prune` is passed and is valid; returns `keep`."""
     if (keep is None) == (prune is None):
         got = "neither keep= nor prune=" if keep is None else f"both keep={shown(keep)} and prune={shown(prune)}"
-        raise SpaceError(f"space {called!r}: got {got}. Give exactly one of them.")
+        raise SpaceError(f"space {called!r}: got {got}. Pass exactly one of them.")
     if prune is not None:
         if exact_share(prune, f"space {called!r}: prune", SpaceError) == 1:
-            raise SpaceError(f"space {called!r}: prune={prune} keeps none. Prune less, or give keep=.")
+            raise SpaceError(f"space {called!r}: prune={prune} keeps none. Prune less, or pass keep=.")
         return None
     if isinstance(keep, float) and 0 < keep < 1:
         kept = Fraction(str(keep))
         raise SpaceError(
-            f"space {called!r}: keep={keep}: got float, but keep= is a count. To keep {float(100 * kept):g} %, say "
-            f"prune={float(1 - kept):g}; to keep a number of units, give an int."
+            f"space {called!r}: keep={keep}: got float, but keep= is a count. To keep {float(100 * kept):g} %, pass "
+            f"prune={float(1 - kept):g}; to keep a number of units, pass an int."
         )
     return count(keep, f"space {called!r}: keep", SpaceError, least=1)
 
 
-def _refuse_no_metric(called: str, metric: object, metrics: Sequence[str]) -> None:
+def _refuse_non_metric(called: str, metric: object, metrics: Sequence[str]) -> None:
     if metric is None or callable(metric):
         return
-    remedy = "Give a function, see keepk.metrics"
+    remedy = "Pass a function, see keepk.metrics"
     if isinstance(metric, str):
         calls = {call.partition("(")[0]: call for call in metrics}
         likely = get_close_matches(metric, calls, n=1 if metric in calls else 3, cutoff=0.4) or list(calls)[:3]

@@ -1,11 +1,11 @@
-"""The exact selection of channels: exactly k are kept, in numbers that the network can have.
+"""The exact selection of channels: exactly k are kept, in numbers per layer that the model allows.
 
-Two layers of four channels each share one space, units 0-3 and 4-7. Keep 5 of the 8, whatever the ties:
+Two layers of four channels each, units 0-3 and 4-7, are in one space. Keep 5 of the 8, with ties among the scores:
 
 >>> units, alive = np.arange(8), np.ones(8, bool)
 >>> scores = np.array([3.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 0.0])
 >>> values = rank_values(units, scores, forced=np.zeros(8, bool))
->>> values.tolist()  # places in the order of scores, so equal scores get different values, the lower unit more
+>>> values.tolist()  # ranks by score; of equal scores, the lower unit gets the higher rank
 [8.0, 6.0, 5.0, 4.0, 7.0, 3.0, 2.0, 1.0]
 >>> any_number = Portion((1, 2, 3, 4))
 >>> free = [Choice((units[:4],), any_number), Choice((units[4:],), any_number)]
@@ -21,7 +21,7 @@ best split is 4 + 2:
 >>> keep_best(rounded, alive, values, counts=[6], known=()).removed.tolist()
 [6, 7]
 
-If the two layers are halves of a chunk, they are two blocks of one choice and lose equally many:
+If the two layers are halves of a chunk, they are two blocks of one choice and lose equal numbers:
 
 >>> halves = [Choice((units[:4], units[4:]), Portion((2, 4, 6, 8)))]
 >>> keep_best(halves, alive, values, counts=[6], known=()).removed.tolist()
@@ -64,7 +64,7 @@ class Links:
         return f"<Links: {len(self.pairs)} reads>"
 
     def raised(self, values: np.ndarray) -> np.ndarray:
-        """By unit, the largest of its value and those of its reads, and of their reads in turn.
+        """By unit, the largest of its own value and the values of its reads, their reads, and so on.
 
         >>> Links(np.array([[0, 1], [1, 2]]), np.array([2, 1, 0, 0])).raised(np.array([1.0, 3.0, 2.0, 9.0]))
         array([3., 3., 2., 9.])
@@ -80,7 +80,7 @@ class Links:
     def needed(self, layers: Sequence[Indices], floors: Sequence[int]) -> list[int]:
         """By layer, how many units may have to be kept so that every layer keeps its floor.
 
-        A layer must keep the sources of the units that its readers keep, too.
+        A layer must also keep the sources of the units that its readers keep.
 
         >>> links = Links(np.array([[0, 3], [1, 4]]), np.array([1, 1, 1, 0, 0]))
         >>> links.needed([np.arange(3), np.array([3, 4])], floors=[2, 2])
@@ -103,10 +103,11 @@ class Links:
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """A set of units that is chosen from as one, such as the channels of a layer.
+    """A set of units that are ranked and chosen together, such as the channels of a layer.
 
     Attributes:
-        blocks: The units. Several blocks lose equally many each: groups of a convolution, halves of a chunk.
+        blocks: The units. If there are several blocks (groups of a convolution, halves of a chunk), they lose equal
+            numbers.
         portion: How many units may be kept in all blocks together.
     """
 
@@ -124,7 +125,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Decision:
-    """The units to remove, and a chain of splits that leads on to K (empty where every split does)."""
+    """The units to remove, and a chain of splits that leads on to K; empty if every split leads to K."""
 
     removed: Indices
     chain: tuple[Split, ...]
@@ -133,17 +134,17 @@ class Decision:
 def rank_values(
     units: Indices, scores: NDArray[np.float64], forced: Flags, links: Links | None = None
 ) -> NDArray[np.float64]:
-    """By unit, its value: its place in the order of scores, the lower unit first among equal scores.
+    """By unit, its rank by score, from 1 for the lowest; of equal scores, the lower unit ranks higher.
 
     Args:
         units: The units that are ranked.
         scores: Their scores.
         forced: By unit, whether it must be kept. Such a unit is worth more than all others together.
-        links: Units that read others. A source is worth more than its reads, so it is not removed before them.
+        links: Units that read others. A source is ranked above its reads, so it is not removed before them.
     """
-    # Places instead of scores: the largest sum of k places is then reached by the k best scores, and by no other
-    # choice. Sums of scores could tie or round, and infinite scores would make all sums equal. Places are integers,
-    # exact in float64.
+    # Ranks instead of scores: the largest sum of k ranks belongs to the k best scores and to no other choice. Sums of
+    # scores could tie or be rounded, and infinite scores would make all sums equal. Ranks are integers, exact in
+    # float64.
     heights = np.zeros(len(units), np.int64)
     if links is not None:
         by_unit = np.full(len(forced), -np.inf)
@@ -152,7 +153,7 @@ def rank_values(
     order = np.lexsort((-units, heights, scores))
     values = np.full(len(forced), -1.0)
     values[units[order]] = np.arange(1.0, len(units) + 1)
-    values[forced] += float(len(units) + 1) ** 2  # above n (n + 1) / 2, the sum of all places
+    values[forced] += float(len(units) + 1) ** 2  # above n (n + 1) / 2, the sum of all ranks
     return values
 
 
@@ -166,10 +167,10 @@ def keep_best(
         alive: By unit, whether it has not been removed.
         values: By unit, its value.
         counts: How many units are left after this event and after each following one, down to K.
-        known: A chain of splits for `counts`; needed if not every split leads on to K.
+        known: A chain of splits for `counts`; needed only if some splits cannot lead on to K.
     """
-    # Within a block the choice is simple: the best stay. So only the number kept in each choice is open, and the best
-    # numbers are found by a small dynamic program over counts (`portions.split`).
+    # Within a block, simply keep the best. Only the number to keep in each choice is left to decide, by a small dynamic
+    # program over counts (`portions.split`).
     blocks = [
         [block[np.argsort(-values[block], kind="stable")] for block in choice.living(alive)] for choice in choices
     ]
@@ -196,13 +197,13 @@ def _split(
     assert best is not None  # plans contain only totals that can be met
     if has_even_steps(portions) or len(counts) == 1:
         return best, tuple(known[1:])
-    # With uneven steps the best split may strand the plan: of steps of 3 and 5, 3 + 10 cannot go on to 6 + 5 = 11. It
-    # is taken only if a chain leads on from it.
+    # With uneven steps the best split may be a dead end: with steps of 3 and 5, 3 + 10 cannot go on to 6 + 5 = 11. Use
+    # it only if a chain leads on from it.
     below = [portion.within(0, count) for portion, count in zip(portions, best, strict=True)]
     onward = chain(below, counts[1:])
     if onward is not None:
         return best, onward
-    # Otherwise take the best split from which the known chain can be continued.
+    # Otherwise use the best split from which the known chain can be continued.
     above = [portion.within(least, portion.counts[-1]) for portion, least in zip(portions, known[1], strict=True)]
     safe = split(above, counts[0], _gains(above, blocks, values))
     assert safe is not None  # the known chain itself is such a split
@@ -222,13 +223,13 @@ def _gains(
 
 
 def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[Group]) -> Links:
-    """The links between channels of a space, if any number of these channels can be kept exactly."""
+    """The links between channels of a space; refuses links with which some counts could not be met."""
     mine = np.zeros(len(graph.units), bool)
     for layer in layers:
         mine[layer.units] = True
     pairs = graph.links()
     pairs = np.unique(pairs[mine[pairs].all(axis=1)], axis=0)
-    # A source that something outside of the space reads as well stays when its last reading is removed.
+    # A source that is also read outside of the space stays when its last reading is removed.
     used = np.isin(graph.units.classes[pairs[:, 0]], graph.solution.used)
     if len(alone := pairs[~used]):
         raise _uncountable(
@@ -238,17 +239,17 @@ def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[Group]) -> Li
 
 
 def refuse_bound_links(graph: Graph, space: ChannelSpace, links: Links, free: Indices) -> None:
-    """Refuse links between channels whose counts are bound: the exact selection treats either, but not both at once.
+    """Refuse links between channels whose counts are restricted: the exact selection cannot handle both together.
 
     Args:
         graph: The graph.
         space: The space, for the error.
         links: The links between its channels.
-        free: The channels whose counts nothing binds.
+        free: The channels without conditions on their counts.
     """
     bound = ~np.isin(links.pairs, free).all(axis=1)
     if bound.any():
-        why = "only certain numbers of them may stay, by round_to or because they are bound"
+        why = "only certain numbers of them may be kept, because of round_to or equal parts"
         raise _uncountable(graph, space, links.pairs[bound][0], why)
 
 
@@ -262,7 +263,7 @@ def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDA
         order = [*TopologicalSorter(readers).static_order()]  # readers first
     except CycleError as error:
         circle = np.isin(homes, error.args[1]).all(axis=1)
-        raise _uncountable(graph, space, pairs[circle][0], "that one is read by them in turn") from None
+        raise _uncountable(graph, space, pairs[circle][0], "both layers read each other") from None
     heights = dict[int, int]()
     for layer in order:
         heights[layer] = max((heights[reader] + 1 for reader in readers.get(layer, ())), default=0)
@@ -274,6 +275,6 @@ def _uncountable(graph: Graph, space: ChannelSpace, pair: Indices, why: str) -> 
     source, reading = (graph.groups[int(graph.units.group[unit])].name for unit in pair)
     return SpaceError(
         f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels are removed with them "
-        f"and are in the space too; {why}, and the count could not be met. Exclude one of the two, or count readings "
+        f"and are in the space too; {why}, so the count could not be met. Exclude one of the two, or count readings "
         f'instead: at="input".'
     )

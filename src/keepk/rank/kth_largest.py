@@ -34,8 +34,8 @@ class Ranked(NamedTuple):
     Attributes:
         name: Its name, for errors.
         scores: The scores, or the weights themselves if ``absolute``.
-        dead: The entries that were pruned before, which are never kept, whatever their score.
-        absolute: Rank by ``|scores|``. The magnitudes are then never stored as a tensor.
+        dead: A mask of the entries that were pruned before; these are never kept.
+        absolute: Whether to rank by ``|scores|``, without storing the magnitudes as a tensor.
         floor: At least ``min(floor, alive)`` entries are kept.
     """
 
@@ -59,8 +59,8 @@ class Sizes:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run CPU kernels on one thread within the context."""
-    # A piece of 256K entries takes tens of microseconds, about as long as waking the threads of a pool and waiting for
-    # the slowest one, the more so on a shared machine (docs/decisions/0006).
+    # A piece of 256K entries takes tens of microseconds. Waking the threads of a pool and waiting for the slowest one
+    # takes about as long, and longer on a shared machine (docs/decisions/0006).
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -228,7 +228,7 @@ def _next_bracket(
     among = sum(search.inside)
     if among <= min(sizes.sample, sizes.room):
         return search.low, search.high
-    # An odd stride: with an even one, a layer of even width would be sampled in the same few columns throughout.
+    # An odd stride, because an even one would always hit the same few columns of a layer of even width.
     stride = among // sizes.sample | 1
     sample = _sample(tensors, search.low, search.high, stride, generator, sizes)
     return _bracket(sample, (k - sum(search.above)) / among, search.low, search.high)
@@ -280,7 +280,8 @@ def _sample(
 def _bracket(sample: Tensor, share: float, low: float, high: float) -> tuple[float, float]:
     """A closed interval around the value that has ``share`` of the sample above it.
 
-    The interval is that one value if a sampled end equals it, or if the sample is too small to narrow the interval.
+    The interval shrinks to that value if one of its sampled ends equals it, or if the sample is too small to narrow the
+    interval.
     """
     size = len(sample)
     if size == 0:

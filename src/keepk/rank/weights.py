@@ -3,8 +3,8 @@
 Ranking only reads. `cut_points` finds the score at which each tensor is cut, and may raise; `dead_mask` then makes the
 mask of one tensor. A caller can thus rank everything before it changes anything.
 
-A comparison with a threshold cannot keep exactly k when scores are equal. Of 2 0 2 2 1, keep 2: all above 1 would be
-three, all above 2 none. The cut therefore has a value and the number of ties that are kept, and the first ones are:
+A threshold alone cannot keep exactly k when scores are equal. To keep 2 of the scores 2 0 2 2 1: three are above 1, and
+none is above 2. A cut point therefore has a value and the number of ties to keep, which are the first ones:
 
 >>> tensor = Ranked("fc", torch.tensor([2.0, 0.0, 2.0, 2.0, 1.0]))
 >>> [cut] = cut_points([tensor], 2)
@@ -36,8 +36,8 @@ class CutPoint:
     Attributes:
         value: Entries above it are kept.
         ties: Of the entries equal to it, the first ``ties`` are kept.
-        kept: How many entries are kept in all.
-        equal: How many entries equal it.
+        kept: How many entries are kept in total.
+        equal: How many entries equal the value.
     """
 
     value: float
@@ -55,7 +55,7 @@ def cut_points(tensors: Sequence[Ranked], k: int, *, sizes: Sizes | None = None)
 
     Args:
         tensors: The tensors, with scores, masks of entries pruned before, and floors.
-        k: How many entries are kept in all.
+        k: How many entries are kept in total.
         sizes: How much is read at a time; for tests.
 
     Returns:
@@ -160,11 +160,11 @@ def _checked(tensor: Ranked, sizes: Sizes) -> Ranked:
     if dead is not None and (dead.shape, dead.dtype, dead.device) != (scores.shape, torch.bool, scores.device):
         raise RankError(
             f"{name!r}: the mask is {dead.dtype} {tuple(dead.shape)} on {dead.device}, the scores are "
-            f"{tuple(scores.shape)} on {scores.device}; give a bool mask of the scores' shape and device."
+            f"{tuple(scores.shape)} on {scores.device}; pass a bool mask of the scores' shape and device."
         )
     tensor = tensor._replace(scores=scores)
-    # A finite sum proves in one read that every entry is finite. A sum that is not may still be an overflow, so the
-    # entries are looked at then.
+    # A finite sum proves in one read that every entry is finite. If the sum is not finite, it may just have overflowed,
+    # so the entries are checked one by one.
     if not math.isfinite(scores.sum(dtype=torch.promote_types(scores.dtype, torch.float32)).item()):
         _refuse_unrankable(tensor, sizes)
     return tensor
@@ -182,13 +182,13 @@ def _refuse_unrankable(tensor: Ranked, sizes: Sizes) -> None:
         bad += int(flags.count_nonzero())
     if bad and tensor.absolute:
         raise RankError(
-            f"parameter {tensor.name!r} holds {bad} NaN or infinite values among {tensor.scores.numel()}; "
+            f"parameter {tensor.name!r}: {bad} of {tensor.scores.numel()} values are NaN or infinite; "
             "fix the training before pruning (lower the learning rate, clip the gradients)."
         )
     if bad:
         raise RankError(
-            f"the scores of {tensor.name!r} hold {bad} NaN values among {tensor.scores.numel()}; "
-            "give every weight that is not pruned a number (inf protects it)."
+            f"{bad} of the {tensor.scores.numel()} scores of {tensor.name!r} are NaN; "
+            "return a number for every weight that is not pruned (inf protects it)."
         )
 
 
@@ -198,7 +198,7 @@ def _refuse_count(k: int, floors: Sequence[int], alive: Sequence[int]) -> None:
     if k > sum(alive):
         raise RankError(
             f"asked to keep k={k} entries, but only {sum(alive)} are alive in {len(alive)} tensors; "
-            f"choose k <= {sum(alive)}: pruned entries do not come back."
+            f"choose k <= {sum(alive)}, because pruned entries cannot be restored."
         )
     raise RankError(
         f"asked to keep k={k} entries, but the floors of {len(floors)} tensors need {sum(floors)}; "

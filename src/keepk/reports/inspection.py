@@ -1,4 +1,4 @@
-"""`inspect`: a report on what can be removed from a model, what cannot and why, and what each layer costs."""
+"""`inspect`: report which units of a model can be removed, which cannot and why, and the cost of each layer."""
 
 import json
 from collections import Counter
@@ -140,7 +140,7 @@ class Inspection:
 def inspect(
     model: nn.Module, example: Any = None, *, examples: Sequence[Any] | None = None, training_example: Any = None
 ) -> Inspection:
-    """Report what can be removed from a model, what cannot and why, and what each layer costs.
+    """Report which units of a model can be removed, which cannot and why, and what each layer costs.
 
     The model is traced on a copy; it does not change.
 
@@ -198,7 +198,7 @@ def inspect(
 
 
 def _as_a_whole(graph: Graph, space: UnitGroup) -> FixedGroup | None:
-    """The reason why a group of one unit is fixed, if the unit fills a whole axis, of which nothing would be left."""
+    """The reason why a group of one unit is fixed, if the unit fills an axis that would otherwise become empty."""
     if len(space.units) > 1:
         return None
     totals = {(axis.tensor, axis.dim): axis.size for axis in graph.wiring.axes}
@@ -249,7 +249,7 @@ class _Section:
         yield self.title
         if self.table:
             rows = self.table.rows
-            # The total is the row one wants to see, so it survives the cut.
+            # The total is the most useful row, so it is shown even if others are omitted.
             totals = rows[len(rows) - 1 :] if self.table.total_row else ()
             body = rows[: len(rows) - len(totals)]
             yield indent(str(replace(self.table, rows=(*body[:most], *totals))), MARGIN)

@@ -25,9 +25,9 @@ class SpaceReport:
         kind: "weights" or "channels".
         total: M, the units before the first event.
         planned: M_e, the plan's count after the last event.
-        kept: The units left now, counted on the tensors. Fewer than planned if channels or dead neurons were removed
-            with their weights; more if pruned weights came back.
-        asked: K, the units left at the end.
+        kept: The units left now, counted in the tensors. Fewer than planned if channels or dead neurons were removed
+            with their weights; more if pruned weights are no longer zero.
+        asked: K, the number of units to keep.
         fixed: Channels of the same layers that cannot be removed; no other count includes them.
     """
 
@@ -48,12 +48,12 @@ class RunReport:
         epoch: The number of events so far.
         epochs: The number of events in the plan.
         spaces: The counts of each space.
-        parameters: The entries of the model's parameters as they are, masked ones included.
-        masked: How many of them are masked and 0.0.
+        parameters: The number of entries of the model's parameters, including masked ones.
+        masked: The number of entries that are masked and 0.0.
         macs: Multiply-accumulates (MACs) per sample of one forward pass with the tensors as they are, so masked weights
             are multiplied too; None if the Pruner has no example.
         batch: The batch size of the Pruner's example, by which MACs were divided. None without an example, or if the
-            batch size is not known; MACs are then those of the whole example.
+            batch size could not be determined; MACs are then those of the whole example.
         error: The error that the user passed, in percent.
 
     Parameters and MACs count tensors as they are, as `keepk.inspect` does. Weights that are only masked are counted in
@@ -145,15 +145,15 @@ class RunReport:
 def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     """A summary of a run: planned, kept and requested units per space, parameters and multiply-accumulates.
 
-    The same as ``pruner.report()``. All numbers are counted on the model's tensors; if pruned units came back, a
-    `KeepkWarning` has both counts.
+    The same as ``pruner.report()``. All numbers are counted in the model's tensors; if pruned units are no longer zero,
+    a `KeepkWarning` reports both counts.
 
     Args:
         pruner: The `Pruner` of the run. Multiply-accumulates are counted if it has an example.
         error: An error in percent to show in the report.
 
     Returns:
-        A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` is plain values.
+        A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` returns plain values.
 
     Raises:
         KeepkError: `pruner` is not a `Pruner`, or `error` is not a number.
@@ -172,7 +172,7 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     'epoch 1/2: kept 0 4 of 6; 51 parameters, 44 MACs per sample, error 1.50 %'
     """
     if not isinstance(pruner, Pruner):
-        raise KeepkError(f"report: got {type(pruner).__name__}. Give the keepk.Pruner of the run.")
+        raise KeepkError(f"report: got {type(pruner).__name__}. Pass the keepk.Pruner of the run.")
     if error is not None:
         error = float(exact_number(error, "report: error", KeepkError))
     plan, epoch = pruner.plan, pruner.epoch

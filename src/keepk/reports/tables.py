@@ -1,8 +1,8 @@
 """Tables, and the plain values that they are made from.
 
 A `Table` has rows of text and renders as plain ASCII, Markdown, HTML in notebooks, or a rich table. `PlanReport`,
-`EpochRecord` and `LayerCount` are plans and layers of a run as plain values; tables and figures are made from these
-alone.
+`EpochRecord` and `LayerCount` describe plans, epochs and layers of a run as plain values, from which tables and figures
+are made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def plan_html(plan: Mapping[str, Sequence[int]]) -> str:
     >>> plan_html({"fc": (50, 50, 10)}).count("<tr>")
     3
     """
-    # Plans can have hundreds of epochs, most of them without a change; the first and the last row frame them.
+    # Plans can have hundreds of epochs, most of them without a change; always show the first and the last one.
     events = [*zip(*plan.values(), strict=True)]
     rows = [
         (str(epoch), *(f"{count:,}" for count in counts))
@@ -108,7 +108,7 @@ class PlanReport:
 def plan_report(
     schedule: AnySchedule, total: int, *, keep: int | None = None, prune: float | None = None, epochs: int | None = None
 ) -> PlanReport:
-    """The plan for `total` weights, by the count to keep or by the share to prune, as a `Pruner` would make it.
+    """The plan for `total` weights, given a count to keep or a share to prune, as a `Pruner` would make it.
 
     >>> plan_report([400, 250], 1000, prune=0.75)
     PlanReport(total=1000, counts=(400, 250))
@@ -128,7 +128,7 @@ def layer_counts(masks: Mapping[str, Tensor]) -> list[LayerCount]:
     >>> layer_counts({"fc1.weight": torch.tensor([True, False]), "fc1.bias": torch.tensor([False])})
     [LayerCount(name='fc1', total=3, kept=1)]
     """
-    # A parameter of the model itself has no layer name: it is listed under its own.
+    # A parameter of the model itself has no layer name, so it is listed under its own name.
     layers = dict[str, list[Tensor]]()
     for name, mask in masks.items():
         layers.setdefault(name.rpartition(".")[0] or name, []).append(mask)

@@ -25,7 +25,7 @@ EIGHTHS_IN_ASCII = " ___#####"
 
 @dataclass(frozen=True)
 class PlanPlot:
-    """The units left over the epochs, as filled columns. Epoch 0 is the dense network.
+    """A plot of the units left after each epoch, as filled columns. Epoch 0 is the dense network.
 
     Attributes:
         report: The plan.

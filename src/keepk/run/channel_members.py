@@ -1,4 +1,4 @@
-"""From module names to channels: the channel spaces of a run, looked up in the graph of a model and checked."""
+"""The channels of each channel space: globs matched with the modules of a traced model, and checked."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ from keepk.plan.spaces import ChannelSpace
 from keepk.rank.channels import Choice, Links, find_links, refuse_bound_links
 
 NONE = np.zeros(0, np.int64)
-# Which groups of the graph a space takes. A layer that several BatchNorms read is a "source" at its output, and each
-# BatchNorm's view of it is a "read" at the input; a plain channel is the same unit on both sides.
+# The kinds of groups that a space can select. If several BatchNorms read a layer, its output channels are "source"
+# units and each BatchNorm's view of them is a separate set of "read" units. A plain channel is one unit on both sides.
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
 
 
 @dataclass(frozen=True)
 class Uncounted:
-    """The channels of a layer that cannot be removed: how many, of how many, and why."""
+    """The number of a layer's channels that cannot be removed, its width, and the reason."""
 
     layer: str
     channels: int
@@ -43,14 +43,15 @@ class ChannelMembers:
 
     Attributes:
         space: The user's request.
-        layers: The groups of the graph that it takes, one per layer.
-        units: All their units.
-        total: M.
-        keep: K.
+        layers: The groups of the graph that it selects, one per layer.
+        units: The units of these groups.
+        total: M, the number of units.
+        keep: K, the number of units to keep.
         choices: The sets of units that are chosen from together.
-        sources: Sets of readings, one per source; at least one of each must stay, so that every source is read.
-        links: Which of the units are read by others of them.
-        uncounted: The channels of the same layers that cannot be removed; they are not among the units.
+        sources: One set of readings for each layer that several BatchNorms read. At least one unit of each set must
+            stay, so that the layer is still read.
+        links: Which units are read by other units of the space.
+        uncounted: Channels of the same layers that cannot be removed; they are not part of `units`.
     """
 
     space: ChannelSpace
@@ -70,20 +71,20 @@ class ChannelMembers:
 
     @property
     def portions(self) -> list[Portion]:
-        """How many channels of each choice may stay."""
+        """For each choice, the counts that may be kept."""
         return [choice.portion for choice in self.choices]
 
 
 class NoChannelsError(SpaceError):
-    """A glob matches modules, but no channel that can be removed."""
+    """Raised if a glob matches modules, but no channel that can be removed."""
 
 
 def find_channels(
     graph: Graph, modules: Mapping[str, nn.Module], spaces: Sequence[ChannelSpace]
 ) -> dict[str, ChannelMembers]:
-    """The channels of every space, checked: each glob matches some, none is in two spaces, K can be met."""
+    """The channels of every space. Refuses a glob without channels, a channel in two spaces, and an impossible K."""
     found = dict[str, ChannelMembers]()
-    taken = dict[int, str]()  # by the first unit of a layer, the space that has the layer: layers are never split
+    taken = dict[int, str]()  # by the first unit of a layer, its space; a layer is never split between spaces
     for space in spaces:
         refuse_uncalled(space.metric, space.name)
         _refuse_metric_of_weights(space)
@@ -121,16 +122,16 @@ def modules_of(layer: Group, at: str) -> list[str]:
 
 
 def _has_side(graph: Graph, layer: Group, at: str) -> bool:
-    """Whether a layer has these channels on the requested side.
+    """Whether a layer has channels on the requested side.
 
-    Columns that read a buffer, such as coordinates that the model appends, are inputs that no layer outputs.
+    Columns that read a buffer, such as coordinates that the model appends, are inputs that no layer produces.
     """
     own = [role for tensor, _, role in layer.axes if tensor in graph.wiring.parameters]
     return at == "input" or any(role is not Role.READER for role in own)
 
 
 def _module_of(tensor: str) -> str:
-    """The user's name of the module that owns a tensor: without parametrizations and compiled wrappers."""
+    """The path of the module that owns a tensor, without parametrizations and `torch.compile` wrappers."""
     path = f".{tensor.rpartition('.')[0]}".partition(".parametrizations.")[0]
     return path.replace("._orig_mod", "").removeprefix(".")
 
@@ -145,46 +146,48 @@ def _select(graph: Graph, modules: Sequence[str], space: ChannelSpace) -> tuple[
                 raise SpaceError(
                     f"space {space.name!r}: {option}={glob!r} matches no module. "
                     f"Nearest names: {nearest(glob, [name for name in dict.fromkeys(known) if name])}."
-                    f"{_parameters_meant(graph, glob)}"
+                    f"{_parameters_hint(graph, glob)}"
                 )
     named = [layer for layer, names in candidates if _any(names, space.select) and not _any(names, space.exclude)]
-    named = [layer for layer in named if _is_meant(graph, layer, modules_of(layer, space.at), space.select)]
+    named = [layer for layer in named if _is_selected(graph, layer, modules_of(layer, space.at), space.select)]
     for glob in space.select:
         mine = [layer for layer in named if _any(modules_of(layer, space.at), [glob])]
         if not any(space.lossy or not layer.lossy for layer in mine):
-            _refuse_nothing(graph, space, glob, mine)
+            _refuse_no_channels(graph, space, glob, mine)
     return tuple(layer for layer in named if space.lossy or not layer.lossy)
 
 
-def _is_meant(graph: Graph, layer: Group, names: Sequence[str], globs: Sequence[str]) -> bool:
-    """Whether a space takes a layer: the ranks of an adapter (LoRA) only if a glob names the adapter itself.
+def _is_selected(graph: Graph, layer: Group, names: Sequence[str], globs: Sequence[str]) -> bool:
+    """Whether a space selects a layer. The ranks of a LoRA adapter are selected only if a glob names the adapter.
 
-    A glob names the adapter if it would not match without the adapter's name: ``*.lora_A*`` does, ``*.self_attn*``
-    does not. Someone who prunes attention layers hardly means the ranks of the adapters inside of them.
+    A glob names the adapter if it does not match once the adapter's name is removed from the path: ``*.lora_A*`` does,
+    ``*.self_attn*`` does not. A user who prunes attention layers rarely means the ranks of the adapters in them.
     """
     adapter = graph.adapter_of(layer)
     if not adapter:
         return True
     own = {graph.wiring.adapters[tensor] for tensor, _, _ in layer.axes}
-    return any(matches(name, [glob]) and not matches(_renamed(name, own), [glob]) for name in names for glob in globs)
+    return any(
+        matches(name, [glob]) and not matches(_without_adapter(name, own), [glob]) for name in names for glob in globs
+    )
 
 
-def _renamed(name: str, adapters: Iterable[str]) -> str:
+def _without_adapter(name: str, adapters: Iterable[str]) -> str:
     adapter = next((path for path in adapters if f"{name}.".startswith(f"{path}.")), "")
     return f"{adapter.rpartition('.')[0]}.{name[len(adapter) :]}" if adapter else name
 
 
-def _parameters_meant(graph: Graph, glob: str) -> str:
+def _parameters_hint(graph: Graph, glob: str) -> str:
     if not _any(graph.wiring.parameters, [glob]):
         return ""
-    return " channels takes names of modules; keepk.weights takes those of parameters."
+    return " channels takes names of modules, keepk.weights names of parameters."
 
 
 def _any(names: Iterable[str], globs: Iterable[str]) -> bool:
     return any(matches(name, globs) for name in names)
 
 
-def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequence[Group]) -> None:
+def _refuse_no_channels(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequence[Group]) -> None:
     where = f"space {space.name!r}: select={glob!r}"
     role = Role.PRODUCER if space.at == "output" else Role.READER
     fixed = [
@@ -192,39 +195,39 @@ def _refuse_nothing(graph: Graph, space: ChannelSpace, glob: str, lossy: Sequenc
         for it in graph.fixed
         if matches(_module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
     ]
-    # Every model has outputs, and they are fixed. Mention them only if the glob names no lossy layer explicitly.
+    # The outputs of a model are always fixed. Mention them only if the glob does not name a lossy layer.
     by_name = _any([it.module for it in lossy], [glob])
     telling = [it for it in fixed if not is_output(it.reason)] or fixed * (not by_name)
     if lossy and telling:
         raise SpaceError(
             f"{where}: axis {telling[0].axis} of {telling[0].tensor!r} ({len(telling)} such axes) is fixed, "
-            f"{telling[0].why}. The only channels that it matches, {sum(len(it.units) for it in lossy)} of "
-            f"{lossy[0].name!r}, are different ones: lossy=True would remove those, and none of the former."
+            f"{telling[0].why}. The only channels that the glob matches, {sum(len(it.units) for it in lossy)} of "
+            f"{lossy[0].name!r}, are others: lossy=True would remove those, and none along the fixed axis."
         )
     if lossy:
         raise NoChannelsError(
             f"{where} matches {sum(len(layer.units) for layer in lossy)} channels of {lossy[0].name!r}, but removing "
-            f"one changes more than setting it to zero would: {lossy[0].lossy}. Use lossy=True to remove them anyway."
+            f"one changes more than zeroing it would: {lossy[0].lossy}. Use lossy=True to remove them anyway."
         )
     ranks = [layer for layer in graph.groups if graph.adapter_of(layer) and _any(modules_of(layer, space.at), [glob])]
     if ranks:
         adapter = graph.adapter_of(ranks[0]).rpartition(".")[2]
         raise SpaceError(
-            f"{where} matches no channels but the ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
-            f"which are left out unless a glob names them. Select {f'*.{adapter}*'!r} to prune ranks."
+            f"{where} matches only ranks of adapters ({ranks[0].name!r} and {len(ranks) - 1} more), "
+            f"which are left out unless a glob names the adapter. Select {f'*.{adapter}*'!r} to prune ranks."
         )
     sided = [it for it in graph.groups if it.kind in KINDS[space.at] and _has_side(graph, it, space.at)]
     names = [name for layer in sided for name in modules_of(layer, space.at)]
     if _any(names, [glob]):
-        raise NoChannelsError(f"{where} without {list(space.exclude)} leaves no channel. Exclude less.")
+        raise NoChannelsError(f"{where} leaves no channel after exclude={list(space.exclude)}. Exclude less.")
     if fixed:
         raise NoChannelsError(
             f"{where} matches no channel that can be removed: axis {fixed[0].axis} of {fixed[0].tensor!r} is fixed, "
             f"{fixed[0].why}. keepk.inspect(model, example) lists what can shrink."
         )
     raise NoChannelsError(
-        f"{where} matches modules, but none with channels at its {space.at}. "
-        f"Nearest modules that have some: {nearest(glob, list(dict.fromkeys(names)))}."
+        f"{where} matches modules, but none that has channels at its {space.at}. "
+        f"Nearest modules that do: {nearest(glob, list(dict.fromkeys(names)))}."
     )
 
 
@@ -236,12 +239,12 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> Ch
     links = find_links(graph, space, layers)
     choices = tuple(_choices(graph, space, layers, units, sources, links))
     portions = [choice.portion for choice in choices]
-    least = sum(portion.counts[0] for portion in portions)  # counts are in rising order
+    least = sum(portion.counts[0] for portion in portions)  # counts are in ascending order
     if keep < least:
         needs = [f"layer_floor={space.layer_floor} in {len(layers)} layers"]
         needs += [f"round_to={space.round_to}"] if space.round_to else []
         needs += [f"a reader for each of {len(sources)} sources"] if sources else []
-        needs += ["the sources of what they read"] if len(links.pairs) else []
+        needs += ["the channels that these read"] if len(links.pairs) else []
         raise SpaceError(
             f"space {space.name!r}: keep={keep}, but {' with '.join(needs)} needs {least} channels. "
             f"Choose keep >= {least}{' or a lower floor' if space.layer_floor != 1 else ''}."
@@ -249,8 +252,8 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> Ch
     possible = nearest_totals(portions, keep)
     if possible != [keep]:
         raise SpaceError(
-            f"space {space.name!r}: keep={keep} of {total} channels cannot be met: {_why(graph, space, units)}. "
-            f"Nearest that can: {' and '.join(map(str, possible))}."
+            f"space {space.name!r}: keep={keep} of {total} channels cannot be met: {_why_not(graph, space, units)}. "
+            f"Nearest possible: {' and '.join(map(str, possible))}."
         )
     return ChannelMembers(space, layers, units, total, keep, choices, sources, links)
 
@@ -262,7 +265,7 @@ def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group])
     for tensor, dim in dict.fromkeys((t, dim) for layer in layers for t, dim, found in layer.axes if found is role):
         axis = axes[tensor, dim]
         classes = np.unique(graph.solution.classes[axis.start : axis.start + axis.size]).tolist()
-        # All layers that add to a residual stream share its channels, which count once.
+        # Layers that add to the same residual stream share its channels; count those once.
         pinned = [it for it in classes if it in graph.solution.pinned and it not in seen]
         seen |= set(pinned)
         if pinned:
@@ -270,7 +273,7 @@ def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group])
 
 
 def _single_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
-    """Selected layers with a single channel. The graph leaves them out: every layer keeps at least one channel."""
+    """Selected layers with a single channel. The graph has no units for them, since a layer keeps at least one."""
     for pair in single_channels(graph, modules):
         name = pair[0] if space.at == "output" else pair[1]
         if matches(name, space.select) and not matches(name, space.exclude):
@@ -278,12 +281,12 @@ def _single_channels(graph: Graph, modules: Mapping[str, nn.Module], space: Chan
 
 
 def single_channels(graph: Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
-    """Layers with a single output channel, each with the later layer that reads it; outputs of the model have none."""
+    """Layers with a single output channel, each with the layer that reads it; the model's last layer is left out."""
     order, last = (
         {name: float(place) for place, name in enumerate(_module_of(it) for it, _ in graph.wiring.roles)},
         -1.0,
     )
-    # A layer with a single channel on both sides has no roles in the graph: it is placed after its neighbour.
+    # A layer with a single channel on both sides has no role in the graph: place it after the module before it.
     for name in modules:
         last = order.setdefault(name, last + 0.5) if name in order or _width(modules[name], "in") == 1 else last
     known = [(place, name, modules[name]) for name, place in order.items() if name in modules]
@@ -298,11 +301,11 @@ def _width(module: nn.Module, side: str) -> object:
     return getattr(module, f"{side}_features", getattr(module, f"{side}_channels", None))
 
 
-def _why(graph: Graph, space: ChannelSpace, units: Indices) -> str:
+def _why_not(graph: Graph, space: ChannelSpace, units: Indices) -> str:
     mine = set(units.tolist())
     bound = [blocks for blocks in graph.bindings if mine & set(np.concatenate(blocks).tolist())]
-    reasons = [f"{len(blocks)} parts must keep equally many" for blocks in bound[:1]]
-    reasons += [f"round_to={space.round_to} binds the width of each layer"] if space.round_to else []
+    reasons = [f"{len(blocks)} parts must keep equal numbers" for blocks in bound[:1]]
+    reasons += [f"round_to={space.round_to} restricts the width of each layer"] if space.round_to else []
     aligned = [layer for layer in graph.groups if layer.multiple > 1 and mine & set(layer.units.tolist())]
     reasons += [f"{layer.name!r} must keep a multiple of {layer.multiple} ({layer.aligned})" for layer in aligned[:1]]
     return " and ".join(reasons)
@@ -316,7 +319,7 @@ def _choices(
     sources: Sequence[Indices],
     links: Links,
 ) -> Iterable[Choice]:
-    """The sets of units that are chosen from together, each with the counts that may stay of it.
+    """The sets of units that are chosen from together, each with the counts that may be kept.
 
     Every count leaves room for the floors of the layers and for a reading of each source.
     """
@@ -335,7 +338,7 @@ def _choices(
     loose = [it for it, step in zip(free, steps, strict=True) if step == 1]
     refuse_bound_links(graph, space, links, np.concatenate([NONE, *(members for _, members in loose)]))
     if loose:
-        # Layers whose counts nothing binds are one choice: any of their channels may be removed in any order.
+        # Layers without conditions on their counts form one choice: any of their channels may be removed.
         members = np.concatenate([members for _, members in loose])
         floors = [space.floor_of(len(layer.units)) for layer, _ in loose]
         needed = links.needed([own for _, own in loose], floors)
@@ -357,15 +360,15 @@ def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int
 def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
     if len(outside):
         other = graph.groups[int(graph.units.group[outside[0]])]
-        remedy = "Use lossy=True" if other.lossy and not space.lossy else "Select that module as well"
+        remedy = "Use lossy=True" if other.lossy and not space.lossy else "Select that module too"
         raise SpaceError(
-            f"space {space.name!r}: its channels must be removed in equal numbers with those of {other.name!r}, "
-            f"which are not in it. {remedy}, or exclude both."
+            f"space {space.name!r}: some of its layers must lose as many channels as {other.name!r}, "
+            f"which is not in the space. {remedy}, or exclude both."
         )
 
 
 def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], sources: Sequence[Indices]) -> Portion:
-    """The counts that may stay of blocks that lose equally many; a block keeps the floor of each of its layers."""
+    """The counts that may be kept of blocks that lose equal numbers; a block keeps the floor of each of its layers."""
     sizes = [len(block) for block in blocks]
     floors = [
         sum(space.floor_of(len(graph.groups[home].units)) for home in np.unique(graph.units.group[block]).tolist())
@@ -380,7 +383,7 @@ def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices],
 
 
 def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: int) -> bool:
-    """Whether every layer has an allowed width after each block has lost `lost` channels."""
+    """Whether every layer has an allowed width after each block loses `lost` channels."""
     if lost == 0:
         return True
     widths = dict[int, int]()
@@ -391,9 +394,9 @@ def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: in
 
 
 def _step(graph: Graph, layer: Group, round_to: int | None) -> int:
-    """The number of channels in which a layer shrinks, so that its width stays a multiple of `round_to`.
+    """The number of channels that a layer must lose at a time, so that its width stays a multiple of `round_to`.
 
-    A channel may have several indices, as a head has: with 8 indices each, every width is a multiple of 8.
+    A channel may have several indices: with heads of 8 indices, every width is a multiple of 8.
     """
     if round_to is None:
         return layer.multiple
@@ -409,7 +412,7 @@ def _rounded(size: int, floor: int, step: int) -> Portion:
 
 
 def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:
-    """For each layer that several BatchNorms read: the units that are readings of it."""
+    """For each layer that several BatchNorms read: the units that read it, if all of them are in the space."""
     mine = np.zeros(len(graph.units), bool)
     mine[units] = True
     links = graph.links()
@@ -421,7 +424,7 @@ def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:
 
 
 def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMembers]) -> None:
-    """Refuse a source and its readings in two spaces: removing the source would change the other space's count."""
+    """Refuse a source and its readings in different spaces: removing the source would change the other count."""
     home = dict[int, str]()
     for name, members in found.items():
         home |= dict.fromkeys(members.units.tolist(), name)
@@ -430,10 +433,10 @@ def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMember
             layer, reader = (graph.groups[int(graph.units.group[unit])].name for unit in (source, reading))
             raise SpaceError(
                 f"spaces {home[source]!r} and {home[reading]!r}: channels of {layer!r} are read by {reader!r}, whose "
-                f"channels are removed with them. Count either outputs or inputs; outputs of both layers in one space."
+                f"channels are removed with them. Put both layers into one space, or prune only one of the two."
             )
 
 
-def settled(channels: Mapping[str, ChannelMembers], plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The plans of the channel spaces, each count moved to one that the network can have."""
+def snapped_plans(channels: Mapping[str, ChannelMembers], plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The plans of the channel spaces, with each count moved to the nearest one that can be met."""
     return {name: snapped(it.portions, plan[name]) for name, it in channels.items()}

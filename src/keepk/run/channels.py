@@ -1,8 +1,8 @@
-"""The channel spaces of a run: which channels are left, and which ones are pruned at the next event.
+"""The channel spaces of a run: which channels are left, and which are pruned at the next event.
 
-An `Event` has the channels to remove or mask, and the new masks of weights. It is decided first and applied afterwards,
-so that everything that can be refused is refused while the model is still whole, and so that several processes can
-compare their decisions before any of them changes a tensor.
+An `Event` holds the channels to remove or mask, and the new masks of weights. It is decided first and applied
+afterwards, so that everything that can be refused is refused before the model changes, and so that distributed
+processes can compare their decisions before any of them changes a tensor.
 """
 
 import sys
@@ -37,12 +37,12 @@ from keepk.run.counting import count_channels, masked_places
 from keepk.run.state import Saved
 from keepk.run.warnings import Watch
 
-# Which removals are replayed at their own sizes before they are made: physical cuts, or also masks that are cut later.
+# Which removals are replayed first: none, physical cuts only, or also masked channels that are cut later.
 Replayed: TypeAlias = Literal["none", "cuts", "masks"]
 
 
 def nothing() -> None:
-    """The undo of a change that changed nothing."""
+    """Do nothing: the undo of an empty change."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Operation:
 
     Attributes:
         edits: The changes that it makes, or that a later removal of masked channels would make.
-        cuts: The same by parameter, under the name without wrappers.
-        prepared: The physical removal; None where channels are only masked.
+        cuts: The cuts of `edits` by parameter, under names without wrappers.
+        prepared: The physical removal; None if channels are only masked.
         parameters: The model's parameters, by the same names.
-        lengths: By direction of weight norm, the parameter with its lengths.
+        lengths: By direction parameter of weight norm, its length parameter.
     """
 
     edits: Edits
@@ -65,31 +65,31 @@ class Operation:
 
     @property
     def gone(self) -> Indices:
-        """The removed units, with those outside every space that nothing reads any more."""
+        """The removed units, including those outside of all spaces that nothing reads any more."""
         return self.edits.units
 
     @property
     def flags(self) -> Flags:
-        """The same as flags, up to the last removed unit."""
+        """`gone` as flags by unit, up to the last removed one."""
         flags = np.zeros(int(self.gone.max(initial=-1)) + 1, bool)
         flags[self.gone] = True
         return flags
 
     def shape_of(self, name: str, parameter: Tensor) -> tuple[int, ...]:
-        """The shape of a parameter afterwards."""
+        """The shape of a parameter after the removal."""
         return self.cuts[name].after if self.prepared and name in self.cuts else tuple(parameter.shape)
 
     def after(self, masks: Masks) -> Masks:
-        """Masks over the model as it is now, cut to the shapes of the model afterwards."""
+        """The masks, which fit the model as it is now, cut to the shapes after the removal."""
         if self.prepared is None:
             return masks
         return {name: left_of(mask, self.cuts[name]) if name in self.cuts else mask for name, mask in masks.items()}
 
     def doomed(self, names: Iterable[str] | None = None) -> Masks:
-        """By parameter, the entries that are removed, or that masks set to zero instead.
+        """By parameter, a mask of the entries that are removed, or zeroed if channels are only masked.
 
         Args:
-            names: The parameters of interest; None for all. A mask is as large as its parameter, so ask for few.
+            names: The parameters to return masks for; None for all. A mask is as large as its parameter.
         """
         wanted = self.parameters if names is None else set(names)
         cuts = {name: cut for name, cut in self.cuts.items() if name in wanted}
@@ -106,7 +106,7 @@ class Operation:
             return nothing
         undo = self.prepared.apply()
         if "torch._dynamo" in sys.modules:
-            # Any module may have been compiled by the user, and torch stops recompiling after a few new shapes.
+            # The user may have compiled any module, and torch stops recompiling after a few new shapes.
             torch.compiler.reset()
         return undo
 
@@ -116,14 +116,14 @@ NO_OPERATION = Operation(Edits(np.zeros(0, np.int64), (), (), (), ()), {}, None,
 
 @dataclass(frozen=True)
 class Event:
-    """The decisions of one event, before anything changes. Each side adds its own with `dataclasses.replace`.
+    """The decisions of one event, before anything changes. Each side adds its decisions with `dataclasses.replace`.
 
     Attributes:
-        epoch: Which entry of the plan is due, from 0.
+        epoch: The entry of the plan to carry out, from 0.
         wrapper: The DDP wrapper that the user passed to `Pruner.step`.
         operation: The removal or masking of channels.
         chains: By channel space, the splits that lead on to K; see `plan.portions`.
-        masks: The new masks of weights (True where pruned), over the model as it is now.
+        masks: The new masks of weights (True where pruned), in the current shapes.
         due: By weight space that is pruned at this event, its new count.
     """
 
@@ -135,13 +135,13 @@ class Event:
     due: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def told(self) -> list[Tensor]:
+    def flags(self) -> list[Tensor]:
         """The decisions that all processes must agree on, as flags."""
         return [*self.masks.values(), torch.from_numpy(self.operation.flags)]
 
     @property
     def cuts(self) -> bool:
-        """Whether it changes the shapes of the model."""
+        """Whether it changes shapes of the model's tensors."""
         return self.operation.prepared is not None
 
     @property
@@ -167,9 +167,16 @@ class Surgery:
         self._lengths = lengths_of(model)
 
     def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
-        """Prepare the removal of the units `going`, and of those in `dead` that are masked so far."""
+        """Prepare the removal of the units `going`, and of the units in `dead` that are still masked.
+
+        Args:
+            dead: By unit, whether it was pruned before.
+            going: The units to prune now.
+            physical: Whether to remove channels from the tensors, or only to mask them.
+            wrapper: The DDP wrapper of the model, which will be rebuilt after a physical removal.
+        """
         refuse_other_parameters(self._model, self._parameters, ShrinkError)
-        # Masked units are part of every operation: their masks are made again from it, or they are removed by it.
+        # Units that are already masked are part of every operation, which either masks them again or removes them.
         masked = np.flatnonzero(dead & self._graph.alive)
         units = np.union1d(masked, np.fromiter(going, np.int64))
         if physical:
@@ -191,13 +198,13 @@ class Surgery:
                 raise changed_model(
                     ShrinkError, name, f"has shape {got}, but the Pruner left it with shape {cut.before}"
                 )
-        if self._replayed == "masks":  # they will be cut at the end, where a refusal would come too late
+        if self._replayed == "masks":  # these channels will be cut at the end, too late to refuse them then
             refuse_unfit(self._model, self._graph, edits)
         return Operation(edits, cuts, None, self._parameters, self._lengths)
 
 
 def by_plain_name(model: nn.Module, edits: Edits | Mapping[str, Cut]) -> dict[str, Cut]:
-    """The cuts of parameters under their names without wrappers; cuts of buffers are left out."""
+    """By parameter name without wrappers, its cut; buffers are left out."""
     cuts = {cut.tensor: cut for cut in edits.cuts} if isinstance(edits, Edits) else edits
     own = (name for name, _ in model.named_parameters(remove_duplicate=False))
     plain = dict(zip(own, named_parameters(model), strict=True))
@@ -210,9 +217,10 @@ class ChannelSide:
     Attributes:
         graph: The traced model. Its `alive` says what is physically there.
         members: The spaces by name, with their units.
-        dead: By unit, whether it is pruned: removed, or masked and still `graph.alive`.
-        zeroed: By parameter, the entries of masked channels; empty once they are removed.
-        certified: By space, the channels left at the last event, before `keepk.compact` or others removed more.
+        dead: By unit, whether it is pruned. A pruned unit is either removed, or masked and still `graph.alive`.
+        zeroed: By parameter, a mask of the entries of masked channels; empty once they are removed.
+        certified: By space, the number of channels left by the last event, before `keepk.compact` or `keepk.shrink`
+            removed more.
     """
 
     kind = "channels"
@@ -235,11 +243,11 @@ class ChannelSide:
         self._floors = {
             layer.name: it.space.floor_of(len(layer.units)) for it in members.values() for layer in it.layers
         }
-        self._statistics = dict[Statistics, list[str]]()  # with the spaces whose metrics read them
+        self._statistics = dict[Statistics, list[str]]()  # by object, the spaces whose metrics read it
         for name, it in members.items():
             for statistics in statistics_of(it.space.metric):
                 self._statistics.setdefault(statistics, []).append(name)
-        # Where counts bind each other, a chain of splits is kept that is known to lead to K; see `plan.portions`.
+        # Where the counts of layers depend on each other, keep a chain of splits that leads to K; see `plan.portions`.
         self._chains = dict[str, tuple[Split, ...]]()
         for name, it in members.items():
             if not has_even_steps(it.portions):
@@ -248,17 +256,17 @@ class ChannelSide:
                 self._chains[name] = found
         self.dead: Flags = np.zeros(len(graph.units), bool)
         self.zeroed: Masks = {}
-        self._cut_elsewhere: str | None = None  # a tensor that something else than this run has cut
+        self._cut_elsewhere: str | None = None  # a tensor that was cut outside of this run
         self.certified = self.kept
 
     def warn_of_uncounted(self) -> None:
-        """Warn of layers with channels that their space does not count."""
+        """Warn about layers with channels that their space does not count."""
         for name, it in self.members.items():
             layers = [(u.layer, u.channels, u.width, u.why) for u in it.uncounted]
             self._watch.uncounted(name, it.keep, it.total, layers)
 
     def follow_statistics(self) -> None:
-        """Restart the statistics that metrics read, over the channels that are left now."""
+        """Restart the statistics that metrics read, for the channels that are left now."""
         for statistics, names in self._statistics.items():
             statistics.follow({name: self.layers(name) for name in names})
 
@@ -269,36 +277,37 @@ class ChannelSide:
 
     @property
     def counted(self) -> dict[str, int]:
-        """By space: how many channels the model's tensors have now, masked ones that came back included."""
+        """By space: how many channels the model's tensors have now, including masked ones that are no longer zero."""
         return count_channels(self.members, self.graph, self.dead, self.zeroed, self._model)
 
     @property
     def masks(self) -> Masks:
-        """By parameter with masked channels: which entries are kept."""
+        """By parameter with masked channels: a mask of the entries that are kept."""
         return {name: ~mask for name, mask in self.zeroed.items()}
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """By space: its layers and their widths when the run began. A saved state must have the same."""
+        """By space: its layers and their widths when the run began. A saved state must have the same ones."""
         return {name: {layer.module: len(layer.units) for layer in it.layers} for name, it in self.members.items()}
 
     @property
     def places(self) -> dict[str, Places]:
-        """By space with masked channels: where they are in the parameters."""
+        """By space with masked channels: their positions in the parameters."""
         masked = self.dead & self.graph.alive
         return masked_places(self.members, self.graph, masked, self._model) if masked.any() else {}
 
     def layers(self, name: str) -> list[Layer]:
-        """The channels of a space that are left, layer by layer, as a metric sees them."""
+        """The remaining channels of a space, layer by layer, in the form that metrics take."""
         members = self.members[name]
         return layers_of(self.graph, self._parameters, members.layers, ~self.dead, members.space.at)
 
     def decide(self, event: Event) -> Event:
-        """Add the channels to prune and what removes or masks them. Reads only."""
-        if self._cut_elsewhere is not None:  # the plan does not know of those channels, so it could not end at K
+        """Choose the channels to prune, and prepare their removal or masks; nothing changes."""
+        # The plan counts channels that no longer exist, so it could not end at K.
+        if self._cut_elsewhere is not None:
             raise ShrinkError(
-                f"parameter {self._cut_elsewhere!r}: was cut by keepk.compact or keepk.shrink, which the plan of the "
-                f"channels does not know. Change the model first, then make the Pruner; or wait until its plan ends."
+                f"parameter {self._cut_elsewhere!r}: was cut by keepk.compact or keepk.shrink, so the channels no "
+                f"longer fit the plan. Cut the model before the Pruner is made, or after its plan has ended."
             )
         removed, chains, kept = [np.zeros(0, np.int64)], dict[str, tuple[Split, ...]](), self.kept
         for name, counts in self._plan.items():
@@ -308,11 +317,11 @@ class ChannelSide:
                 removed.append(decision.removed)
                 chains[name] = decision.chain
             else:
-                chains[name] = tuple(known[1:])
+                chains[name] = tuple(known[1:])  # the first split is the one of this event
         going = np.sort(np.concatenate(removed))
         ends = all(counts[event.epoch] == self.members[name].keep for name, counts in self._plan.items())
         physical = self._shrink == "each" or (self._shrink == "end" and ends)
-        waiting = (self.dead & self.graph.alive).any()  # masked at an event before, and not removed yet
+        waiting = (self.dead & self.graph.alive).any()  # masked by an earlier event, and not removed yet
         if not len(going) and not (physical and waiting):
             return replace(event, chains=chains)
         operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper)
@@ -320,7 +329,7 @@ class ChannelSide:
         return replace(event, chains=chains, operation=operation)
 
     def apply(self, event: Event) -> Undo:
-        """Remove the channels of an event, or take over their masks; returns the undo of the removal."""
+        """Remove the channels of an event, or store their masks; returns the undo of the removal."""
         with undone_by(undo := event.operation.apply()):
             self.dead = self.dead.copy()  # a snapshot may still refer to the old flags
             self.dead[event.operation.gone] = True
@@ -331,7 +340,7 @@ class ChannelSide:
             return undo
 
     def follow_cuts(self, cuts: Mapping[str, Cut], follow: Callable[[Masks], Masks]) -> None:
-        """Take note of units that something else than this run has removed, and cut the masks."""
+        """Mark units as dead that were removed outside of this run, and cut the masks."""
         self._cut_elsewhere = next(iter(cuts), None)
         gone = self.graph.lost(cuts.values())
         self.graph.removed(gone)
@@ -340,7 +349,7 @@ class ChannelSide:
         self.zeroed = follow(self.zeroed)
 
     def snapshot(self) -> Undo:
-        """A function that restores the present flags, masks and counts. The graph is restored by a removal's undo."""
+        """A function that restores the current flags, masks and counts; the undo of a removal restores the graph."""
         present = self.dead, self.zeroed, self._chains, self.certified
 
         def restore() -> None:
@@ -349,7 +358,7 @@ class ChannelSide:
         return restore
 
     def state(self) -> dict[str, Any]:
-        """Its part of a `Pruner`'s state, as plain values: the units that are gone, and those that are removed."""
+        """The channels' part of a `Pruner`'s state: the pruned units ("gone"), and which of them are removed."""
         return {
             "channels": {
                 "total": len(self.dead),
@@ -360,7 +369,7 @@ class ChannelSide:
         }
 
     def refuse_other_state(self, saved: Saved) -> None:
-        """Refuse a state with different units, with counts that the plan does not have, or with units gone here."""
+        """Refuse a state with different units or counts than the plan, or one that keeps units already pruned here."""
         try:
             total, removed = saved.channels["total"], {*saved.channels["removed"]}
             gone = np.asarray(saved.channels["gone"], np.int64)
@@ -375,7 +384,7 @@ class ChannelSide:
             fits = chains_fit = False
         if not fits or not chains_fit:
             raise StateError(
-                "pruner state: its channels are not those of this model. It is damaged, or of another one."
+                "pruner state: its channels do not fit this model. The state is damaged, or belongs to another model."
             )
         after = np.zeros(total, bool)
         after[gone] = True
@@ -384,21 +393,22 @@ class ChannelSide:
             planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
             if kept != planned:
                 raise StateError(
-                    f"pruner state: {kept} channels of space {name!r} are left, the plan says {planned}. It is damaged."
+                    f"pruner state: space {name!r} keeps {kept} channels, the plan says {planned}. "
+                    f"The state is damaged."
                 )
         if (self.dead & ~after).any():
             raise StateError(
-                f"pruner state: {int((self.dead & ~after).sum())} of its channels are already gone from this model "
-                f"and cannot be restored. Build a fresh model, and load the state into a new Pruner."
+                f"pruner state: it keeps {int((self.dead & ~after).sum())} channels that were already pruned from "
+                f"this model and cannot be restored. Build a fresh model, and load the state into a new Pruner."
             )
 
     def resized(self, saved: Saved) -> Operation:
-        """The removal that gives the model its saved size. Channels that were only masked stay; `load` masks them."""
+        """The removal that cuts the model to its saved size. Channels that were only masked are left to `load`."""
         going = [unit for unit in saved.channels["removed"] if self.graph.alive[unit]]
         return self._as_saved(np.zeros_like(self.dead), going, physical=True)
 
     def load(self, saved: Saved) -> None:
-        """Take over a state that was not refused, over a model that has its saved size."""
+        """Restore a state that `refuse_other_state` accepted; the model must already have its saved size."""
         self.dead = np.zeros(len(self.dead), bool)
         self.dead[np.asarray(saved.channels["gone"], np.int64)] = True
         chains = saved.channels["chains"]
@@ -407,7 +417,7 @@ class ChannelSide:
         self.zeroed = self._as_saved(self.dead, (), physical=False).doomed()
 
     def notes(self, name: str, revived: int) -> dict[str, Any]:
-        """For the certificate of a space: its masked channels that are still zero, and those that it cannot count."""
+        """For the certificate of a space: how many channels are masked and zero, and how many are not counted."""
         masked = int((self.dead & self.graph.alive)[self.members[name].units].sum()) - max(0, revived)
         fixed = self._fixed[name]
         return {**({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}
@@ -422,18 +432,25 @@ class ChannelSide:
             ) from error
 
     def _decide(self, members: ChannelMembers, rest: Sequence[int], known: Sequence[Split]) -> Decision:
-        """Rank the channels of one space and choose the best ``rest[0]`` in numbers that the network can have."""
+        """Rank the channels of one space and keep the best ``rest[0]``, in numbers per layer that the model allows.
+
+        Args:
+            members: The space.
+            rest: The plan from this event on, down to K.
+            known: A chain of splits for `rest`; see `plan.portions`.
+        """
         layers = self.layers(members.space.name)
         metric = members.space.metric or default_metric(layers)
         scores = channel_scores(metric, layers)
         units = np.concatenate([layer.units for layer in layers])
         values = rank_values(units, scores, np.zeros(len(self.dead), bool), members.links)
-        # The floors need the order of the first ranking; the units that they force are then ranked above all others.
+        # A first ranking finds the best units of each layer. Up to the floor they are forced to stay, and the second
+        # ranking puts forced units above all others.
         forced = self._forced(members, values)
         if forced.any():
             values = rank_values(units, scores, forced, members.links)
         decision = keep_best(members.choices, ~self.dead, values, rest, known)
-        assert not forced[decision.removed].any()  # every choice has room for the units that must stay
+        assert not forced[decision.removed].any()  # every allowed count leaves room for the forced units
         self._warn_of_ranking(members, metric, units, scores, decision.removed)
         if reads_scales(metric):
             scales = channel_scores(bn_scale, layers)
@@ -443,7 +460,8 @@ class ChannelSide:
     def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
         """The units that must stay: the best of every layer up to its floor, and the best reading of every source."""
         forced, heights = np.zeros(len(values), bool), members.links.heights
-        # Readings before their sources: a kept reading keeps its source, which then counts towards that floor.
+        # Readers before their sources: a kept reading also keeps its source, which then counts towards that layer's
+        # floor.
         layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
         needs = [(layer.units, self._floors[layer.name]) for layer in layers]
         needs += [(readings, 1) for readings in members.sources]
@@ -463,8 +481,8 @@ class ChannelSide:
         for name, it in self.members.items() if unasked.any() else ():
             if more := int(unasked[it.units].sum()):
                 raise RankError(
-                    f"space {name!r}: {more} more channels would be removed with the chosen ones, so the count "
-                    f"could not be met. Make the space narrower."
+                    f"space {name!r}: {more} more channels would have to be removed with the chosen ones, so the count "
+                    f"could not be met. Exclude the layers that they belong to."
                 )
 
     def _warn_of_ranking(
@@ -477,8 +495,8 @@ class ChannelSide:
         kept = np.bincount(group, weights=stays[units], minlength=len(sizes))
         split = (kept > 0) & (kept < sizes)
         if metric is product:
-            split &= values != 0  # dead already, so it does not matter which of them are pruned
+            split &= values != 0  # a product of 0 means dead already, so it does not matter which of them are pruned
         self._watch.tied_scores(name, "channels", int(sizes[split].sum()), len(units))
-        if members.space.layer_floor == 1:  # a higher floor is the user's decision about thin layers
+        if members.space.layer_floor == 1:  # by setting a higher floor, the user has decided how thin layers may get
             layers = [(layer.name, int(stays[layer.units].sum()), len(layer.units)) for layer in members.layers]
             self._watch.thin_layers(name, "channels", layers)

@@ -1,8 +1,7 @@
-"""The checks before a run: arguments become a frozen `RunSpec`, or an error that names what to change.
+"""The checks before a run, which turn the arguments of a `Pruner` into a frozen `RunSpec` or raise an error.
 
-`run_spec` is the whole story, read top to bottom. Its order is the order in which a user meets the refusals: cheap
-checks of types first, then names against the model, then the trace, then the plan. Nothing is hooked, masked or cut
-before the last of them has passed.
+Start with `run_spec`, which runs the cheap checks first: types, then names in the model, then the trace, then the plan.
+Nothing is hooked, masked or cut before all of them have passed.
 """
 
 import gc
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 from keepk.cut.holders import (
     Follower,
     parameters_of,
+    refuse_bad_followers,
+    refuse_mismatched_followers,
     refuse_missing,
-    refuse_no_followers,
-    refuse_strange_followers,
     tensors_of,
 )
 from keepk.cut.masks import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
@@ -31,44 +30,44 @@ from keepk.graph.trace import trace_inputs
 from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Parameters, layers_of
 from keepk.metrics.weights import traits_of
-from keepk.model.example import TraceInputs, TrainMode, ValueBranches, no_model, quantised_module, refuse_quantised
+from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
 from keepk.model.names import named_parameters, named_tensors, unwrap
 from keepk.model.weight_norm import lengths_of
 from keepk.plan.names import shown
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, Plan, check_phases, timeline
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
-from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, settled
+from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, snapped_plans
 from keepk.run.channels import Replayed
-from keepk.run.undercut import find_rooms, late_goals, refuse_undercut
+from keepk.run.undercut import find_bounds, late_goals, refuse_undercut
 from keepk.run.weights import Members, find_frozen, find_members
 
 if TYPE_CHECKING:
     from keepk.run.pruner import Pruner
 
 Shrink = Literal["each", "end", "never"]
-# Weak: a registry must not keep a model's Pruner alive. The numbers keep the order in which they were made.
+# Weak, so that the registry does not keep a Pruner alive. The numbers keep the Pruners in order of creation.
 _LIVE: WeakValueDictionary[int, "Pruner"] = WeakValueDictionary()
 _NUMBERS = count_up()
 
 
 @dataclass(frozen=True, eq=False)
 class RunSpec:
-    """A run that passed every check: all that a `Pruner` is built from.
+    """The checked arguments of a run, from which a `Session` is built.
 
     Attributes:
         model: The model without wrappers.
-        example: The first example, for counting multiply-accumulates; None without one.
+        example: The first example, for counting MACs; None without one.
         weights: The weight spaces by name, with their parameters.
         channels: The channel spaces by name, with their units of `graph`.
         graph: The traced model; None without channel spaces.
-        totals: By space, M: its units before the first event.
+        totals: By space, M, the number of its units before the first event.
         plan: By space, in the user's order, the counts after epochs 1, 2, ...
         optimizers: The optimizers that train the model.
         followers: Copies of the weights that are cut and zeroed with the model.
-        frozen_by_epoch: The parameters without updates, for each epoch of the phases; empty without phases.
+        frozen_by_epoch: For each epoch of the phases, the frozen parameters; empty without phases.
         shrink: When channels are removed: at "each" event, at the "end", or "never".
-        replayed: Which removals are replayed at their own sizes first.
+        replayed: Which removals are replayed first.
     """
 
     model: nn.Module
@@ -103,21 +102,21 @@ def run_spec(
 ) -> RunSpec:
     """Check the arguments of a `Pruner` (see there) and resolve them; nothing is changed."""
     refuse_wrong_types(model, spaces, phases, shrink)
-    refuse_no_followers(followers, model, "Pruner")
+    refuse_bad_followers(followers, model, "Pruner")
     if epochs is not None:
         count(epochs, "Pruner: epochs", PlanError, least=1)
     of_weights, of_channels = listed_spaces(spaces)
     inner, first = unwrap(model), examples[0] if example is None and examples else example
 
-    # Names against the model, the optimizers and the followers.
+    # Match names with the model, the optimizers and the followers.
     weights = find_members(model, of_weights)
     parameters = {name: parameter for it in weights.values() for name, parameter in it.parameters.items()}
     frozen = frozen_by_epoch(model, phases or ())
     names = {parameter: name for name, parameter in parameters.items()}
     optimizers = checked_optimizers(model, optimizer, names, any(frozen))
-    refuse_strange_followers(followers, named_parameters(model))
+    refuse_mismatched_followers(followers, named_parameters(model))
 
-    # One trace finds the channels. It is the slow part, so the checks that need no trace come first.
+    # Trace the model to find its channels. This is the slow part, so checks that do not need the trace come first.
     inputs = None
     if of_channels and first is not None:
         inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
@@ -125,22 +124,22 @@ def run_spec(
     refuse_second(model)
     refuse_unfit_followers(followers, parameters, touched_tensors(inner, channels))
 
-    # The plan of each space, then the checks of the plans against each other.
+    # Make the plan of each space, then check the plans against each other.
     found: dict[str, Members | ChannelMembers] = {**weights, **channels}
     totals = {name: it.total for name, it in found.items()}
     goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in found.items()}
-    rooms = find_rooms(inner, weights, graph, channels)
+    bounds = find_bounds(inner, weights, graph, channels)
     if phases is not None and channels:
         check_phases(goals, epochs, phases)
-        goals |= late_goals(goals, channels, rooms, phases)
+        goals |= late_goals(goals, channels, bounds, phases)
     plan = timeline(goals, epochs=epochs, phases=phases)
-    plan |= settled(channels, plan)
+    plan |= snapped_plans(channels, plan)
     plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
     refuse_weights_that_end_before_channels(plan, weights, channels)
-    refuse_undercut(plan, rooms)
+    refuse_undercut(plan, bounds)
     if channels and shrink != "each":
         refuse_masked_directions(inner, weights)
-    # Channels masked until the end are replayed when they are masked: at the end it would be too late to refuse.
+    # Channels that stay masked until the end are replayed when they are masked: at the end, refusing is too late.
     replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
     return RunSpec(
         inner, first, weights, channels, graph, totals, plan, optimizers, followers, tuple(frozen), shrink, replayed
@@ -150,27 +149,27 @@ def run_spec(
 def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object) -> None:
     """Refuse arguments of a `Pruner` that have the wrong type."""
     if not isinstance(model, nn.Module):
-        raise SpaceError(f"Pruner: {no_model(model)}")
+        raise SpaceError(f"Pruner: {not_a_model(model)}")
     listed = [spaces] if isinstance(spaces, Space) else spaces
     if not isinstance(listed, list | tuple) or not listed or not all(isinstance(it, Space) for it in listed):
         raise SpaceError(
-            f"Pruner: spaces={shown(spaces)}. Give a list of keepk.weights(...) and keepk.channels(...), at least one."
+            f"Pruner: spaces={shown(spaces)}. Pass a list of keepk.weights(...) and keepk.channels(...), at least one."
         )
     if phases is not None and not (
         isinstance(phases, list | tuple) and phases and all(isinstance(it, Phase) for it in phases)
     ):
-        raise PlanError(f"Pruner: phases={shown(phases)}. Give a list of keepk.Phase(...), at least one.")
+        raise PlanError(f"Pruner: phases={shown(phases)}. Pass a list of keepk.Phase(...), at least one.")
     if not isinstance(shrink, str) or shrink not in ("each", "end", "never"):
-        raise PlanError(f'Pruner: shrink={shown(shrink)}. Give "each", "end" or "never".')
+        raise PlanError(f'Pruner: shrink={shown(shrink)}. Pass "each", "end" or "never".')
 
 
 def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], list[ChannelSpace]]:
-    """The weight spaces and the channel spaces, if all names are different."""
+    """The weight spaces and the channel spaces; refuses duplicate names."""
     listed = [spaces] if isinstance(spaces, Space) else list(spaces)
     names = [space.name for space in listed]
     for name in names:
         if names.count(name) > 1:
-            raise SpaceError(f"space {name!r}: the name is given twice. Give each space a different name=.")
+            raise SpaceError(f"space {name!r}: two spaces have this name. Give each space a different name=.")
     weights = [space for space in listed if isinstance(space, WeightSpace)]
     return weights, [space for space in listed if isinstance(space, ChannelSpace)]
 
@@ -178,24 +177,24 @@ def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], l
 def traced_channels(
     model: nn.Module, inputs: TraceInputs | None, spaces: Sequence[ChannelSpace]
 ) -> tuple[Graph | None, dict[str, ChannelMembers]]:
-    """The graph of an unwrapped model and the channels of the spaces in it; no trace if there are no spaces."""
+    """The graph of an unwrapped model and the channels of the spaces; does not trace if there are no spaces."""
     if not spaces:
         return None, {}
     if inputs is None:
         raise SpaceError(
             f"space {spaces[0].name!r}: channels are found by a trace, which needs an input. "
-            f"Give Pruner(..., example=...), such as one batch."
+            f"Pass one with example=, such as one batch."
         )
     graph = trace_inputs(model, inputs)
     try:
         found = find_channels(graph, dict(model.named_modules(remove_duplicate=False)), spaces)
     except NoChannelsError as error:
-        # Fake-quantisation in a module pins its channels. Naming the cause helps more than the names of pinned axes.
+        # Fake quantisation pins the channels of a module. Report that cause instead of the names of pinned axes.
         if not (quantised := quantised_module(model)):
             raise
         raise SpaceError(
             f"{str(error).partition(': select=')[0]}: {quantised}, so its channels cannot be followed. "
-            f"Prune first and quantise afterwards: give the model as it was before it was prepared."
+            f"Prune first and quantise afterwards: pass the model as it was before it was prepared."
         ) from error
     touched = touched_tensors(model, found)
     refuse_quantised(model, SpaceError, touched)
@@ -203,7 +202,7 @@ def traced_channels(
         if tensor.is_meta:
             raise SpaceError(
                 f"parameter {name!r} is on the meta device and has no values, so its channels cannot be ranked. "
-                f"Load the weights first; keepk.trace and keepk.inspect need none."
+                f"Load the weights first; only keepk.trace and keepk.inspect work without them."
             )
     with torch.no_grad():
         _try_metrics(model, graph, found)
@@ -218,18 +217,18 @@ def touched_tensors(model: nn.Module, channels: Mapping[str, ChannelMembers]) ->
 
 
 def _try_metrics(model: nn.Module, graph: Graph, channels: Mapping[str, ChannelMembers]) -> None:
-    """Rank once by every metric that reads weights alone, so that one that cannot work is refused before training."""
+    """Call every metric that reads only weights once, so that a metric that fails is refused before training."""
     parameters, alive = Parameters.of(model), np.ones(len(graph.units), bool)
     for it in channels.values():
         layers = layers_of(graph, parameters, it.layers, alive, it.space.at)
         metric = it.space.metric or default_metric(layers)
-        # A metric of gradients has none to read before the run.
+        # A metric that reads gradients cannot be tried: there are none before the run.
         if traits_of(metric).needs == ("weights",):
             channel_scores(metric, layers)
 
 
 def register_live(pruner: "Pruner") -> None:
-    """Remember a `Pruner` for as long as anything else refers to it."""
+    """Add a `Pruner` to the registry of live ones, by a weak reference."""
     _LIVE[next(_NUMBERS)] = pruner
 
 
@@ -240,7 +239,7 @@ def live_pruner(model: nn.Module) -> "Pruner | None":
 
 
 def refuse_second(model: nn.Module) -> None:
-    """Refuse a model with another `Pruner` at work: each would prune units that the other counts as kept."""
+    """Refuse a model that another `Pruner` is pruning: each would prune units that the other counts as kept."""
     own = {id(parameter) for parameter in model.parameters()}
 
     def at_work() -> list["Pruner"]:
@@ -248,22 +247,22 @@ def refuse_second(model: nn.Module) -> None:
         return [it for it in live if any(id(parameter) in own for parameter in it.model.parameters())]
 
     if at_work():
-        gc.collect()  # a Pruner and its hooks refer to each other, so an unreferenced one dies only here
+        gc.collect()  # a Pruner and its hooks refer to each other, so only this deletes an unreferenced one
     for other in at_work():
         spaces = other.plan
         named = ", ".join(f"{name!r}" for name in spaces)
         where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
         raise SpaceError(
-            f"Pruner: the model has one already, of space{'s' * (len(spaces) > 1)} {named}, {where}; each of "
-            f"two would prune units that the other one keeps. Give one Pruner all the spaces, or close the first: "
-            f"pruner.close(). If no variable refers to it any more, its optimizer does: delete that too."
+            f"Pruner: the model already has one, with space{'s' * (len(spaces) > 1)} {named}, {where}; each of the "
+            f"two would prune units that the other one keeps. Pass all spaces to one Pruner, or close the first one "
+            f"with pruner.close(). If no variable refers to it any more, its optimizer still does: delete that too."
         )
 
 
 def refuse_unfit_followers(
     followers: Sequence[Follower], parameters: Mapping[str, Tensor], touched: Mapping[str, Tensor]
 ) -> None:
-    """Refuse a follower that lacks tensors of the spaces; a dict may hold the trained parameters alone."""
+    """Refuse a follower that lacks tensors of the spaces; a dict needs only those that are trained."""
     for place, follower in enumerate(followers):
         for tensors, needed in ((parameters_of(follower), parameters), (tensors_of(follower), touched)):
             of_dict = (name for name, tensor in needed.items() if tensor.requires_grad)
@@ -273,7 +272,7 @@ def refuse_unfit_followers(
 def refuse_weights_that_end_before_channels(
     plan: Plan, weights: Mapping[str, Members], channels: Mapping[str, ChannelMembers]
 ) -> None:
-    """Refuse a plan in which weights reach K while channels that hold some of them are still removed."""
+    """Refuse a plan in which weights reach K before the last channels that contain some of them are removed."""
     for name, it in channels.items():
         last = plan[name].index(it.keep) if it.keep < it.total else -1
         touched = {tensor for layer in it.layers for tensor, _, _ in layer.axes}
@@ -282,31 +281,31 @@ def refuse_weights_that_end_before_channels(
             if done < last and touched & set(members.parameters):
                 raise PlanError(
                     f"space {other!r}: reaches its {members.keep} weights at epoch {done + 1}, but channels of "
-                    f"{name!r} are removed until epoch {last + 1}, and some of its weights with them. "
+                    f"{name!r} are removed until epoch {last + 1}, and some of these weights with them. "
                     f"Let its schedule end at epoch {last + 1} or later."
                 )
 
 
 def refuse_masked_directions(model: nn.Module, weights: Mapping[str, Members]) -> None:
-    """Refuse weights in directions of weight norm where channels are masked.
+    """Refuse weight spaces with directions of weight norm in a run that masks channels.
 
-    A masked channel of weight norm has a zero length and keeps its direction (see `model.edits.silencing`), so the
-    direction's weights would still be counted.
+    A masked channel of weight norm has length zero but keeps its direction (see `model.edits.silencing`), so the
+    weights of the direction would still be counted.
     """
     directions = lengths_of(model)
     for name, members in weights.items():
         for tensor, parameter in members.parameters.items():
             if parameter in directions:
                 raise PlanError(
-                    f"space {name!r}: {tensor!r} is a direction of weight norm, which a masked channel cannot make "
-                    f'zero, so its weights could not be counted. Use shrink="each", or leave it out.'
+                    f"space {name!r}: {tensor!r} is a direction of weight norm, which masking a channel does not set "
+                    f'to zero, so its weights could not be counted. Use shrink="each", or leave it out.'
                 )
 
 
 def checked_optimizers(
     model: nn.Module, given: Any, names: Mapping[nn.Parameter, str], freezes: bool
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a run, if all of them train the model and their state can be cut and zeroed with it."""
+    """The optimizers of a run; refuses one that does not train the model, or whose state cannot be cut and zeroed."""
     several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
     optimizers = () if given is None else tuple(given) if several else (given,)
     for optimizer in optimizers:
@@ -316,11 +315,11 @@ def checked_optimizers(
     refuse_wrapping(optimizers)
     if freezes and not optimizers:
         raise PlanError(
-            "Pruner: a phase freezes parameters, but no optimizer was given. Give the one that trains them."
+            "Pruner: a phase freezes parameters, but no optimizer was passed. Pass the one that trains them."
         )
     return optimizers
 
 
 def frozen_by_epoch(model: nn.Module, phases: Sequence[Phase]) -> list[tuple[nn.Parameter, ...]]:
-    """For each epoch of the phases, the parameters that get no update."""
+    """For each epoch of the phases, the parameters that are frozen in it."""
     return [frozen for phase in phases for frozen in [find_frozen(model, phase.freeze)] * phase.epochs]

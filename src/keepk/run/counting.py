@@ -1,8 +1,8 @@
-"""How many units of each space the model has now, counted on its tensors and not taken from the plan.
+"""How many units of each space the model has now, counted in its tensors and not taken from the plan.
 
-The masks say which weights are kept; a kept weight may be 0.0. A masked entry that is not 0.0 counts as kept again, no
-matter how it came back: ``model.load_state_dict(best)``, training without the Pruner's optimizer, an assignment. A
-parameter that was replaced is counted as the model has it now.
+Masks say which weights are kept; a kept weight may be 0.0. A masked entry that is not 0.0 counts as kept again,
+whatever changed it: ``model.load_state_dict(best)``, training without the Pruner's optimizer, an assignment. A
+parameter that was replaced is counted as it is in the model now.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from keepk.model.names import changed_model, named_parameters
 from keepk.model.weight_norm import lengths_of
 from keepk.plan.names import matches
 
-if TYPE_CHECKING:  # the sides count with these functions, so nothing of theirs is imported at run time
+if TYPE_CHECKING:  # these modules import this one
     from keepk.run.channel_members import ChannelMembers
     from keepk.run.weights import Members
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:  # the sides count with these functions, so nothing of theirs 
 def count_weights(
     spaces: Mapping[str, "Members"], zeroed: Masks, kept: Mapping[str, int], model: nn.Module
 ) -> dict[str, int]:
-    """By weight space: the weights that the masks keep, and pruned ones that are not 0.0.
+    """By weight space: the number of weights that the masks keep, plus pruned ones that are not 0.0.
 
     Args:
         spaces: The spaces by name.
-        zeroed: By parameter, the pruned entries.
-        kept: By space, how many these masks keep.
+        zeroed: By parameter, a mask of the pruned entries.
+        kept: By space, how many weights these masks keep.
         model: The model as it is now.
     """
     now, objects = named_parameters(model), {id(parameter) for parameter in model.parameters()}
@@ -50,13 +50,13 @@ def count_weights(
             counted.add(id(parameter))
             if parameter is None or parameter.shape != known.shape:
                 found[space] -= known.numel() - (0 if dead is None else int(dead.count_nonzero()))
-                found[space] += 0 if parameter is None else parameter.numel()  # no mask fits it
+                found[space] += 0 if parameter is None else parameter.numel()  # no mask fits its new shape
             elif dead is not None:
                 revived.append((space, count_revived(parameter, dead)))
-        for parameter in _added_since(members, now, counted):  # a tie that was undone, a new layer
-            # A parameter that was known under another name is zero where it was pruned; a new one counts as a whole.
+        for parameter in _added_since(members, now, counted):
+            # It was untied from a known parameter, whose pruned entries are zero, or it is new and counts as a whole.
             found[space] += int(parameter.count_nonzero()) if id(parameter) in known_objects else parameter.numel()
-    for space, count in revived:  # int() waits for the device, so all counts are launched before the first is read
+    for space, count in revived:  # int() waits for the device: launch all counts before reading the first
         found[space] += int(count)
     return found
 
@@ -72,13 +72,13 @@ def _added_since(members: "Members", now: Mapping[str, nn.Parameter], counted: s
 def count_channels(
     spaces: Mapping[str, "ChannelMembers"], graph: Graph, dead: Flags, zeroed: Masks, model: nn.Module
 ) -> dict[str, int]:
-    """By channel space: the channels left by the layers' present widths, without masked ones that are all 0.0.
+    """By channel space: the number of channels in the layers as they are now, without masked ones that are zero.
 
     Args:
         spaces: The spaces by name.
         graph: The graph of the model as the `Pruner` left it.
         dead: By unit, whether it is removed or masked.
-        zeroed: By parameter, the entries of masked channels.
+        zeroed: By parameter, a mask of the entries of masked channels.
         model: The model as it is now.
     """
     back = _revived_units(graph, dead, zeroed, model)
@@ -91,7 +91,7 @@ def count_channels(
 
 
 def count_masked(masks: Mapping[str, Tensor], model: nn.Module) -> int:
-    """How many entries of the model's parameters are held at 0.0 by masks (True where kept), and are 0.0."""
+    """How many entries of the model's parameters are masked and 0.0; `masks` are True where an entry is kept."""
     now = named_parameters(model)
     fitting = [(now[name], ~mask) for name, mask in masks.items() if name in now and now[name].shape == mask.shape]
     counts = [(dead.count_nonzero(), count_revived(parameter, dead)) for parameter, dead in fitting]
@@ -101,7 +101,7 @@ def count_masked(masks: Mapping[str, Tensor], model: nn.Module) -> int:
 def masked_places(
     spaces: Mapping[str, "ChannelMembers"], graph: Graph, masked: Flags, model: nn.Module
 ) -> dict[str, Places]:
-    """By space with channels that are masked and not removed: where they are; see `keepk.cut.record.record_of`."""
+    """By space with masked channels: their positions, in the form of `keepk.cut.record.record_of`."""
     lengths = lengths_of(model)
     found = dict[str, Places]()
     for space, members in spaces.items():
@@ -113,7 +113,7 @@ def masked_places(
         for name, parameter in ((name, it) for name, it in model.named_parameters() if name in names):
             length = lengths.get(parameter)
             for axis, owners in graph.owners(name).items():
-                # Weight norm's directions are not set to zero, only their lengths; see `model.edits.silencing`.
+                # Of weight norm, only lengths are set to zero, not directions; see `model.edits.silencing`.
                 silenced = length is None or length.dim() != parameter.dim() or length.shape[axis] == 1
                 if silenced and (numbers[owners] >= 0).any():
                     places.setdefault(name, {})[str(axis)] = packed(numbers[owners])
@@ -122,7 +122,7 @@ def masked_places(
 
 
 def _revived_units(graph: Graph, dead: Flags, zeroed: Masks, model: nn.Module) -> Flags:
-    """By unit, whether it is masked and has an entry that is not 0.0 again."""
+    """By unit, whether it is masked but has an entry that is no longer 0.0."""
     now, back = named_parameters(model), np.zeros(len(dead), bool)
     own_names = dict(zip(now, (name for name, _ in model.named_parameters(remove_duplicate=False)), strict=True))
     fitting = [(name, mask) for name, mask in zeroed.items() if name in now and now[name].shape == mask.shape]
@@ -130,7 +130,8 @@ def _revived_units(graph: Graph, dead: Flags, zeroed: Masks, model: nn.Module) -
     for name, mask in ((name, mask) for name, mask, count in counts if int(count)):
         alive = now[name].detach().ne(0).logical_and_(mask.to(now[name].device))
         for axis, owner in graph.owners(own_names[name]).items():
-            # By index of the axis, or by row and column where the owners of a grouped convolution differ by row.
+            # Owners are given by index of the axis, or by row and column if those of a grouped convolution differ by
+            # row.
             kept_dims = {axis} if owner.ndim == 1 else {0, 1}
             others = tuple(dim for dim in range(alive.dim()) if dim not in kept_dims)
             hit = (alive.any(dim=others) if others else alive).cpu().numpy()
@@ -142,7 +143,7 @@ def _revived_units(graph: Graph, dead: Flags, zeroed: Masks, model: nn.Module) -
 def _width_gained(graph: Graph, layer: Group, counted: Flags, model: nn.Module) -> int:
     """By how many channels a layer is wider than the `Pruner` left it; negative if it is narrower or gone."""
     axes = [it for it in layer.axes if it[0] in graph.wiring.parameters]
-    # The channels of a layer are counted at their producer, if that has parameters.
+    # Channels are counted at their producer, if it has parameters.
     tensor, axis, _ = next((it for it in axes if it[2] is Role.PRODUCER), axes[0])
     known, now = graph.shape(tensor), _tensor_of(model, tensor)
     if now is not None and (now.dim() <= axis or now.shape[axis] == known[axis]):
@@ -152,8 +153,8 @@ def _width_gained(graph: Graph, layer: Group, counted: Flags, model: nn.Module) 
     if now is None:
         return -before
     owner = graph.owners(tensor).get(axis, np.zeros(0, np.int64))
-    slices = len(owner) // max(1, len(units))  # of each channel: a head has several
-    # A new width can be read as a number of channels only where the axis holds this layer and nothing else.
+    slices = len(owner) // max(1, len(units))  # per channel: a head has several
+    # A new width says how many channels there are only if the axis belongs to this layer alone.
     if owner.ndim > 1 or not np.isin(owner, units).all() or slices == 0 or now.shape[axis] % slices:
         raise changed_model(
             ShrinkError, tensor, f"has shape {tuple(now.shape)}, but the Pruner left it with shape {known}"
@@ -162,7 +163,7 @@ def _width_gained(graph: Graph, layer: Group, counted: Flags, model: nn.Module) 
 
 
 def _tensor_of(model: nn.Module, name: str) -> Tensor | None:
-    """The tensor of this name, which a parametrization may compute by now; None if it is gone."""
+    """The tensor of this name, even if a parametrization computes it now; None if it no longer exists."""
     path, _, attribute = name.rpartition(".")
     try:
         found = getattr(model.get_submodule(path), attribute, None)

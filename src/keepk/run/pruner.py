@@ -1,27 +1,30 @@
-"""The `Pruner`: prunes by a plan beside a user's own training loop.
+"""The `Pruner`: prunes a model by a plan while the user's own loop trains it.
 
-An event, in the order in which it happens:
+One call of `Pruner.step` is an *event*. It runs in this order:
 
 1. The user's loop ends an epoch and calls `Pruner.step`.
-2. `Pruner._decide` refuses what cannot be used (a closed Pruner, a wrapper of another model, pruned weights that came
-   back) and asks `Session.decide` (`run.session`), which asks each side to add its decisions to an `Event`:
+2. `Pruner._decide` refuses unusable state (a closed Pruner, a wrapper of another model, pruned weights that are no
+   longer zero) and calls `Session.decide` (`run.session`). The session has two sides, one for channel spaces and one
+   for weight spaces. Each adds its decisions to an `Event`, without changing the model:
 
-   * `ChannelSide.decide` first. The metric scores the layers (`metrics.channels.channel_scores`), `keep_best`
-     (`rank.channels`) keeps exactly as many channels as the plan says, and `Surgery.operation` prepares the removal:
-     every new tensor is made, and the cut is replayed on a copy without weights. The model is still whole.
-   * `WeightSide.decide` then, because K counts the weights in channels that stay. `cut_points` (`rank.weights`) finds,
-     for each tensor, the value to cut at and how many ties stay; `dead_mask` makes the new masks.
+   * `ChannelSide.decide` runs first. The metric scores the layers (`metrics.channels.channel_scores`), `keep_best`
+     (`rank.channels`) keeps exactly as many channels as the plan says, and `Surgery.operation` prepares the removal: it
+     makes every new tensor and replays the cut on a copy without weights.
+   * `WeightSide.decide` runs second, because the K of a weight space counts weights in the remaining channels only.
+     `cut_points` (`rank.weights`) finds the threshold of each tensor and how many weights tied with it to keep;
+     `dead_mask` makes the new masks.
 
-3. `agreed` (`run.distributed`) compares the decisions of all processes. Up to here nothing has changed, so any of them
-   may still refuse.
+3. `agreed` (`run.distributed`) compares the decisions of all processes. Nothing has changed so far, so any process can
+   still refuse.
 4. `carried_out` runs `Session.apply` in every process, all or nothing. `ChannelSide.apply` puts the new tensors in
-   place (or takes over masks), `WeightSide.apply` takes over the masks, and `Session._hold` zeroes weights, optimizer
-   state and followers. The session then enters the next epoch, which may freeze other parameters, and writes the
-   certificate into the model's record. If another process fails, the undo takes all of it back.
-5. Training goes on. After every ``optimizer.step()`` the hook `Pruner._after_update` zeroes the masked weights again.
+   place (or stores the new masks), `WeightSide.apply` stores its masks, and `Session._hold` zeroes masked weights,
+   their optimizer state and the followers. The session then enters the next epoch, which may freeze other parameters,
+   and writes the certificate into the model's record. If any process fails, the others undo their changes.
+5. Training continues. After every ``optimizer.step()``, the hook `Pruner._after_update` zeroes the masked weights
+   again.
 
-Before all that, `Pruner.__init__` has the arguments checked by `run_spec` (`run.checks`), whose result, a frozen
-`RunSpec`, is all that a `Session` is made from.
+Before the first event, `Pruner.__init__` checks its arguments with `run_spec` (`run.checks`) and builds the `Session`
+from the result, a frozen `RunSpec`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,27 +58,29 @@ class Pruner:
     """Prunes a model to exactly K weights or channels per space while the user's own loop trains it.
 
     Call `step` at the end of every epoch. It ranks the units of each space and keeps exactly as many as the plan says.
-    Pruned weights are zero from then on, after every ``optimizer.step()``; pruned channels are removed from the model,
-    the optimizer and the followers, or masked. Nothing in the model is renamed, wrapped or replaced. After the last
-    event of the plan, `step` prunes nothing more and the masks are still held, so fine-tuning is simply more training.
+    Pruned weights stay zero through every following ``optimizer.step()``. Pruned channels are removed from the model,
+    the optimizer and the followers, or masked. No module or parameter is renamed, wrapped or replaced. After the last
+    event of the plan, `step` prunes nothing more but still keeps masked weights at zero, so fine-tuning is just more
+    training.
 
     Args:
         model: The model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
         spaces: What to keep: one or more of `keepk.weights(...)` and `keepk.channels(...)`.
         optimizer: The optimizer that trains the model, or several. Pass None only if nothing trains after an event:
             without an optimizer the zeros are not held.
-        epochs: The length of the plan. None takes the schedules' own length.
-        phases: Spans of epochs in which some spaces are pruned and some parameters frozen; their sum is the length.
-        example: An input, as for `keepk.trace`; required for channels. It is kept, to count multiply-accumulates.
+        epochs: The length of the plan. None uses the length of the schedules.
+        phases: Spans of epochs in which some spaces are pruned and some parameters frozen. Their lengths add up to the
+            length of the plan.
+        example: An input, as for `keepk.trace`; required for channels. The Pruner keeps it to count MACs in reports.
         examples: Several inputs, for a model that takes different paths; see `keepk.trace`.
-        training_example: The input of the model's forward in train mode, if it differs.
+        training_example: The input of forward in train mode, if it differs from `example`.
         train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
-        value_branches: "accept" leaves paths unknown that no example takes; see `keepk.trace`.
-        replay: Whether each cut is first replayed at its own sizes, on a copy without weights. An event is refused,
-            and nothing changes, if forward would then fail or differ from what the trace has seen.
+        value_branches: "accept" allows a forward with paths that no example takes; see `keepk.trace`.
+        replay: Whether to run forward first at the new sizes, on a copy without weights, before channels are cut. If
+            forward fails or computes something that the trace has not seen, the event is refused and nothing changes.
         shrink: Channels are removed at "each" event, at the "end" of their plans, or "never"; until then they are
             masked.
-        followers: Copies of the model's weights that are cut and zeroed with it at every event: an `AveragedModel`, a
+        followers: Copies of the model's weights, to be cut and zeroed with it at every event: an `AveragedModel`, a
             copy of the model, dicts of tensors.
 
     Raises:
@@ -149,10 +154,9 @@ class Pruner:
         )
         self._session = Session(self._spec)
         self._handles: list[RemovableHandle] = []
-        # Public hooks only: nothing of the optimizer is replaced, and `close` leaves no trace.
+        # Public hooks only: the optimizer's methods are never replaced, and `close` removes the hooks again.
         for it in self._spec.optimizers:
             self._handles.append(it.register_step_pre_hook(self._before_update))
-        for it in self._spec.optimizers:
             self._handles.append(it.register_step_post_hook(self._after_update))
         register_live(self)
 
@@ -179,32 +183,36 @@ class Pruner:
 
     @property
     def kept(self) -> dict[str, int]:
-        """By space: how many units are left now, counted on the model's tensors.
+        """By space: how many units are left now, counted in the model's tensors.
 
-        A masked weight that is not 0.0 counts as left, no matter how it came back, and so does a kept one that is 0.0.
-        If the count differs from what the last event kept, a `KeepkWarning` has both numbers; `apply_masks` repairs it.
+        A kept weight counts even if its value is 0.0, and so does a masked weight that is no longer 0.0. If the count
+        differs from the number that the last event kept, a `KeepkWarning` reports both; `apply_masks` repairs it.
         """
         return self._counted("kept")
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """By parameter: which entries are kept. The mask says so, not the value: a kept weight may be 0.0."""
+        """By parameter: a bool tensor of its shape, True where an entry is kept. A kept entry may be 0.0."""
         self._session.follow_cuts()
         return self._session.masks
 
     @property
     def certificate(self) -> dict[str, dict[str, Any]]:
-        """By space: its kind, its globs, and its units: ``total``, ``asked`` for, and ``kept`` at the last event.
+        """By space: its kind, its globs, and its units: ``total``, ``asked`` for, and ``kept`` by the last event.
 
-        ``alive`` is there if another number is left now: fewer after `keepk.compact`; more, with a `KeepkWarning`, if
-        pruned units came back, and then ``kept`` has that number too. Channel spaces also say how many channels are
-        ``masked`` and not removed, and how many ``fixed`` ones their layers have, which cannot be removed and are not
-        counted.
+        ``alive`` is present if a different number is left now: fewer after `keepk.compact`, or more if pruned units are
+        no longer zero. In the second case ``kept`` has the larger number too, and a `KeepkWarning` is issued. Channel
+        spaces also have ``masked``, the number of channels that are masked but not removed, and ``fixed``, the number
+        of channels in the same layers that cannot be removed and are not counted.
         """
         return self.counted_certificate("certificate")
 
     def counted_certificate(self, asked_by: str) -> Certificate:
-        """The certificate by the model's tensors; warns once per space and caller if a count is not true."""
+        """The certificate with counts of the model's tensors; warns if a count is wrong.
+
+        Args:
+            asked_by: The name of the caller; each caller gets one warning per space.
+        """
         return self._session.certificate(self._counted(asked_by))
 
     @property
@@ -219,7 +227,7 @@ class Pruner:
 
     @property
     def example(self) -> Any:
-        """The example that was passed; the first of several."""
+        """The example that was passed, or the first of several; None without one."""
         return self._spec.example
 
     @overload
@@ -232,23 +240,24 @@ class Pruner:
     def step(self, wrapper: Wrapper | None = None) -> Wrapper | None:
         """End an epoch: keep exactly as many units of each space as the plan says.
 
-        All or nothing: anything that cannot be ranked or removed is refused before the first weight changes. With
-        several processes, all of them must call it, and all keep the same units. After the plan has ended, it only
-        zeroes the masked weights again.
+        All or nothing: anything that cannot be ranked or removed is refused before the first weight changes. In a
+        distributed run, every process must call it, and all of them keep the same units. After the end of the plan, it
+        only zeroes the masked weights again.
 
         Args:
-            wrapper: The `DistributedDataParallel` wrapper of the model, if channels are removed from it. The old
+            wrapper: The `DistributedDataParallel` wrapper of the model, if it has one and channels are removed. The old
                 wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``.
 
         Returns:
             A new wrapper if one was passed and the event removed channels; otherwise `wrapper` itself.
 
         Raises:
-            RankError: Weights or scores are NaN or infinite, or channels leave fewer weights than the plan says.
+            RankError: Weights or scores are NaN or infinite, or the remaining channels have fewer weights than the plan
+                needs.
             ShrinkError: Channels cannot be removed, or the model was changed since the Pruner was made.
             OptimizerError: The optimizer has state that cannot be zeroed weight by weight.
             DisagreementError: Another process has failed or would keep different units.
-            StateError: Pruned weights came back and the Pruner has no optimizer to hold them.
+            StateError: Pruned weights are no longer zero, and the Pruner has no optimizer whose steps would zero them.
             KeepkError: The Pruner is closed.
 
         >>> import keepk
@@ -266,18 +275,19 @@ class Pruner:
             return wrapper
         before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
         device = next(self._spec.model.parameters()).device
-        event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.told, device)
-        # DDP holds the shapes of the parameters that it was made from, so it has to be made again after a cut.
+        event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.flags, device)
+        # DDP allocates gradient buckets for the shapes that it was built with, so it has to be rebuilt after a cut.
         old: Any = wrapper if event.cuts else None
         try:
-            # Zeroed values are copied only if another process may still fail after this one has succeeded.
+            # The undo needs a copy of the values that are zeroed. It runs only if another process fails after this one
+            # has succeeded, so a single process skips the copy.
             carried_out(lambda: session.apply(event, keep_values=are_several()), device)
         except Exception:
             if old is not None:
-                disarm(old, TAKEN_BACK)  # it would no longer average gradients, without a word
+                disarm(old, TAKEN_BACK)  # it would silently stop averaging gradients
             raise
         session.watch.event(fell=any(now[name] < before[name] for name in now))
-        session.channels.follow_statistics()  # those of the next epoch are of the network that is left
+        session.channels.follow_statistics()  # the next epoch collects them for the remaining channels
         if old is None:
             return wrapper
         disarm(old)
@@ -287,12 +297,12 @@ class Pruner:
     def apply_masks(self) -> None:
         """Set every masked entry to zero again: in the model, in the optimizer's state and in the followers.
 
-        Every step of the Pruner's optimizer does this for the model. Call it after anything else that writes into the
-        model, such as ``model.load_state_dict(best)``; then the counts of `kept`, `keepk.report` and `keepk.save` are
-        true again.
+        Every step of the Pruner's optimizer does this for the model. Call it after anything else that writes to the
+        model, such as ``model.load_state_dict(best)``, to make the counts of `kept`, `keepk.report` and `keepk.save`
+        correct again.
 
         Raises:
-            StateError: A parameter with a mask is gone or has another shape.
+            StateError: A masked parameter no longer exists or has a different shape.
 
         >>> import keepk
         >>> model = nn.Linear(10, 10)
@@ -314,7 +324,7 @@ class Pruner:
             error: An error in percent to show in the report.
 
         Returns:
-            A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` is plain values.
+            A `RunReport`. It prints as a table; ``.line`` fits a progress bar, ``.data()`` returns plain values.
 
         Raises:
             KeepkError: `error` is not a number.
@@ -325,21 +335,22 @@ class Pruner:
         >>> pruner.report().line
         'epoch 1/1: kept weight 25 of 100; 110 parameters (75 masked)'
         """
-        # Imported here because reports are made from runs, and rooms import from their left only. A method is easier
-        # to find than a function that takes the Pruner, so this is the one exception.
+        # Imported here because packages import only from packages before them (ARCHITECTURE.md), and `reports` comes
+        # after `run`. A method is easier to find than `keepk.report(pruner)`, so this is the one exception.
         from keepk.reports.run import report  # noqa: PLC0415
 
         return report(self, error=error)
 
     def untrue_counts(self) -> dict[str, tuple[int, int]]:
-        """By space whose count is not true: how many units the last event left, and how many there are now.
+        """By space with a wrong count: how many units the last event left, and how many there are now.
 
-        Reads only: masks that have not been cut with the model yet have no count to compare.
+        Changes nothing. If the model was cut elsewhere and the masks have not followed yet, there is no count to
+        compare, and the result is empty.
         """
         session = self._session
         if session.behind:
             return {}
-        # `keepk.save` asks this before it writes anything, and a save must not change the run.
+        # `keepk.save` calls this before it writes anything, and a save must not change the run.
         claimed, found = session.kept, session.counted
         return {name: (claimed[name], found[name]) for name in self._spec.plan if claimed[name] != found[name]}
 
@@ -350,7 +361,7 @@ class Pruner:
         if self.epoch == 0 and space is not None:
             self._session.watch.once(
                 ("unpruned",),
-                f"save: the model's Pruner has not made a step yet, so nothing is pruned: space {space!r} still has "
+                f"save: pruner.step() has not been called yet, so nothing is pruned: space {space!r} still has "
                 f"all of its {totals[space]:,} units, and its target is {plan[space][-1]:,}. Call pruner.step() first. "
                 f"To save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
             )
@@ -363,18 +374,18 @@ class Pruner:
 
         Raises:
             StateError: The model was cut by `keepk.compact` or `keepk.shrink` since the run began, or pruned weights
-                came back and the Pruner has no optimizer to hold them.
+                are no longer zero and the Pruner has no optimizer.
         """
         return self._session.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: cut a freshly built model to the size that it had, and take over masks and epoch.
+        """Resume from a state: cut a freshly built model to its saved size, and restore masks and epoch.
 
         Args:
             state: What `state_dict` returned.
 
         Raises:
-            StateError: The state comes from a different model, plan or format version. Nothing changes then.
+            StateError: The state comes from a different model, plan or format version; nothing has changed.
             KeepkError: The Pruner is closed.
 
         >>> import keepk
@@ -392,7 +403,7 @@ class Pruner:
             self._session.take_masks(state)
 
     def close(self) -> None:
-        """Remove the hooks from the optimizer: masks are no longer held and nothing is frozen. Weights stay as is."""
+        """Remove the hooks from the optimizer, so that nothing is kept at zero or frozen; weights do not change."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -405,7 +416,7 @@ class Pruner:
         self.close()
 
     def __repr__(self) -> str:
-        """A line for the run and one for each space, by the run's own account: nothing is counted or changed."""
+        """A line for the run and one for each space. The numbers are those of the last event; nothing is recounted."""
         session, totals, plan = self._session, self._spec.totals, self._spec.plan
         kinds = {name: side.kind for side in session.sides for name in side.members}
         kept, closed = session.kept, ", closed" if self.closed else ""
@@ -424,27 +435,27 @@ class Pruner:
 
     @property
     def _is_at_work(self) -> bool:
-        """Whether events are still to come or masks are held."""
+        """Whether events are still to come or weights are still masked."""
         return not self.closed and (not self.done or bool(self._session.held))
 
     def _before_update(
         self, _: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The hook before an optimizer step: frozen parameters get no gradient, so no update either."""
+        """The hook before an optimizer step: drops the gradients of frozen parameters, so they are not updated."""
         self._session.follow_cuts()
         frozen = self._session.frozen
         return without_updates(frozen, args, kwargs) if frozen else None
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """The hook after an optimizer step: momentum or weight decay may have moved masked weights."""
+        """The hook after an optimizer step: zeroes masked weights, which momentum or weight decay may have moved."""
         self._session.watch.updated(optimizer)
         self._session.zero_masked()
 
     def _decide(self, wrapper: Any, before: Mapping[str, int], now: Mapping[str, int]) -> Event:
-        """The decisions of the event. Everything that one process may refuse is refused here: others wait for it."""
+        """Decide the event. Everything refusable is refused here, where `agreed` tells the other processes."""
         self._session.follow_cuts()
         self._refuse_unusable(wrapper)
-        # Without an optimizer there are no steps to count, so pruning without training is no mistake.
+        # Without an optimizer there are no steps to count, and pruning without training is intended.
         if self._spec.optimizers:
             self._session.watch.hasty(before, now, self.epochs)
         return self._session.decide(wrapper)
@@ -456,7 +467,7 @@ class Pruner:
             refuse_other_wrapper(wrapper, self._spec.model)
 
     def _counted(self, asked_by: str) -> dict[str, int]:
-        """By space: the units left by the model's tensors, with a warning where the run's own account differs."""
+        """By space: the units counted in the model's tensors; warns if the last event left a different number."""
         self._session.follow_cuts()
         found = self._session.counted
         self._session.watch.untrue_counts(asked_by, self._session.kept, found)

@@ -1,4 +1,4 @@
-"""BatchNorm statistics computed again, for a network that was cut since they were gathered."""
+"""`recalibrate`: recompute BatchNorm statistics, which are out of date after a cut."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ from keepk.model.torch_internals import BatchNormBase
 
 @torch.no_grad()
 def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
-    """Compute the running statistics of every BatchNorm again, as plain means over batches.
+    """Recompute the running statistics of every BatchNorm, as plain means over batches.
 
-    Right after channels were removed, running means and variances are still those of the network before. Training
-    replaces them gradually; to evaluate at once, recalibrate first. Each BatchNorm gets the mean over batches of the
-    batch's mean and (unbiased) variance, as with `torch.optim.swa_utils.update_bn`, except that everything but
-    BatchNorm is in eval mode, so dropout is off. No weight changes; modes and momenta are restored. If a forward pass
-    fails, the old statistics are restored, too.
+    Right after channels are removed, running means and variances are still those of the larger network. Training
+    updates them gradually; to evaluate immediately, recalibrate first. Each BatchNorm gets the mean over batches of the
+    batch's mean and (unbiased) variance, as in `torch.optim.swa_utils.update_bn`, except that all other modules are in
+    eval mode, so dropout is off. Weights do not change; modes and momenta are restored. If a forward pass fails, the
+    old statistics are restored as well.
 
     Args:
         model: The model, or a wrapper of it. Every BatchNorm that has running statistics is recalibrated.
@@ -27,11 +27,11 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             or dicts of keyword arguments. Tensors are moved to the model's device.
 
     Returns:
-        The number of batches that the statistics are means of.
+        The number of batches.
 
     Raises:
         KeepkError: The model has no BatchNorm with running statistics, `batches` is empty or a single batch, or a batch
-            is not of a form that is listed above.
+            has none of the forms above.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout())
     >>> recalibrate(model, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])])
@@ -40,17 +40,17 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     (tensor([3.5000]), tensor([5.]))
     """
     if not isinstance(model, nn.Module):
-        raise KeepkError(f"recalibrate: model: got {type(model).__name__}. Give an nn.Module.")
+        raise KeepkError(f"recalibrate: model: got {type(model).__name__}. Pass an nn.Module.")
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise KeepkError(
-            f"recalibrate: batches: got one {type(batches).__name__}. Give a loader or a list of batches, such as "
+            f"recalibrate: batches: got one {type(batches).__name__}. Pass a loader or a list of batches, such as "
             f"[inputs]."
         )
     norms = [it for it in model.modules() if isinstance(it, BatchNormBase) and it.running_mean is not None]
     if not norms:
         raise KeepkError(
             "recalibrate: the model has no BatchNorm with running statistics, so there is nothing to compute. "
-            "Leave the call out."
+            "Remove the call."
         )
     with _only_these_train(model, norms):
         number = 0
@@ -59,15 +59,15 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             number += 1
         if not number:
             raise KeepkError(
-                "recalibrate: batches is empty, so there are no statistics to compute. Give at least one batch; an "
-                "iterator that was used before has none left."
+                "recalibrate: batches is empty, so there are no statistics to compute. Pass at least one batch; an "
+                "iterator can be used only once."
             )
     return number
 
 
 @contextmanager
 def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Iterator[None]:
-    """Put BatchNorms into train mode with fresh statistics, all else into eval mode; restore modes and momenta."""
+    """Put BatchNorms into train mode with fresh statistics, all others into eval mode; restore modes and momenta."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(norm, norm.momentum) for norm in norms]
     before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
@@ -75,7 +75,7 @@ def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Itera
         for module, _ in modes:
             module.training = False  # not .eval(): some modules override it
         for norm in norms:
-            norm.training, norm.momentum = True, None  # which makes torch take the mean over all batches
+            norm.training, norm.momentum = True, None  # with momentum None, torch computes the mean over all batches
             norm.reset_running_stats()
         yield
     except BaseException:
@@ -98,7 +98,7 @@ def _forward(model: nn.Module, batch: Any, norm: BatchNormBase) -> None:
     inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(inputs, Tensor):
         raise KeepkError(
-            f"recalibrate: a batch is a {type(batch).__name__}{_inner(batch)}. Give tensors, (inputs, targets) or "
+            f"recalibrate: a batch is a {type(batch).__name__}{_inner(batch)}. Pass tensors, (inputs, targets) or "
             f"dicts of keyword arguments."
         )
     model(inputs.to(device))

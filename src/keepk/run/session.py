@@ -1,8 +1,7 @@
-"""The state of a run: its epoch, its masks, and its two sides, channels and weights.
+"""The state of a run: its epoch, its masks, and its two sides, one for channel spaces and one for weight spaces.
 
-A `Session` does for all spaces together what a `Side` does for its own kind of units. Wherever it loops over the sides,
-channels come first: a weight's K counts the weights in channels that stay, so channels have to be decided before
-weights are ranked.
+A `Side` handles one kind of units, and the `Session` combines both. It always visits channels first: the K of a weight
+space counts weights in the remaining channels only, so channels have to be decided before weights are ranked.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from keepk.cut.holders import followed, parameters_of, refuse_strange_followers, zero_followers
+from keepk.cut.holders import followed, parameters_of, refuse_mismatched_followers, zero_followers
 from keepk.cut.masks import Held, Masks, flat_history, held, restart_flat_history, state_per_weight
 from keepk.cut.module_edits import left_of
 from keepk.cut.record import (
@@ -45,36 +44,36 @@ class Side(Protocol):
 
     @property
     def members(self) -> Mapping[str, Any]:
-        """The spaces by name, with their total, their K and the units that they took."""
+        """The spaces by name, each with its total, its K and its units."""
 
     @property
     def kept(self) -> Mapping[str, int]:
-        """By space: the units left, by the run's own account."""
+        """By space: the number of units left, as the last event or cut recorded it."""
 
     @property
     def certified(self) -> Mapping[str, int]:
-        """By space: the units left at the last event."""
+        """By space: the number of units left by the last event."""
 
     @property
     def counted(self) -> Mapping[str, int]:
-        """By space: the units left, counted on the model's tensors."""
+        """By space: the number of units left, counted in the model's tensors."""
 
     @property
     def zeroed(self) -> Masks:
-        """By parameter: the entries that are held at zero."""
+        """By parameter: a mask of the entries that are kept at zero."""
 
     @property
     def masks(self) -> Masks:
-        """By parameter: the entries that are kept."""
+        """By parameter: a mask of the entries that are kept."""
 
     def decide(self, event: Event) -> Event:
-        """The event with this side's decisions added. Reads only."""
+        """The event with this side's decisions added; nothing changes."""
 
     def apply(self, event: Event) -> Undo:
-        """Carry out this side's part of a decided event; the undo is called before a snapshot is restored."""
+        """Carry out this side's part of an event. The returned undo runs before a snapshot is restored."""
 
     def follow_cuts(self, cuts: Mapping[str, Cut], follow: Callable[[Masks], Masks]) -> None:
-        """Take note of cuts that this run did not make; `follow` cuts masks in the same way."""
+        """Follow cuts that this run did not make; `follow` returns masks that are cut in the same way."""
 
     def snapshot(self) -> Undo:
         """A function that restores masks and counts as they are now."""
@@ -83,14 +82,14 @@ class Side(Protocol):
         """The entries of this side in a `Pruner`'s state."""
 
     def load(self, saved: Saved) -> None:
-        """Take over a saved state, over a model that has its saved size."""
+        """Restore a saved state; the model must already have its saved size."""
 
     def notes(self, name: str, revived: int) -> dict[str, Any]:
-        """Entries for the certificate of a space besides its counts; `revived` masked units are no longer zero."""
+        """Additional entries for the certificate of a space; `revived` masked units are no longer zero."""
 
 
 class NoChannels:
-    """The side of a run without channel spaces: nothing to decide, to mask or to save."""
+    """The channel side of a run without channel spaces: every method does nothing."""
 
     kind = "channels"
 
@@ -103,10 +102,10 @@ class NoChannels:
         self.places = dict[str, Places]()
 
     def warn_of_uncounted(self) -> None:
-        """Nothing is left uncounted."""
+        """There is nothing to warn about."""
 
     def follow_statistics(self) -> None:
-        """No metric of channels reads statistics."""
+        """No channel metric reads statistics."""
 
     def decide(self, event: Event) -> Event:
         """No channels are pruned."""
@@ -117,25 +116,25 @@ class NoChannels:
         return nothing
 
     def follow_cuts(self, _: Mapping[str, Cut], _follow: Callable[[Masks], Masks]) -> None:
-        """No channels are followed."""
+        """There are no channels that could have been cut."""
 
     def snapshot(self) -> Undo:
         """There is nothing to restore."""
         return nothing
 
     def state(self) -> dict[str, Any]:
-        """A state without channels has no entry for them."""
+        """No entries."""
         return {}
 
     def refuse_other_state(self, _: Saved) -> None:
-        """Any state fits whose spaces fit."""
+        """Any state fits."""
 
     def resized(self, _: Saved) -> Operation:
         """The model keeps its size."""
         return NO_OPERATION
 
     def load(self, _: Saved) -> None:
-        """There is nothing to take over."""
+        """There is nothing to restore."""
 
     def notes(self, _name: str, _revived: int) -> dict[str, Any]:
         """Nothing to add to a certificate."""
@@ -143,7 +142,7 @@ class NoChannels:
 
 
 class Session:
-    """The state of one run, and every change of it. `Pruner` is its public face.
+    """The state of one run and all methods that change it; `Pruner` is the public interface.
 
     Attributes:
         spec: The checked arguments of the run.
@@ -151,7 +150,7 @@ class Session:
         channels: The channel spaces.
         weights: The weight spaces.
         sides: Both, channels first.
-        epoch: How many events there were.
+        epoch: The number of past events.
         frozen: The parameters that get no update in the coming epoch.
         held: The masks, ready to be applied after every optimizer step.
         closed: Whether the user has closed the `Pruner`.
@@ -168,8 +167,8 @@ class Session:
         self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch)
         self.sides: tuple[Side, ...] = (self.channels, self.weights)
         self.held: list[Held] = []
-        self._record = record_of(spec.model)  # of the model that the masks fit
-        self._cut_elsewhere: str | None = None  # a tensor that something else than this run has cut
+        self._record = record_of(spec.model)  # of the model as it was when the masks were made
+        self._cut_elsewhere: str | None = None  # a tensor that was cut outside of this run
         self.channels.warn_of_uncounted()
         self.channels.follow_statistics()
         self.frozen: tuple[nn.Parameter, ...] = ()
@@ -179,24 +178,25 @@ class Session:
 
     @property
     def kept(self) -> dict[str, int]:
-        """By space: how many units are left, by the run's own account."""
+        """By space: how many units are left, as the last event or cut recorded it."""
         return {name: count for side in self.sides for name, count in side.kept.items()}
 
     @property
     def counted(self) -> dict[str, int]:
-        """By space: how many units the model's tensors have now, masked ones that came back included."""
+        """By space: how many units the model's tensors have now, including masked ones that are no longer zero."""
         return {name: count for side in self.sides for name, count in side.counted.items()}
 
     @property
     def masks(self) -> Masks:
-        """By parameter of a weight space, or with masked channels: which entries are kept."""
+        """By parameter with a weight space or masked channels: a mask of the entries that are kept."""
         return {name: mask for side in self.sides for name, mask in side.masks.items()}
 
     @property
     def _zeroed(self) -> Masks:
-        """By parameter: the entries held at zero.
+        """By parameter: a mask of the entries kept at zero.
 
-        Where both sides have a mask, the one of the weights counts: it includes the entries of masked channels.
+        If both sides have a mask for a parameter, the weight side's is used: it includes the entries of masked
+        channels.
         """
         return {name: mask for side in self.sides for name, mask in side.zeroed.items()}
 
@@ -206,9 +206,9 @@ class Session:
         return {name: counts[epoch - 1] if epoch else totals[name] for name, counts in self.spec.plan.items()}
 
     def certificate(self, left: Mapping[str, int]) -> Certificate:
-        """By space: its globs, what was asked for, what the last event kept, and `left`, if it differs, as alive.
+        """By space: its globs, the units asked for and kept by the last event, and ``alive`` if `left` differs.
 
-        Where more units are left than the last event kept, its number is no longer true, and `left` replaces it.
+        If more units are left than the last event kept, `left` also replaces ``kept``, which would no longer be true.
         """
         found, kept = Certificate(), self.kept
         for side in self.sides:
@@ -229,38 +229,39 @@ class Session:
     # An event --------------------------------------------------------------------------------------------------------
 
     def decide(self, wrapper: nn.Module | None) -> Event:
-        """Decide the coming event. Reads only, and refuses everything that can be refused."""
-        refuse_strange_followers(self.spec.followers, named_parameters(self.spec.model))
+        """Decide the next event, without changing anything; everything that can be refused is refused here."""
+        refuse_mismatched_followers(self.spec.followers, named_parameters(self.spec.model))
         event = Event(self.epoch, wrapper)
         for side in self.sides:
             event = side.decide(event)
         return event
 
     def apply(self, event: Event, *, keep_values: bool = False) -> Undo:
-        """Carry out a decided event, all or nothing; returns the undo.
+        """Carry out an event, all or nothing; returns the undo.
 
         Args:
-            event: What `decide` returned.
-            keep_values: Whether the undo brings zeroed weights back. It costs a copy of them, which is needed only
-                where another process may fail after this one has succeeded.
+            event: The result of `decide`.
+            keep_values: Whether the undo restores the values of zeroed weights. This needs a copy of them, which only
+                distributed runs make: another process may fail after this one has succeeded.
         """
-        with ExitStack() as way_back:
-            way_back.callback(self.snapshot())
+        with ExitStack() as undos:
+            # Undone in reverse order: first the sides' changes to tensors, then masks and counts by the snapshot.
+            undos.callback(self.snapshot())
             for side in self.sides:
-                way_back.callback(side.apply(event))
+                undos.callback(side.apply(event))
             if event.prunes:
                 if keep_values:
-                    way_back.callback(self._values())
+                    undos.callback(self._copied_values())
                 self._hold()
             else:
-                self.zero_masked()  # counts are exact after every event, also after one that prunes nothing
-            way_back.callback(self.enter_epoch, self.epoch)
+                self.zero_masked()  # counts are exact after every event, even one that prunes nothing
+            undos.callback(self.enter_epoch, self.epoch)
             self.enter_epoch(event.epoch + 1)
-            self._certify(way_back)
-            return way_back.pop_all().close
+            self._certify(undos)
+            return undos.pop_all().close
 
     def enter_epoch(self, epoch: int) -> None:
-        """Set the number of past events, and freeze what the phase of the coming epoch freezes."""
+        """Set the number of past events, and freeze the parameters that the next epoch's phase names."""
         self.epoch = epoch
         frozen = self.spec.frozen_by_epoch[epoch] if epoch < len(self.spec.frozen_by_epoch) else ()
         if frozen is not self.frozen:
@@ -268,18 +269,18 @@ class Session:
                 restart_flat_history(optimizer)  # LBFGS would still move frozen weights along its old directions
         self.frozen = frozen
 
-    def _certify(self, way_back: ExitStack | None = None) -> None:
-        """Write the certificate into the record of the model and of the modules that follow it."""
+    def _certify(self, undos: ExitStack | None = None) -> None:
+        """Write the certificate into the records of the model and its followers; the undo is added to `undos`."""
         modules = [followed(it) for it in self.spec.followers if isinstance(it, nn.Module)]
         mine, places = self.certificate(self.kept), self.channels.places
         for module in (self.spec.model, *modules):
             # Spaces of earlier runs over the same model keep their entries.
             others = {name: entry for name, entry in certificate_of(module).items() if name not in mine}
             masked: dict[str, Places] = {name: it for name, it in masked_places(module).items() if name in others}
-            if way_back is None:
+            if undos is None:
                 certify(module, {**others, **mine}, {**masked, **places})
             else:
-                way_back.callback(certified(module, {**others, **mine}, {**masked, **places})())
+                undos.callback(certified(module, {**others, **mine}, {**masked, **places})())
 
     def snapshot(self) -> Undo:
         """A function that restores masks and counts as they are now."""
@@ -307,13 +308,13 @@ class Session:
             if name not in now or now[name].shape != mask.shape:
                 got = f"has shape {tuple(now[name].shape)}" if name in now else "no longer exists"
                 raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
-        refuse_strange_followers(self.spec.followers, now)
+        refuse_mismatched_followers(self.spec.followers, now)
         self._hold()
 
     def _hold(self) -> None:
-        """Zero what is masked, with its state and in the followers, and keep the masks for every update to come."""
+        """Zero masked weights, their optimizer state and their copies in followers; keep the masks for every update."""
         zeroed = self._hold_masks()
-        with one_thread():  # an event is rare: no thread pool to wait for
+        with one_thread():  # waking a thread pool takes longer than it saves here
             for it in self.held:
                 it.zero()
                 it.zero_state(self.spec.optimizers)
@@ -322,14 +323,14 @@ class Session:
             restart_flat_history(optimizer)
 
     def _hold_masks(self) -> Masks:
-        """Make the masks ready for every update of the model as it is now, without zeroing anything yet."""
+        """Prepare the masks to be applied after every update, without zeroing anything yet."""
         self._record = record_of(self.spec.model)
         parameters, zeroed = named_parameters(self.spec.model), self._zeroed
         self.held = held((parameters[name], mask) for name, mask in zeroed.items())
         return zeroed
 
-    def _values(self) -> Undo:
-        """Copy the weights and the state that the masks are about to zero; the returned function puts them back."""
+    def _copied_values(self) -> Undo:
+        """Copy the weights and optimizer state that the masks are about to zero; returns a function to restore them."""
         parameters, zeroed = named_parameters(self.spec.model), self._zeroed
         tensors = [(parameters[name].detach(), mask) for name, mask in zeroed.items()]
         for optimizer in self.spec.optimizers:
@@ -351,30 +352,30 @@ class Session:
         return put_back
 
     def refuse_revived(self) -> None:
-        """Refuse to continue if pruned weights were trained although the `Pruner` knows no optimizer."""
+        """Refuse to continue if pruned weights were trained by an optimizer that the `Pruner` does not know."""
         if self.spec.optimizers:
             return  # their hooks zero the weights after every step
         for name, it in zip(self._zeroed, self.held, strict=True):
             if revived := it.revived:
                 raise StateError(
-                    f"parameter {name!r}: {revived} pruned weights are no longer zero. Something trains the model, "
-                    f"and the Pruner was given no optimizer to hold them. Make it with the optimizer that trains; if "
-                    f"they came back another way, as by load_state_dict, call pruner.apply_masks() first."
+                    f"parameter {name!r}: {revived} pruned weights are no longer zero, and the Pruner has no optimizer "
+                    f"whose steps would zero them. Pass the optimizer that trains the model to Pruner(...). If "
+                    f"something else changed them, such as load_state_dict, call pruner.apply_masks() first."
                 )
 
     # Cuts by others --------------------------------------------------------------------------------------------------
 
     @property
     def behind(self) -> bool:
-        """Whether the model was cut outside of this run and the masks have not been cut yet."""
+        """Whether the model was cut outside of this run and the masks have not followed yet."""
         before, now = self._record["tensors"], record_of(self.spec.model)["tensors"]
         return not (before is now or before == now) or any(it.outgrown for it in self.held)
 
     def follow_cuts(self) -> None:
-        """Cut the masks if something else has cut the model, such as `keepk.compact`.
+        """Cut the masks if the model was cut outside of this run, for example by `keepk.compact`.
 
-        To be called before an update: `compact` folds constants into biases, which revives those that were masked, and
-        that shows only until the next update zeroes them.
+        Call this before an update. `compact` folds constants into biases, so a masked bias may become nonzero and must
+        no longer be masked. The next update would zero it again.
         """
         if not self.behind:
             return
@@ -387,7 +388,7 @@ class Session:
 
         for side in self.sides:
             side.follow_cuts(made, follow)
-        self._hold_masks()  # without zeroing: this is called where only a count is wanted
+        self._hold_masks()  # without zeroing: `kept` calls this and must not change weights
         self._certify()
         self.channels.follow_statistics()
 
@@ -397,20 +398,20 @@ class Session:
         """The state of the run as plain values and bool tensors."""
         self.follow_cuts()
         self.refuse_revived()
-        if self._cut_elsewhere is not None:  # no plan leads to this shape, so no fresh model could be brought to it
+        if self._cut_elsewhere is not None:  # replaying the plan on a fresh model would not lead to this shape
             raise StateError(
                 f"pruner state: {self._cut_elsewhere!r} was cut since the run began, by keepk.compact or keepk.shrink, "
-                f"so a fresh model could not take it. Checkpoint before that; afterwards keepk.save the model."
+                f"so the state would not fit a fresh model. Checkpoint before that cut; after it, use keepk.save."
             )
         units = {**self.weights.state(), **self.channels.state()}
         return pruner_state(self._sizes, self.spec.plan, self.epoch, units)
 
     @torch.no_grad()
     def take_shape(self, state: Mapping[str, Any]) -> Undo:
-        """Cut the model to the size that it had in a saved state; returns the undo.
+        """Cut the model to its size in a saved state; returns the undo.
 
-        The first half of loading a state. A checkpoint loads the model and the optimizer between the two halves: their
-        tensors fit only a model of the saved size.
+        This is the first half of loading a state. A checkpoint restores the model and the optimizer between the two
+        halves, because their tensors fit only a model of the saved size.
         """
         self.refuse_closed()
         saved = self._read(state)
@@ -420,27 +421,27 @@ class Session:
 
     @torch.no_grad()
     def take_masks(self, state: Mapping[str, Any]) -> Undo:
-        """Take over the epoch and the masks of a saved state, over a model of its size; returns the undo.
+        """Restore the epoch and the masks of a saved state, for a model of its size; returns the undo.
 
-        The second half of loading a state. The undo does not bring zeroed weights back.
+        This is the second half of loading a state. The undo does not restore the values of zeroed weights.
         """
         saved = self._read(state)
-        with ExitStack() as way_back:
-            way_back.callback(self.enter_epoch, self.epoch)
-            way_back.callback(self.snapshot())
+        with ExitStack() as undos:
+            undos.callback(self.enter_epoch, self.epoch)
+            undos.callback(self.snapshot())
             for side in self.sides:
                 side.load(saved)
             self._hold()
             self.enter_epoch(saved.epoch)
             self.watch.restart()
             self.channels.follow_statistics()
-            self._certify(way_back)
-            return way_back.pop_all().close
+            self._certify(undos)
+            return undos.pop_all().close
 
     def refuse_closed(self) -> None:
         """Refuse to change anything once the `Pruner` is closed."""
         if self.closed:
-            raise KeepkError("Pruner: it was closed, so masks are no longer held. Make a new one.")
+            raise KeepkError("Pruner: it was closed, so masked weights are no longer kept at zero. Make a new one.")
 
     @property
     def _sizes(self) -> dict[str, Any]:
@@ -460,8 +461,8 @@ def _cut_mask(name: str, dead: Tensor, cuts: Mapping[str, Cut], parameters: Mapp
     if left.shape != parameter.shape:
         raise ShrinkError(
             f"parameter {name!r}: has shape {tuple(parameter.shape)}, its mask {tuple(left.shape)}: it was cut or "
-            f"replaced by something else than keepk. Change the model first, then make the Pruner."
+            f"replaced outside of keepk. Change the model first, then make the Pruner."
         )
     if name.rpartition(".")[2] != "bias":
         return left
-    return left & (parameter.detach() == 0).to(left.device)  # compact folds constants into biases, which then live
+    return left & (parameter.detach() == 0).to(left.device)  # compact folds constants into masked biases

@@ -1,4 +1,4 @@
-"""A pruner's state as plain data: named, versioned, free of code."""
+"""The state of a `Pruner` as plain values and tensors, with a format version."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from keepk.errors import StateError
 from keepk.plan.names import shown
 from keepk.plan.phases import Plan
 
-VERSION = 1  # raised whenever a state of before could be misread
+VERSION = 1  # increased whenever an older state could be misread
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,18 @@ def pruner_state(sizes: Mapping[str, Any], plan: Plan, epoch: int, units: Mappin
     """The state of a run.
 
     Args:
-        sizes: By space, the shapes or widths of what it took when the run began.
+        sizes: By space, the shapes of its parameters or the widths of its layers when the run began.
         plan: By space, its counts.
-        epoch: How many events there were.
-        units: The entries that the sides add: masks, and channels that are gone.
+        epoch: The number of past events.
+        units: The entries of both sides: masks of weights, and pruned channels.
     """
     return {"version": VERSION, "epoch": epoch, "spaces": _described(sizes, plan), **units}
 
 
 def read_pruner_state(state: Mapping[str, Any], sizes: Mapping[str, Any], plan: Plan) -> Saved:
-    """A state, if it comes from a run with the same spaces over the same model and with the same plan."""
+    """Read a state; refuses one from a run with another model, other spaces or another plan."""
     if not isinstance(state, Mapping) or not {"version", "epoch", "spaces", "masks"} <= set(state):
-        raise StateError("pruner state: not the state of a Pruner. Give what state_dict() returned.")
+        raise StateError("pruner state: not the state of a Pruner. Pass what state_dict() returned.")
     if not isinstance(state["version"], int) or state["version"] != VERSION:
         raise StateError(f"pruner state: version {shown(state['version'])}, but this keepk reads version {VERSION}.")
     _refuse_other_run(state["spaces"], _described(sizes, plan))
@@ -54,13 +54,13 @@ def _described(sizes: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 def _refuse_other_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if set(saved) != set(own):
         raise StateError(
-            f"pruner state: of spaces {sorted(saved)}, but this Pruner has {sorted(own)}. Make it with the same spaces."
+            f"pruner state: has spaces {sorted(saved)}, but this Pruner has {sorted(own)}. Make it with the same ones."
         )
     for name in own:
         for key, what in (("parameters", "model"), ("plan", "plan")):
             if saved[name][key] != own[name][key]:
                 raise StateError(
-                    f"pruner state: space {name!r} is of another {what}: its {key} are {shown(saved[name][key])}, "
-                    f"here they are {shown(own[name][key])}. Load it into the same model with the same spaces and "
-                    f"epochs."
+                    f"pruner state: space {name!r} belongs to another {what}: its {key} are "
+                    f"{shown(saved[name][key])}, here they are {shown(own[name][key])}. Load it into the same model "
+                    f"with the same spaces and epochs."
                 )

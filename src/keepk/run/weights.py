@@ -1,6 +1,6 @@
-"""The weight spaces of a run: which weights are pruned, and which ones are pruned at the next event.
+"""The weight spaces of a run: which weights are left, and which are pruned at the next event.
 
-`find_members` looks the spaces up in a model, by the names of parameters, and checks them.
+`find_members` matches the globs of spaces with the names of a model's parameters, and checks the result.
 """
 
 import math
@@ -39,10 +39,10 @@ class Members:
 
     Attributes:
         space: The user's request.
-        parameters: By name, in the model's order. The objects stay the same when they are cut.
+        parameters: By name, in the model's order. A cut changes the shape of these objects, but never replaces them.
         shapes: Their shapes when the run began.
-        total: M, how many weights they had then.
-        keep: K.
+        total: M, the number of weights when the run began.
+        keep: K, the number of weights to keep.
     """
 
     space: WeightSpace
@@ -52,19 +52,19 @@ class Members:
     keep: int
 
     def floor(self, parameter: nn.Parameter) -> int:
-        """How many weights of a parameter must stay. A layer floor applies to tensors of two or more dims only."""
+        """The least number of weights to keep in a parameter; 0 for biases and other tensors of one dim."""
         return min(self.space.layer_floor, parameter.numel()) if parameter.dim() >= 2 else 0
 
 
 def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, Members]:
-    """The parameters of every space, checked: each glob matches something, no weight is in two spaces."""
+    """The parameters of every space. Refuses globs that match nothing and weights in two spaces."""
     named = named_parameters(model)
     found = dict[str, Members]()
     taken = dict[nn.Parameter, str]()
     if spaces and not named and (quantised := quantised_module(model)):
         raise SpaceError(
             f"space {spaces[0].name!r}: the model has no parameters, because {quantised}. Prune first and quantise "
-            f"afterwards: give the model as it was before that."
+            f"afterwards: pass the model as it was before quantisation."
         )
     for space in spaces:
         refuse_uncalled(space.metric, space.name)
@@ -96,7 +96,7 @@ def find_frozen(model: nn.Module, globs: Sequence[str]) -> tuple[nn.Parameter, .
 
 def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
     """Refuse NaN and infinite weights, in one read and without a copy."""
-    # NaN and infinities reach the minimum or the maximum, so two scalars tell; isfinite() alone would make a mask.
+    # NaN and infinities show up in the minimum or the maximum. isfinite() would allocate a mask of the whole tensor.
     if parameter.numel() == 0 or all(bound.isfinite() for bound in parameter.detach().aminmax()):
         return
     bad = int(parameter.numel() - parameter.detach().isfinite().sum())
@@ -154,7 +154,7 @@ def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -
     where = f"space {space.name!r}: parameter {name!r}"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise SpaceError(f"{where} has no shape yet. Run one forward pass of the lazy module first.")
-    if hasattr(parameter, "device_mesh"):  # a DTensor, as FSDP2 makes: each process sees a part of it
+    if hasattr(parameter, "device_mesh"):  # a DTensor, as in FSDP2, of which each process sees only a part
         raise SpaceError(f"{where} is sharded over processes. Prune before sharding, or exclude it.")
     if quantised_tensor(parameter):
         raise SpaceError(
@@ -184,9 +184,10 @@ class WeightSide:
 
     Attributes:
         members: The spaces by name, with their parameters.
-        zeroed: By parameter, the pruned entries; a parameter without any has no mask.
+        zeroed: By parameter, a mask of its pruned entries; a parameter without any has no mask.
         kept: By space, how many weights the masks leave.
-        certified: The same as of the last event, before `keepk.compact` or others removed more.
+        certified: By space, how many weights the last event left, before `keepk.compact` or `keepk.shrink` removed
+            more.
     """
 
     kind = "weights"
@@ -212,7 +213,7 @@ class WeightSide:
 
     @property
     def masks(self) -> Masks:
-        """By parameter of a space: which entries are kept."""
+        """By parameter of a space: a mask of the entries that are kept."""
         return {
             name: ~self.zeroed[name] if name in self.zeroed else torch.ones_like(parameter, dtype=torch.bool)
             for name, parameter in self.parameters.items()
@@ -220,24 +221,24 @@ class WeightSide:
 
     @property
     def counted(self) -> dict[str, int]:
-        """By space: how many weights the model's tensors have now, pruned ones that came back included."""
+        """By space: how many weights the model's tensors have now, including pruned ones that are no longer zero."""
         return count_weights(self.members, self.zeroed, self.kept, self._model)
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """By space: the shapes of its parameters when the run began. A saved state must have the same."""
+        """By space: the shapes of its parameters when the run began. A saved state must have the same ones."""
         return {name: it.shapes for name, it in self.members.items()}
 
     def decide(self, event: Event) -> Event:
-        """Add the masks of weights in removed channels, then of the lowest-ranked ones. Reads only."""
+        """Add new masks: first the weights in pruned channels, then the lowest-ranked ones. Nothing changes."""
         planned = {name: self._plan[name][event.epoch] for name in self.members}
         due = {name: keep for name, keep in planned.items() if keep < self.kept[name]}
         own = self.parameters
         names = {parameter: name for name, parameter in own.items()}
         for optimizer in self._optimizers if due else ():
-            refuse_foreign_state(optimizer, names)  # it may have made its state since the last event
+            refuse_foreign_state(optimizer, names)  # the optimizer may have created state since the last event
         refuse_other_parameters(self._model, own, SpaceError)
-        # K counts the weights in channels that stay, so weights of removed channels are masked before any are ranked.
+        # K counts weights in the remaining channels only, so weights of pruned channels are masked before ranking.
         before = {
             name: mask if name not in self.zeroed else mask | self.zeroed[name].to(mask.device)
             for name, mask in event.operation.doomed(own).items()
@@ -255,21 +256,21 @@ class WeightSide:
         return replace(event, masks=masks, due=due)
 
     def apply(self, event: Event) -> Undo:
-        """Take over the masks of an event; `run.session.Session` zeroes the weights. A snapshot undoes it."""
+        """Store the masks of an event; `Session` zeroes the weights, and undoes this by its snapshot."""
         self.zeroed = event.operation.after({**self.zeroed, **event.masks})
-        # Removed channels may have taken weights of spaces that are not due, so all of them are counted again.
+        # Removed channels may have contained weights of spaces that are not pruned at this event: recount all spaces.
         removes = len(event.operation.gone) > 0
         self.kept = {**self.kept, **(self._counts(self.zeroed) if removes else event.due)}
         self.certified = dict(self.kept)
         return nothing
 
     def follow_cuts(self, _: Mapping[str, TensorCut], follow: Callable[[Masks], Masks]) -> None:
-        """Cut the masks after something else than this run has cut the model."""
+        """Cut the masks after the model was cut outside of this run."""
         self.zeroed = follow(self.zeroed)
         self.kept = self._counts(self.zeroed)
 
     def snapshot(self) -> Undo:
-        """A function that restores the present masks and counts."""
+        """A function that restores the current masks and counts."""
         present = self.zeroed, self.kept, self.certified
 
         def restore() -> None:
@@ -278,28 +279,28 @@ class WeightSide:
         return restore
 
     def state(self) -> dict[str, Any]:
-        """Its part of a `Pruner`'s state: the masks."""
+        """The weights' part of a `Pruner`'s state: the masks."""
         return {"masks": dict(self.masks)}
 
     def refuse_other_masks(self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]]) -> None:
-        """Refuse saved masks that do not fit the shapes that the parameters are about to have, or the plan."""
+        """Refuse saved masks that do not fit the plan, or the shapes that the parameters will have after `shape_of`."""
         for name, it in self.members.items():
             for key, parameter in it.parameters.items():
                 mask, shape = saved.masks.get(key), shape_of(key, parameter)
                 if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
-                    raise StateError(f"pruner state: no bool mask of shape {shape} for {key!r}. It is damaged.")
+                    raise StateError(f"pruner state: no bool mask of shape {shape} for {key!r}. The state is damaged.")
             kept = sum(int(saved.masks[key].sum()) for key in it.parameters)
             planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
-            # Before its own plan begins, a space may have lost weights that were removed with their channels.
+            # A space whose plan has not begun may still have lost weights that were removed with their channels.
             waits = planned == it.total
             fewer = bool(saved.channels) and waits and it.keep <= kept < planned
             if kept != planned and not fewer:
                 raise StateError(
-                    f"pruner state: the masks of space {name!r} keep {kept}, the plan says {planned}. It is damaged."
+                    f"pruner state: space {name!r} keeps {kept} weights, the plan says {planned}. The state is damaged."
                 )
 
     def load(self, saved: Saved) -> None:
-        """Take over saved masks, over a model that has its saved size."""
+        """Restore saved masks; the model must already have its saved size."""
         self.refuse_other_masks(saved, lambda _, parameter: tuple(parameter.shape))
         masks = {name: (parameter, saved.masks[name]) for name, parameter in self.parameters.items()}
         self.zeroed = {name: (~mask).to(it.device) for name, (it, mask) in masks.items() if not mask.all()}
@@ -321,12 +322,12 @@ class WeightSide:
         """Refuse an event after which a space would have fewer weights than its plan says."""
         members = self.members[name]
         waits = planned == members.total  # its plan has not begun, so channels may still remove some of its weights
-        wanted, what = (members.keep, "to keep") if waits else (planned, "of its plan at this event")
-        # A plan that was at this count before, as in a flat tail, is met: keepk.compact may have removed more since.
+        wanted, what = (members.keep, "to keep") if waits else (planned, "that its plan keeps at this event")
+        # If the last event already left this count, the plan is met, even if keepk.compact has removed more since.
         reached = not by_channels and self.certified[name] <= wanted
         if left >= wanted or reached:
             return
-        why = "the channels that stay have" if by_channels else "the model was cut elsewhere, which left"
+        why = "the remaining channels have" if by_channels else "the model was cut elsewhere, which left"
         raise RankError(
             f"space {name!r}: {why} only {left} of its weights, fewer than the {wanted} {what}. "
             f"Nothing was pruned. Keep more channels or fewer weights, or prune weights after channels, in phases "
@@ -334,14 +335,14 @@ class WeightSide:
         )
 
     def _ranked(self, members: Members, before: Masks) -> list[Ranked]:
-        """The scores of a space, by parameter, with what is pruned already."""
+        """The scores of a space's parameters, each with a mask of the entries that are already pruned."""
         metric = members.space.metric or magnitude
         by_magnitude = metric is magnitude
         found = []
         for name, parameter in members.parameters.items():
             if not by_magnitude:
-                refuse_not_finite(name, parameter)  # the selection itself checks magnitudes, in the same read
-            # The magnitude is never materialised: the selection reads the weights.
+                refuse_not_finite(name, parameter)  # for magnitudes, the selection checks this in the same read
+                # Magnitudes are never stored as a tensor: the selection takes absolute values as it reads the weights.
             scores = parameter.detach() if by_magnitude else score(metric, parameter, name)
             dead = before.get(name, self.zeroed.get(name))
             if dead is not None:
@@ -353,10 +354,10 @@ class WeightSide:
         """Warn if most weights are tied at the cut, or if a tensor keeps almost nothing."""
         name, by_magnitude = members.space.name, (members.space.metric or magnitude) is magnitude
         equal, ties = sum(cut.equal for cut in cuts), sum(cut.ties for cut in cuts)
-        # Ties among weights that are 0.0 anyway need no warning: it does not matter which of them are pruned.
+        # Ties among weights that are 0.0 need no warning: it does not matter which of them are pruned.
         if 0 < ties < equal and not (by_magnitude and all(cut.value == 0 for cut in cuts)):
             self._watch.tied_scores(name, "weights", equal, alive)
-        if members.space.layer_floor == 0:  # a floor that the user has set is a decision about thin layers
+        if members.space.layer_floor == 0:  # by setting a floor, the user has decided how thin layers may get
             sizes = ((key, math.prod(shape)) for key, shape in members.shapes.items())
             layers = [(key, cut.kept, size) for (key, size), cut in zip(sizes, cuts, strict=True)]
             self._watch.thin_layers(name, "weights", [it for it in layers if len(members.shapes[it[0]]) > 1])

@@ -1,15 +1,15 @@
 """Files that are complete or absent, written by one process at a time and verified when read.
 
-A file is drafted, synced, hashed on the way, then renamed, so that it is there whole or not at all.
+A file is written under a temporary name, hashed and synced, and then renamed, so that it is complete or absent.
 
-Several processes may write into one folder. `alone` lets them in one after another, with a lock that the operating
-system drops when its process dies. Not every network file system has locks; without them a writer uses names that no
-other process uses, and deletes only the file that its own commit replaced and leftovers that are a day old.
+Several processes may write into one folder. `alone` makes them take turns, with a lock that the operating system
+releases when its process ends. Not every network file system has locks; without them, a writer uses names that no other
+process uses, and deletes only the file that its commit replaced and leftovers that are a day old.
 
 Both kinds of folders, checkpoints (`checkpoint.checkpoint`) and saved models (`deploy.folder`), are written in these
-steps: `writing` makes and locks the folder, `write_synced` writes the tensors under a name that nothing reads yet,
+steps: `writing` creates and locks the folder, `write_synced` writes the tensors under a name that nothing reads yet,
 `replace_index` commits, `sweep` deletes leftovers. A failure before the commit deletes the drafts
-(`deleted_on_failure`); a kill leaves them, and a later `sweep` finds them.
+(`deleted_on_failure`); if the process is killed, a later `sweep` deletes them.
 
 `Trusted` reads the files back: an index (JSON) and the tensor file that it names, verified by their hashes.
 """
@@ -41,7 +41,7 @@ LOCK = ".keepk.lock"
 PATIENCE = 600.0  # seconds to wait for a process that holds the lock and writes nothing
 POLL = 0.02
 LEFTOVER_AGE = 24 * 3600.0  # seconds after which a file that may belong to a running process counts as abandoned
-# The errors by which flock and msvcrt.locking say that another process has the lock; any other means "no locks here".
+# Errors of flock and msvcrt.locking that mean that another process has the lock. All others mean "no locks here".
 _TAKEN = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK}
 
 
@@ -58,7 +58,7 @@ def place(given: object, verb: str, order: str, error: type[KeepkError]) -> Path
         raise error(f"{verb}: got {type(given).__name__} as the path. The order is {order}.")
     path = os.fspath(given)
     if not isinstance(path, str) or not path or not _can_be_named(path):
-        raise error(f"{verb}: got {path!r} as the path, which no file can have. Give a name, such as 'out/net'.")
+        raise error(f"{verb}: got {path!r} as the path, which no file can have. Pass a name, such as 'out/net'.")
     return Path(path)
 
 
@@ -93,9 +93,9 @@ def _acquired(folder: Path) -> IO[bytes] | None:
             with suppress(OSError):
                 path.unlink()
             return None
-        if locked:  # of a file that its previous owner has deleted, so that the next process would lock another one
+        if locked:  # a file that its previous owner has deleted: another process would lock a different file
             continue
-        # A large model takes long to write, and many ranks take turns: waiting is an error only if no file grows.
+        # A large model takes long to write, and many ranks may take turns, so time out only if no file grows.
         if (sizes := _sizes(folder)) != seen:
             seen, deadline = sizes, time.monotonic() + PATIENCE
         elif time.monotonic() > deadline:
@@ -107,9 +107,9 @@ def _acquired(folder: Path) -> IO[bytes] | None:
 
 @contextmanager
 def own_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside a path, deleted at the end, as are those that killed processes left there.
+    """A temporary folder beside a path. It is deleted at the end, together with folders of processes that were killed.
 
-    The process holds a lock inside its folder, by which other processes see that it is still running.
+    The process holds a lock in its folder, which tells other processes that it is still running.
     """
     with ExitStack() as stack:
         while True:
@@ -118,7 +118,7 @@ def own_folder(path: Path) -> Iterator[Path]:
             )
             folder = Path(stack.enter_context(made_here))
             if _lock_for_life(folder / LOCK, stack):
-                break  # otherwise another process found the folder before it was locked, and deleted it
+                break  # otherwise another process has deleted the folder before it was locked
         _delete_abandoned(path, folder)
         (folder / "files").mkdir()
         yield folder / "files"
@@ -134,7 +134,7 @@ def _lock_for_life(lock: Path, stack: ExitStack) -> bool:
 
 def _delete_abandoned(path: Path, own: Path) -> None:
     names = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}\.tmp")  # as tempfile makes them
-    now = own.stat().st_mtime  # by the clock of the file system, which may be another machine's
+    now = own.stat().st_mtime  # by the clock of the file system, which may be on another machine
     for folder in path.parent.iterdir():
         if names.fullmatch(folder.name) and folder != own and folder.is_dir():
             with suppress(OSError):
@@ -142,7 +142,7 @@ def _delete_abandoned(path: Path, own: Path) -> None:
 
 
 def _delete_if_abandoned(folder: Path, *, is_old: bool) -> None:
-    if not (folder / LOCK).exists():  # created a moment ago, or by an early keepk, which used no locks
+    if not (folder / LOCK).exists():  # just created, or left by an early version of keepk without locks
         if is_old:
             shutil.rmtree(folder, ignore_errors=True)
         return
@@ -185,8 +185,8 @@ def _is_at(handle: IO[bytes], path: Path) -> bool:
 
 
 def _release(handle: IO[bytes], path: Path) -> None:
-    # The file is deleted while it is locked: afterwards its name may belong to another process's lock. Windows does not
-    # delete an open file, so there the name cannot be reused, and deleting it afterwards is safe.
+    # Delete the file while it is locked: afterwards, its name may belong to another process's lock. Windows does not
+    # delete an open file, so the name cannot be reused there, and deleting it afterwards is safe.
     with suppress(OSError):
         path.unlink()
     handle.close()
@@ -205,11 +205,11 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 @contextmanager
 def writing(folder: Path, tensors: Mapping[str, Tensor], error: type[KeepkError]) -> Iterator[bool]:
-    """Make the folder and hold its lock; an `OSError` becomes an error that says what to do.
+    """Create the folder and hold its lock; an `OSError` becomes an error that says what to do.
 
     Args:
         folder: The folder.
-        tensors: The tensors to be written, whose size the error names.
+        tensors: The tensors to be written; the error states their total size.
         error: The class of the error.
 
     Yields:
@@ -221,7 +221,7 @@ def writing(folder: Path, tensors: Mapping[str, Tensor], error: type[KeepkError]
     except OSError as problem:
         room = sum(tensor.nbytes for tensor in tensors.values())
         raise error(
-            f"{folder}: cannot be written ({problem}). Choose a folder that can be, with room for {room:,} bytes. "
+            f"{folder}: cannot be written ({problem}). Choose a writable folder with room for {room:,} bytes. "
             f"Its previous contents are unchanged."
         ) from problem
 
@@ -266,14 +266,14 @@ def deleted_on_failure(drafts: list[Path], named: Callable[[], Path | None]) -> 
     try:
         yield
     except BaseException:
-        # An interrupt may arrive just after the commit: the file that the index names by then must stay.
+        # An interrupt may arrive just after the commit, so the file that the index names must not be deleted.
         for leftover in set(drafts) - {named()}:
             leftover.unlink(missing_ok=True)
         raise
 
 
 def replace_index(draft: Path, index: Path, text: str, named: Callable[[], Path | None]) -> Path | None:
-    """Commit: replace the index by a new one, in one step that is done or not.
+    """Commit: replace the index by a new one, atomically.
 
     Args:
         draft: Where to write the new index first, in the same folder.
@@ -335,7 +335,7 @@ def sweep(folder: Path, ours: re.Pattern[str], *, keep: Path | None, locked: boo
             leftovers are deleted.
         done: Files that an index has named and no later one will name, unless it is the one in place.
     """
-    now = folder.stat().st_mtime  # time of the commit by the file system's clock, which may be another machine's
+    now = folder.stat().st_mtime  # time of the commit, by the clock of the file system, which may be on another machine
     for path in folder.iterdir():
         if ours.fullmatch(path.name) and path != keep:
             with suppress(OSError):
@@ -349,7 +349,7 @@ Contents = TypeVar("Contents")
 
 @dataclass(frozen=True)
 class Trusted:
-    """A kind of folder: the name and format of its index, and how errors speak of it.
+    """A kind of folder: the name and format of its index, and the words for its errors.
 
     Attributes:
         name: The index's file name.
@@ -386,10 +386,10 @@ class Trusted:
             return None
 
     def whole(self, folder: Path, read: Callable[[Document], Contents]) -> tuple[Document, Contents]:
-        """The index of a folder, and the contents that `read` makes of it, from one and the same write.
+        """The index of a folder, and the contents that `read` returns for it, both from the same write.
 
-        Another process may replace the index and its files meanwhile, so that the file named by the index that was
-        read no longer exists. An error is raised only if it occurs twice with the same index.
+        Another process may replace the index and its files in the meantime, so that a file that the index names no
+        longer exists. An error is raised only if it occurs twice with the same index.
         """
         failed = None
         while True:
@@ -434,12 +434,12 @@ class Trusted:
         return document
 
     def tensors(self, path: Path, named: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors in a file, whose size and sha256 are those that the index names."""
+        """The tensors in a file; refuses a file whose size or sha256 differs from the index."""
         size, digest = named["size"], named["sha256"]
         if type(size) is not int or size < 0 or not isinstance(digest, str):
             raise self.error(
-                f"{path.parent / self.name}: says that {path.name} has size {size!r} and sha256 {digest!r}, which no "
-                f"file can have. {self.remedy}"
+                f"{path.parent / self.name}: says that {path.name} has size {size!r} and sha256 {digest!r}, which is "
+                f"impossible. {self.remedy}"
             )
         try:
             data = _regular_bytes(path, size)
@@ -478,7 +478,7 @@ def _regular_bytes(path: Path, size: int | None = None) -> bytes:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    # Python reads NaN and Infinity although JSON has neither; keepk never writes them.
+    # Python's parser accepts NaN and Infinity although JSON has neither; keepk never writes them.
     raise ValueError(f"it holds {name}")
 
 
@@ -489,13 +489,13 @@ READ_BY = {
 
 
 def _meant(given: Path, name: str) -> str:
-    """A hint for a user who gave a folder of the other kind, or a file inside a folder; empty if neither is so."""
+    """A hint for a user who passed a folder of the other kind or a file inside a folder; otherwise empty."""
     try:
         folder = given.parent if given.is_file() else given
     except OSError:  # a path that the system refuses
         return ""
     if given.is_file() and (folder / name).is_file():
-        return f" {given.name} is a file inside one: give {folder}."
+        return f" {given.name} is a file inside one: pass {folder}."
     for other, (what, function) in READ_BY.items():
         if other != name and (folder / other).is_file():
             return f" {folder} has {what}: read it with {function}."

@@ -10,7 +10,7 @@ from keepk.errors import CheckpointError
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of Python's generator, numpy's global one, torch's for the CPU and, if in use, every CUDA device's."""
+    """The states of the generators of Python, numpy (the global one), torch's CPU and, if in use, all CUDA devices."""
     in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return {
         "python": random.getstate(),
@@ -35,7 +35,7 @@ def check_rng_state(saved: dict[str, Any]) -> None:
     try:  # on fresh generators, so that the global ones do not change
         random.Random().setstate(saved["python"])
         np.random.RandomState().set_state(saved["numpy"])
-        # By hand, because a CUDA state cannot be tried on a machine without that device.
+        # Checked by type only, because a CUDA state cannot be tried on a machine without that device.
         for state in [saved["torch"], *saved["cuda"]]:
             if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
                 raise TypeError("a state of torch is not a tensor of bytes")

@@ -1,7 +1,7 @@
 """Converting dense tensors and arrays into tensors that a safetensors file can hold, and back without loss.
 
-The format knows neither strides nor complex dtypes nor views with the conjugate bit. A record beside each stored tensor
-says what was changed.
+The format has no strides, no complex dtypes and no conjugate bit. A record stored with each tensor says how to restore
+it.
 """
 
 from typing import Any
@@ -81,7 +81,7 @@ def _contiguous(plain: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def unpack(stored: Tensor, record: dict[str, Any]) -> Tensor:
-    """The tensor that was given to `pack`."""
+    """The tensor that was passed to `pack`."""
     if unknown := set(record) - {"dtype", "shape", "stride"}:
         raise CheckpointError(f"unknown tensor fields {sorted(unknown)}")
     dtype = dtype_named(record["dtype"]) if "dtype" in record else stored.dtype
@@ -115,7 +115,7 @@ def array_bytes(array: np.ndarray[Any, Any]) -> bytes | None:
 
 
 def array_from(data: bytes, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
-    """The array that `array_bytes` was given, writable and in C order."""
+    """The array that was passed to `array_bytes`, writable and in C order."""
     kind = np.dtype(dtype)
     if kind.kind not in _PLAIN_ARRAY_KINDS:
         raise CheckpointError(f"arrays of dtype {kind} are never stored")

@@ -2,8 +2,8 @@
 
 JSON alone would turn int keys into strings, tuples into lists and NaN into an error. (A MultiStepLR with string keys
 never decays again.) A type that JSON lacks becomes an object with one key that begins with ``$``, such as
-``{"$tuple": [1, 2]}``. A user's dict that has such a key, or a key that is not a string, is written as pairs, so the
-two cannot be confused.
+``{"$tuple": [1, 2]}``. A user's dict with such a key, or with a key that is not a string, is written as pairs, so that
+the two cannot be confused.
 
 >>> encode({1: (2, 3)})[0]
 {'codec': 1, 'value': {'$dict': [[1, {'$tuple': [2, 3]}]]}}
@@ -77,7 +77,7 @@ class _Encoder:
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
-        kind = type(value)  # not isinstance: a subclass may carry more than its base, and would come back without it
+        kind = type(value)  # not isinstance: a subclass may have more data than its base, which would be lost
         if kind in _SCALARS:
             return _SCALARS[kind](value)
         if kind in _CONTAINERS:

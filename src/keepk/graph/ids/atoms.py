@@ -2,9 +2,9 @@
 
 Atoms are integer ids, one for each index along each axis of each parameter and buffer.
 
-Removing channel 5 of a convolution removes row 5 of its weight and entry 5 of its bias. The trace gives both an id (an
-"atom"), and learns from the forward pass which atoms must be removed together. Operations that create tensors, or that
-reduce several atoms to one, take fresh ids as well.
+Removing channel 5 of a convolution removes row 5 of its weight and entry 5 of its bias. The trace gives each of them an
+id (an "atom"), and learns from the forward pass which atoms must be removed together. Operations that create tensors or
+reduce several atoms to one use new ids too.
 
 >>> atoms = Atoms()
 >>> atoms.new(4, "conv.weight", dim=0)  # a convolution with 4 filters

@@ -75,7 +75,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Bound:
-    """An array of atoms with a condition on what may be removed from it; the list that it is in says which one."""
+    """An array of atoms with a condition on its removals. The list in `Facts` that contains it says which condition."""
 
     array: Map
     reason: Reason
@@ -118,9 +118,9 @@ class Facts:
         roles: By (tensor, dim), what that axis does.
     """
 
-    # Equal numbers are a condition (`even`), not an equality: chunk(2) of 8 channels needs 3 + 3 or 4 + 4 of them, not
-    # that channels 0 and 4 are removed together. A union would be sound too, but it costs freedom at every split: eight
-    # channel shuffles in a row would leave a handful of units out of hundreds (docs/decisions/0008).
+    # Equal numbers are a condition (`even`), not an equality: chunk(2) of 8 channels needs 3 + 3 or 4 + 4 of them, but
+    # channels 0 and 4 need not be removed together. Uniting them would be correct too, but too strict: after eight
+    # channel shuffles in a row, only a handful of hundreds of units would be left (docs/decisions/0008).
     equal: list[Lines] = field(default_factory=list)
     lines: dict[Line, list[Lines]] = field(default_factory=lambda: {line: [] for line in Line})
     even: list[Bound] = field(default_factory=list)

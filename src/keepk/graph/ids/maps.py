@@ -126,7 +126,7 @@ def restrict(index_map: Map, alive: Flags) -> Map | None:
 
 
 def _box(array: Map, living: Flags) -> list[int] | None:
-    """The shape of the surviving entries, if all rows that keep anything keep equally much at every level."""
+    """The shape of the surviving entries; None unless, at every level, all nonempty rows keep the same number."""
     # A tensor is a box: 2 of 4 in one head and 3 of 4 in the next cannot be stored as (heads, head_dim). Rows that are
     # removed entirely do not count, and the survivors need not lie in the same columns, since reshape and view see
     # only the row-major order. Where columns matter (a transpose), the algebra adds a grid.

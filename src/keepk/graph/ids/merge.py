@@ -94,7 +94,7 @@ class Algebra:
 
     Args:
         atoms: Hands out fresh ids.
-        facts: Takes the facts.
+        facts: The facts are added to it.
         reason: Turns a few words into a `Reason` with the operation and its place in the user's program.
     """
 
@@ -116,8 +116,8 @@ class Algebra:
             The maps of the result.
         """
         merge = _Merge(why, nested, contracted)
-        # Every ordered pair, because each operand says something about the maps of the other: a dim that only one of
-        # them tracks pins the maps of the other. Symmetric facts are recorded for the first order only.
+        # Every ordered pair, because each operand affects the maps of the other: a dim that one of them does not track
+        # pins the maps of the other. Symmetric facts are recorded for the first order only.
         dropped = {
             id(index_map)
             for (one, operand), (other, against) in permutations(enumerate(operands), 2)
@@ -291,8 +291,9 @@ class Algebra:
             return True
         if not _is_coarser(against, index_map):
             return _is_coarser(index_map, against)
-        # A folded axis against a whole one: an element of the whole axis would be removed along either of the folded
-        # maps. Only the finer one is free to go; the coarser is pinned, since the two could not be told apart.
+        # A folded axis meets a whole one: an element of the whole axis could be removed along either of the folded
+        # maps, and the two could not be told apart. So only the finer one can be removed, and the coarser one is
+        # pinned.
         finest = max((m for m in others if support(m) == support(against)), key=lambda m: len(np.unique(m)))
         if against is finest:
             self.facts.add_line(against, index_map, Line.COLLAPSE)
@@ -313,8 +314,8 @@ class Algebra:
         if dims == set(support(index_map)):
             self.pin(index_map, pinned)
             return False
-        # Pinning the map itself would keep whole heads because their width cannot change. Pinned parents along `dims`
-        # keep the positions there, while a grid lets rows across them go.
+        # Pinning the map itself would pin whole heads only because their width cannot change. Pinned parents along
+        # `dims` fix the positions there, and a grid still allows removing rows across them.
         sizes = [size if dim in dims else 1 for dim, size in enumerate(index_map.shape)]
         parents = self.atoms.new(int(np.prod(sizes))).reshape(sizes)
         self.pin(parents, pinned)

@@ -2,10 +2,10 @@
 
 The facts of a trace say which channels belong together. They do not say whether the model's Python code survives a
 change of width: ``x.split(self.width, dim=1)`` fails as soon as a channel is removed, unless `width` changes with it.
-So `settle` removes some units from a copy and replays every forward pass (`replay`). The first mismatch goes through
-the `REPAIRS`, in order; each of them is a function that returns larger `Assumptions`, or None. If none of them helps,
-one of the `CONCESSIONS` gives up the units that are to blame. Then the facts are solved again under the new
-assumptions, and the next copy is cut, until all copies fit.
+So `settle` removes some units from a copy and replays every forward pass (`replay`). The `REPAIRS` are tried on the
+first mismatch, in order; each is a function that returns extended `Assumptions`, or None if it does not apply. If none
+of them helps, one of the `CONCESSIONS` gives up the units that are to blame. Then the facts are solved again under the
+new assumptions, and the next copy is cut, until all copies fit.
 
 Assumptions only grow, so the loop ends. In this model a repair finds that `width` has to follow the number of channels:
 
@@ -58,7 +58,7 @@ class NotRepeatable(Exception):  # noqa: N818 - a signal: the model is traced ag
 class Assumptions:
     """Everything that probing has learned so far, in addition to the facts of the trace.
 
-    A repair returns a larger value (`dataclasses.replace`); nothing is ever taken back.
+    A repair returns an extended value (`dataclasses.replace`); nothing is ever removed.
 
     Attributes:
         constants: Attributes of the model that have to follow a size.
@@ -81,7 +81,7 @@ class Assumptions:
     modes: Modes = "runs"
 
     def solved_like(self, other: "Assumptions") -> bool:
-        """Whether two values give one solution: constants and modes only affect replays."""
+        """Whether both lead to the same solution: constants and modes only affect replays."""
         # By identity: `replace` keeps the fields that a repair did not touch, and arrays have no plain equality.
         fields = ("ties", "aligned", "loosened", "literals", "lossy", "pins")
         return all(getattr(self, name) is getattr(other, name) for name in fields)
@@ -144,7 +144,7 @@ class Bench:
         return self.replays.mismatch(self.workshop, graph, edits, modes=modes)
 
     def refuse_unrepeatable(self, graph: Graph, modes: Modes) -> None:
-        """Raise `NotRepeatable` if an uncut copy fails too: then a failing cut says nothing about its units."""
+        """Raise `NotRepeatable` if even an uncut copy fails: a failing cut then says nothing about its units."""
         if "uncut" not in self.tried:
             if (found := self.attempt(graph, np.zeros(0, np.int64), modes)) is not None:
                 raise NotRepeatable(found.why)
@@ -221,7 +221,8 @@ class Failure:
             return self, atoms
         found, culprits = self.culprits()
         mine = culprits[kind[culprits]]
-        # Without a unit of the kind that is being probed, the others must give way, or no round would change anything.
+        # If there is no culprit of the kind that is being probed, give up the others, or no round would change
+        # anything.
         blamed: Map = graph.units.classes[mine if len(mine) else culprits].astype(np.int32)
         return found, blamed
 
@@ -244,9 +245,9 @@ Repair: TypeAlias = Callable[[Failure], Assumptions | None]
 
 
 def follow_numbers(failure: Failure) -> Assumptions | None:
-    """Let attributes follow a size: those near the operation that have the old size, if that moves the failure on.
+    """Let attributes follow a size: those near the failing operation that equal the old size, if the copy gets further.
 
-    What helps one module is assumed for every module that ran the same operation on the same line.
+    A constant that helps one module is assumed for every module that ran the same operation on the same line.
     """
     if failure.mismatch.step < 0 or failure.mismatch.number:
         return None
@@ -263,7 +264,7 @@ def follow_numbers(failure: Failure) -> Assumptions | None:
 
 
 def _most_helpful(candidates: Iterable[Constant], failure: Failure) -> list[Constant]:
-    """The constant that gets furthest, or those of all together that are needed; empty if none helps."""
+    """The single constant that gets furthest, or the smallest useful set of all of them; empty if none helps."""
     listed, bench = list(candidates), failure.trial.bench
     best, reached = list[Constant](), failure.mismatch.step
     for group in [[one] for one in listed] + ([listed] if len(listed) > 1 else []):
@@ -275,7 +276,7 @@ def _most_helpful(candidates: Iterable[Constant], failure: Failure) -> list[Cons
             best, reached = group, after
         if reached == len(bench.steps):
             break
-    for constant in best if len(best) > 1 else ():  # one that is not needed counts something else
+    for constant in best if len(best) > 1 else ():  # drop those that are not needed: they count something else
         fewer = [other for other in best if other is not constant]
         best = fewer if _reached(failure, fewer) >= reached else best
     return best
@@ -305,7 +306,7 @@ def tie_parts(failure: Failure) -> Assumptions | None:
 
 
 def try_multiples(failure: Failure) -> Assumptions | None:
-    """Where torch refuses a width, require a multiple of 8 if such a width gets further."""
+    """If torch refuses a width, require a multiple of 8, provided that such a width gets further."""
     bench, step, lossy = failure.trial.bench, failure.step, failure.lossy
     if not failure.mismatch.raised or (step.name, step.place, lossy) in bench.tried:
         return None
@@ -321,7 +322,7 @@ def try_multiples(failure: Failure) -> Assumptions | None:
 
 
 def _aligned(failure: Failure) -> Assumptions:
-    """The assumption that a multiple must be left of the atoms to blame."""
+    """The assumption that the remaining number of the atoms to blame must be a multiple of 8."""
     found, atoms = failure.blame
     graph = failure.trial.graph
     if not np.isin(graph.solution.classes[atoms], graph.units.classes[failure.units]).any():
@@ -332,15 +333,15 @@ def _aligned(failure: Failure) -> Assumptions:
 
 
 def require_multiples(failure: Failure) -> Assumptions | None:
-    """Require a multiple of 8 where all larger cuts fit and a cut of single units does not.
+    """Require a multiple of 8 if all larger cuts fit and a cut of single units does not.
 
-    A copy with the wrong channels has a hard-coded position instead, which no width repairs.
+    If the copy has the wrong channels, a position is hard-coded in the model, which no width repairs.
     """
     return None if failure.mismatch.others else _aligned(failure)
 
 
 def loosen_heads(failure: Failure) -> Assumptions | None:
-    """Where heads cannot be removed as a whole, let positions within them go, equally many of each head."""
+    """If heads cannot be removed as a whole, allow removing positions within them, equally many from each head."""
     found, atoms = failure.blame
     if found.mismatch.number:
         return None
@@ -353,7 +354,7 @@ def loosen_heads(failure: Failure) -> Assumptions | None:
 
 
 def mark_lossy(failure: Failure) -> Assumptions | None:
-    """Call the units lossy if only a number changed that is computed from a size."""
+    """Mark the units as lossy if the only change is in a number that is computed from a size."""
     found, atoms = failure.blame
     if not found.mismatch.number:
         return None
@@ -373,8 +374,8 @@ def pin(failure: Failure) -> Assumptions | None:
     return replace(assumptions, pins=(*assumptions.pins, bound), literals=assumptions.literals | literals)
 
 
-# The order matters. A number that follows its size keeps most units free, so that comes first. Ties are looked for
-# among the numbers that follow already. Multiples are tried last, because they restrict every later choice.
+# The order matters. Letting a number follow its size keeps most units free, so it comes first. Ties are looked for
+# among numbers that already follow. Multiples are tried last, because they restrict every later choice.
 REPAIRS: tuple[Repair, ...] = (follow_numbers, tie_parts, try_multiples)
 # Units that are given up, from the smallest loss to the largest.
 CONCESSIONS: tuple[Repair, ...] = (loosen_heads, mark_lossy, pin)
@@ -413,7 +414,7 @@ def _probed(trial: Trial, *, lossy: bool) -> Trial:
         if failure is not None:
             then = repaired(failure, REPAIRS)
             if then is None:
-                # A forward that differs from pass to pass would fail on any copy: see before units are given up.
+                # A forward that differs from pass to pass would fail on any copy. Check that before giving up units.
                 trial.bench.refuse_unrepeatable(trial.graph, trial.assumptions.modes)
                 then = repaired(failure, CONCESSIONS)
         else:
@@ -431,12 +432,12 @@ def _first_failure(trial: Trial, *, lossy: bool) -> tuple[Trial, Failure | None]
     for number, choose in enumerate((choose_half, choose_unevenly, choose_sources)):
         units = choose(trial.graph, lossy=lossy)
         of_kind = trial.graph.units.lossy[units] == lossy
-        # One of the cuts runs in train mode where that echoes eval mode: train mode is covered without another pass.
+        # If train mode echoes eval mode, one of the cuts runs in train mode, which covers it without another pass.
         modes: Modes = "trained" if number == 1 and trial.assumptions.modes == "runs" else trial.assumptions.modes
         if of_kind.any() and (found := trial.attempt(units, modes)) is not None:
             echoed = any(found.run is run for run, _ in trial.bench.replays.echoes)
             if echoed and (plain := trial.attempt(units)) is not None:
-                found = plain  # it fails in eval mode as well, whose steps the repairs know better
+                found = plain  # it also fails in eval mode, whose steps are easier to repair
             elif echoed:
                 # Only train mode fails, so every copy has to repeat it from now on.
                 trial = trial.assuming(replace(trial.assumptions, modes="all"))

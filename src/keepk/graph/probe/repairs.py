@@ -40,7 +40,7 @@ def passing_through(steps: Sequence[Step], number: int, removable: Flags) -> Map
     outside = _atoms((step.outputs for step in same or [origin]), removable)
     inside = _atoms((step.inputs for step in same or [origin]), removable)
     if origin.name in PICKS:
-        inside = np.setdiff1d(inside, outside)  # the rows, one of which is missing, not the channels within a row
+        inside = np.setdiff1d(inside, outside)  # the rows, because one is missing, not the channels within a row
         return inside if len(inside) else outside
     return outside if len(outside) else inside
 
@@ -52,7 +52,7 @@ def _atoms(sides: Iterable[Sequence[Shaped]], removable: Flags) -> Map:
 
 
 # The search stays near the operation: every candidate costs a forward pass, and a distant attribute with the same value
-# is more likely equal by chance.
+# is more likely to be equal by coincidence.
 PARENTS = 3  # levels upwards, the module itself included
 CHILDREN = 2  # levels downwards
 BELOW = 16  # modules downwards, in all
@@ -141,7 +141,7 @@ class ProgramNumbers:
         """Attributes that equal the size of a dim with channels in their module's forward, whether used there or not.
 
         Such an attribute may count these channels (``num_heads`` next to ``view(..., -1, head_dim)``) or be equal by
-        chance. torch's own layers are left out, since `layer_sizes` lists their sizes.
+        coincidence. torch's own layers are left out, since `layer_sizes` lists their sizes.
         """
         own = {path: module for path, module in self.modules.items() if not _is_of_torch(module)}
         seen = set[tuple[object, ...]]()

@@ -19,8 +19,8 @@ True
 Mismatch('aten::t got (3, 6), expected (3, 4)')
 
 There are two kinds of replay. `Replay` follows a cut copy; the first difference raises `Mismatch`, which `probe` turns
-into a repair. `Echo` follows an uncut copy in another mode, to see whether the pass does anything new. `Run` is one
-way of calling forward, and `Replays` is the list of all passes that a cut copy has to repeat.
+into a repair. `Echo` follows an uncut copy in another mode, to see whether the pass does anything new. `Run` is one way
+of calling forward, and `Replays` lists all passes that a cut copy has to repeat.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,15 +53,15 @@ PRODUCTS = ("aten::mm", "aten::bmm")
 Modes: TypeAlias = Literal["all", "runs", "trained"]
 
 
-class Mismatch(Exception):  # noqa: N818 - never leaves this room: a finding that `probe` acts on
+class Mismatch(Exception):  # noqa: N818 - never leaves this package: a finding that `probe` acts on
     """The first difference between a cut copy and the first trace.
 
     Attributes:
         step: The number of the step in the first trace; -1 if the cut could not be made at all.
-        why: The difference, for people.
+        why: The difference, as a message.
         run: The forward pass in which it occurred.
         number: Whether an argument that is not a size changed (1 / sqrt(d)); shapes and channels are as predicted.
-        others: Whether the size is as predicted, and the channels are not.
+        others: Whether the size is as predicted, but the channels are not.
         raised: Whether torch or the user's forward raised, so that there was nothing to compare.
     """
 
@@ -199,8 +199,8 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             if step.name == kind_of(call) and self._fits(step, call):
                 self._position = number + 1
                 return step
-            # The shape is wrong, or torch moved the data in another order. The next comparison that fails decides, and
-            # then this step is the one to blame, since the number in the way is an argument of this operation.
+            # Either the shape is wrong, or torch moved the data in another order. If a later comparison fails, this
+            # step is to blame, since the number that prevents the cut is an argument of this operation.
             if step.name == kind_of(call) and self._doubtful is None:
                 self._doubtful = number
         return None
@@ -362,7 +362,7 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     No rules are applied: the same operation on the same inputs has the same result, so labels are copied from the other
     pass. Dropout and stochastic depth multiply by a random mask, made by `empty`, `bernoulli` and `div`; these
     operations are skipped in the comparison. All steps are recorded, including those of dropout, so that cut copies
-    can repeat this pass, too. The only new facts are those about the masks.
+    can repeat this pass too. The only new facts are those about the masks.
 
     Raises:
         Differs: The pass differs from the other one.
@@ -499,7 +499,7 @@ class Run:
     Attributes:
         example: The arguments of forward.
         training: Whether the model is in train mode.
-        answers: The truth values that Python is told instead of the real ones.
+        answers: The truth values that Python gets instead of the real ones.
     """
 
     example: Example

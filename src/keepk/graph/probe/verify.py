@@ -1,4 +1,4 @@
-"""Checks of a cut on copies of the model: compare outputs (`verify`), or replay forward at the new sizes."""
+"""Checks of a cut on copies of the model: compare outputs (`verify`), or replay forward (`refuse_unfit`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from keepk.graph.probe.repairs import passing_through
 from keepk.graph.probe.replay import Mismatch, Replays
 from keepk.model.copies import Workshop
 from keepk.model.edits import Edits, Indices, doomed, silencing
-from keepk.model.example import Example, no_model
+from keepk.model.example import Example, not_a_model
 from keepk.model.names import named_tensors, sharded, unwrap
 from keepk.model.torch_internals import tree_leaves, tree_map
 from keepk.model.weight_norm import lengths_of
@@ -56,7 +56,7 @@ def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, 
         True
     """
     if not isinstance(model, nn.Module):
-        raise ShrinkError(f"verify: {no_model(model)}")
+        raise ShrinkError(f"verify: {not_a_model(model)}")
     if found := sharded(model):
         raise ShrinkError(f"verify: {found} is sharded over processes. Trace, verify and shrink before sharding.")
     trial = _Trial(Workshop(unwrap(model), _in_float64(Example.of(example)), None), graph)
@@ -149,7 +149,7 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shri
     found = replays.mismatch(workshop, graph, edits, lenient=True)
     if (
         found is None
-        or found.step < 0  # before the first operation: a module refuses its new size, as it will when it is cut
+        or found.step < 0  # a module refuses its new size before any operation; the cut itself will raise that
         or _is_torchs_shortcut(model, graph, edits, found)
         or _has_changed_since(workshop, graph, edits, found)
     ):
@@ -174,7 +174,7 @@ def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
         if isinstance(module, nn.LSTM) and projected >= hidden:
             raise ShrinkError(
                 f"{verb}: LSTM {path!r} would have hidden_size={hidden} and proj_size={projected}. proj_size has to be "
-                f"smaller than hidden_size: leave more hidden units, or remove as many of the projection."
+                f"smaller than hidden_size: keep more hidden units, or remove more units of the projection."
             )
 
 

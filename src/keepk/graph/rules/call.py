@@ -6,10 +6,10 @@ them, and it records what the operation requires of its channels:
 =============================  =================================================  =======================
 method                         requirement                                        needed by
 =============================  =================================================  =======================
-`Call.merge`                   channels at the same position go together          add, mul, bias
-`Call.contract`                summed channels of both factors go together        linear, convolution
-`Call.require_equal_rows`      all parts keep equally many channels               reshape, chunk
-`Call.require_grid`            whole rows or whole columns go                     transpose of a split axis
+`Call.merge`                   channels at one position are removed together      add, mul, bias
+`Call.contract`                summed channels are removed from both factors      linear, convolution
+`Call.require_equal_rows`      all parts keep equal numbers of channels           reshape, chunk
+`Call.require_grid`            only whole rows or columns are removed             transpose of a split axis
 `Call.mark_lossy`              removing some changes the others                   softmax, mean, LayerNorm
 `Call.pin`                     cannot be removed                                  roll, sort, gather
 =============================  =================================================  =======================
@@ -34,7 +34,7 @@ from keepk.graph.ids.maps import Map, aligned, support
 from keepk.graph.ids.merge import Algebra, Operand
 from keepk.model.torch_internals import tree_flatten, tree_unflatten
 
-# Both signs, zero, and sizes on both sides of 1, for the inputs that are not zero.
+# Samples for inputs that are not zero: both signs, zero, and magnitudes on both sides of 1.
 FLOATS = (-1.3, 0.7, 2.1, -0.4, 0.0)
 OTHERS = (0, 1, 3, 1, -2)
 NOT_NEEDED = ("device", "generator", "memory_format")  # of the meta tensors in the trace; samples are on the CPU
@@ -72,7 +72,7 @@ def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], 
 
 @lru_cache(maxsize=4096)  # a network repeats its layers, and a trace its forward passes
 def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors: tuple[bool, ...]) -> bool:
-    """Run an operation with samples for its tensors; False if it fails on them, which leaves the question open."""
+    """Run an operation with samples for its tensors; False if it fails on them, since then nothing is known."""
     leaves = [_sample(*value) if is_tensor else value for value, is_tensor in zip(values, tensors, strict=True)]
     positional, by_name = tree_unflatten(leaves, tree)
     try:
@@ -153,7 +153,12 @@ class Call(Algebra):
             return getattr(self, _DEPRECATED[name])
 
     def get(self, argument: str, default: Any = None) -> Any:
-        """An argument by name, or `default` if the operation does not have it or it is None."""
+        """An argument by its name in the operation's schema.
+
+        Args:
+            argument: The name.
+            default: Returned if the operation does not have the argument, or if it is None.
+        """
         found = self.arguments.get(argument)
         return default if found is None else found
 
@@ -167,7 +172,12 @@ class Call(Algebra):
         return {**rest, **given, **by_name}
 
     def dims(self, argument: str, rank: int) -> list[int]:
-        """An argument that is a dim or a list of dims, as non-negative numbers; None or an empty list means all."""
+        """An argument that is a dim or a list of dims, as a list of non-negative ints.
+
+        Args:
+            argument: The name of the argument. If it is None or an empty list, it means all dims.
+            rank: The number of dims of the tensor.
+        """
         given = self.arguments.get(argument)
         if given is None or given == []:
             return list(range(rank))
@@ -188,16 +198,34 @@ class Call(Algebra):
         return Reason(why, self.name, self.module, self.place)
 
     def maps(self, tensor: Tensor) -> tuple[Map, ...]:
-        """The index maps of a tensor; see `keepk.graph.ids.maps`."""
+        """The index maps of a tensor; see `keepk.graph.ids.maps`.
+
+        Args:
+            tensor: An input or output of the operation.
+
+        Returns:
+            The maps, each of the tensor's rank; empty for a tensor without channels.
+        """
         return label_of(tensor).maps
 
     def operand(self, tensor: Tensor, rank: int) -> Operand:
-        """The tensor as an operand of a merge whose result has `rank` dims; expanded dims count as size 1."""
+        """The tensor as an operand of `merge`; expanded dims count as size 1.
+
+        Args:
+            tensor: An input of the operation.
+            rank: The number of dims of the result.
+        """
         shape = (1,) * (rank - tensor.ndim) + shape_before_expansion(tensor)
         return self.shaped_operand(tensor, lambda m: aligned(m, rank), shape)
 
     def shaped_operand(self, tensor: Tensor, transform: Callable[[Map], Map], shape: tuple[int, ...]) -> Operand:
-        """The tensor as an operand of the given shape, with `transform` applied to each of its maps."""
+        """The tensor as an operand of another shape, for `merge` or `contract`.
+
+        Args:
+            tensor: An input of the operation.
+            transform: Applied to each of its maps.
+            shape: The shape of the operand.
+        """
         label = label_of(tensor)
         neutral = label.neutral or tensor.numel() == 1
         return Operand([transform(m) for m in label.maps], shape, label.zeros, neutral, label.all_zero)
@@ -209,7 +237,15 @@ class Call(Algebra):
         return [tuple(tensor.shape) for tensor in self.inputs]
 
     def zero_in(self, tensors: Sequence[Tensor], maps: Iterable[Map]) -> list[bool]:
-        """For each merged map, whether the elements of a removed channel are 0 in all of these tensors."""
+        """Whether the elements of a removed channel are 0 in all of these tensors.
+
+        Args:
+            tensors: Inputs of the operation.
+            maps: Merged maps, of the first output's rank.
+
+        Returns:
+            One bool for each map.
+        """
         rank = self.outputs[0].ndim
         operands = [self.operand(tensor, rank) for tensor in tensors]
         return [all(operand.zero_along(m) for operand in operands) for m in maps]
@@ -244,15 +280,19 @@ class Call(Algebra):
         set_label(self.outputs[0] if to is None else to, label)
 
     def pin_inputs(self, why: str) -> None:
-        """Pin every channel of every input."""
+        """Pin every channel of every input.
+
+        Args:
+            why: A few words for the reason, such as "is ordered by value".
+        """
         for tensor in self.inputs:
             for index_map in self.maps(tensor):
                 self.pin(index_map, why)
 
     def take_by_number(self, channel: Map) -> None:
         """Pin a channel that is taken by its number; replays on cut copies must take the same one."""
-        # The result has no dim left for a map, so nothing else would notice that x[:, 0] reads another channel once
-        # channel 0 is gone.
+        # The result has no dim left for a map, so nothing else would notice that x[:, 0] reads another channel after
+        # channel 0 is removed.
         self.taken += channel.ravel().tolist()
         self.pin(channel, "one channel is taken by its number")
 
@@ -273,8 +313,8 @@ class Call(Algebra):
         everything = [self.operand(tensor, rank) for tensor in self.inputs]
         inputs = [place for place, tensor in enumerate(self.inputs) if tensor.ndim <= rank]
         if all(label_of(self.inputs[place]).from_parameters for place in inputs):
-            # weight * mask: merged maps take the ids of the first operand. It must be the weight, or the mask would be
-            # ranked as what produces the channels.
+            # weight * mask: merged maps get the ids of the first operand. It must be the weight, or the mask would
+            # count as the producer of the channels.
             inputs.sort(key=lambda place: _is_weight(self.inputs[place]), reverse=True)
         operands = [everything[place] for place in inputs]
         maps = list(operands[0].maps) if len(operands) == 1 else self.merge(operands, "meets")
@@ -283,18 +323,34 @@ class Call(Algebra):
             self.label_output(maps, to=output, zero=zeros)
 
     def maps_to_zero(self, zero: Sequence[bool]) -> bool:
-        """Whether the operation returns 0 where the inputs flagged in `zero` are 0, found by running it on numbers."""
+        """Whether the operation returns 0 where some of its inputs are 0, found by running it on a few numbers.
+
+        Args:
+            zero: For each input, whether it is 0.
+        """
         return stays_zero(self.operation, self._arguments, zero)
 
     def note_reader(self, reader: str, maps: Iterable[Map], dims: Iterable[int]) -> None:
-        """Record that `reader` reads the channels along `dims`."""
+        """Record that the channels along some dims are read.
+
+        Args:
+            reader: The name of the reader, such as the path of a module.
+            maps: The maps of the tensor that is read.
+            dims: The dims along which it is read.
+        """
         wanted = set(dims)
         for index_map in maps:
             if wanted & set(support(index_map)):
                 self.facts.uses.append((index_map.ravel(), reader))
 
     def note_weight(self, weight: Tensor, *, read: int, produced: int) -> None:
-        """Record which dim of a weight reads channels and which one produces them."""
+        """Record which dim of a weight reads channels and which one produces them.
+
+        Args:
+            weight: The weight.
+            read: The dim that reads channels.
+            produced: The dim that produces channels.
+        """
         self._role(weight, read, Role.READER)
         self._role(weight, produced, Role.PRODUCER)
 

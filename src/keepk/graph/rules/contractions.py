@@ -8,7 +8,8 @@ A matrix product is a merge in the joint index space, then a sum over the contra
 m)`` is a product over (batch, n, m, k), summed over k. All products here are brought to that layout, with dims of size
 1 where a factor does not have them.
 
-Here are also channels folded into image dims and back, gates over halves, padding, and Fourier transforms.
+This module also has rules for channels folded into image dims and back, gates over halves, padding, and Fourier
+transforms.
 """
 
 import math
@@ -79,7 +80,7 @@ def _kernel(call: Call, weight: Tensor, groups: int) -> list[Tracked]:
             continue
         flat = call.union_over(index_map, inner).reshape(index_map.shape[:2])
         if groups > 1 and support(flat) == (1,):
-            # The parameter was given one atom per column, but column 0 of group 0 and of group 1 read different
+            # The parameter has one atom per column, but column 0 of group 0 and column 0 of group 1 read different
             # channels. The trace starts over with separate atoms for each group; in this pass they are pinned.
             call.note_groups(flat, groups, weight.shape[0])
             call.pin(flat, "the in-channels of a grouped convolution are shared")

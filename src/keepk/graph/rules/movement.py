@@ -1,4 +1,4 @@
-"""Data movement: the same movement is applied to the maps, wherever it commutes with removing channels.
+"""Data movement: the maps are moved in the same way, if the movement commutes with removing channels.
 
 A movement commutes with removal if "move, then remove" and "remove, then move" give the same tensor. An unsqueeze does
 for any choice of channels, a reshape only if what remains fills a box, a roll never.
@@ -183,7 +183,7 @@ def interleaved(call: Call) -> None:
 
 
 def _demand_grid(call: Call, index_map: Map, repeated: list[int]) -> None:
-    """Require whole rows or columns of a map over several dims, which is in order only then once it is repeated."""
+    """Require whole rows or columns of a map over several dims, without which its repetition would be out of order."""
     if repeated and len(support(index_map)) > 1:
         call.require_grid(index_map, "is repeated")
 
@@ -214,7 +214,7 @@ def concatenated(call: Call) -> None:
     zeros = call.zero_in(parts, merged)
     if any(along_dim):
         merged.append(_joined(call, parts, along_dim, dim))
-        # A part without a map along the dim has no channels that could be removed, so it has no say.
+        # A part without a map along the dim has no channels that could be removed, so it is not asked.
         zeros.append(
             all(label_of(part).zero_along(m) for part, maps in zip(parts, along_dim, strict=True) for m in maps)
         )

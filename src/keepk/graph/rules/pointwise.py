@@ -1,7 +1,7 @@
 """Elementwise operations, and operations that create tensors.
 
-Here are the elementwise operations that torch does not tag as pointwise, and operations that pass their input on. A
-constant that is created in forward fits any channels, so each of its dims gets fresh atoms.
+These are the elementwise operations that torch does not tag as pointwise, and operations that pass their input on. A
+constant that is created in forward fits any channels, so each of its dims gets new atoms.
 """
 
 from dataclasses import replace
@@ -111,7 +111,7 @@ def to_python(call: Call) -> None:
 
 @rule("bincount", "histc", "equal", "allclose")
 def counted(call: Call) -> None:
-    """Mark everything lossy: values are counted or compared, zeros included, so a removed channel is missed."""
+    """Mark everything lossy: all values are counted or compared, even zeros, so a removal changes the result."""
     for tensor in call.inputs:
         for index_map in call.maps(tensor):
             call.mark_lossy(index_map, support(index_map), f"{call.name.removeprefix('aten::')} counts all values")
@@ -129,7 +129,7 @@ def found(call: Call) -> None:
 
 
 ZERO = ("zeros", "new_zeros", "zeros_like")
-LARGEST = 1 << 24  # elements; above it, a mask over (tokens, tokens) say, atoms cost more than following it is worth
+LARGEST = 1 << 24  # elements; for larger tensors, such as a mask over (tokens, tokens), atoms cost too much
 
 
 @rule("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
@@ -150,7 +150,7 @@ def constant(call: Call) -> None:
 
 @rule("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 def like(call: Call) -> None:
-    """Take the maps of the input, whose shape it has."""
+    """Copy the maps of the input, which has the same shape."""
     maps = call.maps(call.inputs[0])
     constant_fill = not call.name.startswith("aten::rand")  # random numbers differ between channels
     zero = call.name.removeprefix("aten::") in ZERO

@@ -2,8 +2,8 @@
 
 A reduction over channels is exact if a removed channel contributed nothing, and lossy otherwise. Pooling and resampling
 treat each channel by itself. Normalisations are exact where whole groups are removed, and lossy where part of a group
-is: BatchNorm normalises each channel by itself, so removing one changes no other. LayerNorm and softmax divide by a sum
-over channels, which changes when one is missing; the channels are then marked lossy, and the user decides.
+is. BatchNorm normalises each channel by itself, so removing one changes no other. LayerNorm and softmax divide by a sum
+over channels, which changes when one is missing, so the channels are marked lossy and the user decides.
 """
 
 import torch
@@ -53,7 +53,7 @@ def extreme(call: Call) -> None:
 
 
 def _zeros_do_not_count(call: Call) -> bool:
-    """Whether the result is the same without the zeros among what is reduced."""
+    """Whether the result is the same without the zeros among the reduced elements."""
     order = call.get("ord", call.get("p", 2))
     return call.name.removeprefix("aten::") in ZEROS_DO_NOT_COUNT and order >= 0
 

@@ -1,6 +1,6 @@
-"""The table of rules: for each operation, what it does to index maps.
+"""The table of rules, which say for each operation what it does to index maps.
 
-Built-in rules and rules of users are registered in the same way, through `rule`.
+Built-in rules and users' rules are registered in the same way, through `rule`.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(*operations: Any) -> Callable[[Rule], Rule]:
-    """Teach the trace an operation that it does not know.
+    """Register a rule for an operation that the trace does not know.
 
     An operation without a rule pins every channel that it reads, since nothing is known about what it does with them.
     A rule is a function of a `Call`, which is called after the operation ran. It labels the outputs
@@ -97,6 +97,6 @@ def _name(operation: Any) -> str:
     if isinstance(operation, torch.library.CustomOpDef):  # type: ignore[attr-defined]  # public, and not exported
         return operation._qualname
     raise TraceError(
-        f"rule: got {shown(operation)} ({type(operation).__name__}). Give an operation such as torch.ops.mylib.scale, "
+        f"rule: got {shown(operation)} ({type(operation).__name__}). Pass an operation such as torch.ops.mylib.scale, "
         f"or its name, 'mylib::scale'."
     )

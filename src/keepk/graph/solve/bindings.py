@@ -1,8 +1,8 @@
 """Conditions on removals: whole rows or columns of a grid, and equal counts of the rows of a matrix.
 
-Where a grid would lose neither whole rows nor whole columns, its columns are united. A matrix whose rows must keep
-equal counts becomes a `Binding`, a condition that every choice of units must meet, if each class lies in one row. Only
-where that is not the case are its columns united too.
+If a grid could lose anything but whole rows or whole columns, its columns are united. A matrix whose rows must keep
+equal counts becomes a `Binding`, a condition that every choice of units must meet, if each class lies in one row.
+Otherwise its columns are united too.
 
 >>> united = UnionFind(7)
 >>> halves = Bound(np.arange(1, 7, dtype=np.int32).reshape(2, 3), Reason("is split in equal parts"))
@@ -94,7 +94,7 @@ class Binding:
 
 
 def enforce_grids(grids: Iterable[Bound], united: UnionFind) -> list[Bound]:
-    """Unite columns wherever a grid would lose neither whole rows nor whole columns.
+    """Unite the columns of each grid that could lose anything but whole rows or whole columns.
 
     Returns:
         The atoms of grids that are still irregular afterwards, which have to be pinned.

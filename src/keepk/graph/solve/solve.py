@@ -94,7 +94,7 @@ def solve(
     facts = replace(facts, lines={**facts.lines, Line.LOOSE: [*facts.lines[Line.LOOSE], *loosened]})
     for lines in (*facts.equal, *facts.lines[Line.COLLAPSE], *heads):
         united.add(lines.parents, lines.cells)
-    # Before grids and bindings, since uniting a BatchNorm with its input changes the classes that those look at.
+    # Before grids and bindings, since uniting a BatchNorm with its input changes the classes that these depend on.
     reads = list(_separate_reads(facts, united))
     irregular = enforce_grids(facts.grids, united)
     while True:
