@@ -108,6 +108,7 @@ def points(
     device: torch.device | str = "cpu",
 ) -> list[dict[str, Any]]:
     """The points of one recipe on one draw: the dense network, if there is one, and each number of nodes."""
+    versions = result_files.versions()  # now: the checkout may have moved on by the end of the run
     parity = draw(seed, sizes=sizes).to(device)
     if recipe.name == BY_PRUNER.name:
         goals = PRUNER_GOALS
@@ -122,7 +123,7 @@ def points(
         "cpu_seconds": trained.cpu_seconds,
         "threads": torch.get_num_threads(),
         "fingerprint": recipe.fingerprint(),
-        "versions": result_files.versions(),
+        "versions": versions,
     }
     made = [_point(recipe, trained, seed, asked) for asked in trained.errors]
     print(f"parity {recipe.name} draw {seed}: {inits} x {len(goals)} networks, {trained.cpu_seconds} CPU s", flush=True)
