@@ -723,3 +723,44 @@ def test_an_example_that_does_not_fit_is_no_reason_to_load(tmp_path):
     keepk.save(net, tmp_path)
     with pytest.raises(TraceError, match="forward"):
         keepk.load(Edited(), tmp_path, example=torch.randn(2, 6))
+
+
+# Norms with a part of their parameters
+
+
+class SumsOfNorm(Hidden):
+    """A norm of the channels, with or without a scale and a shift, and the sum over all channels."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+        self.mean = nn.Parameter(torch.randn(16))
+        self.register_buffer("var", torch.rand(16) + 0.5)
+        self.o = nn.Linear(1, 3)
+        self.norm = norm
+
+    def forward(self, x):
+        return self.o(self.norm(self, self.a(x).sigmoid()).sum(1, keepdim=True))
+
+
+def wide(h):
+    """Three different values for each channel."""
+    return h[..., None] * torch.tensor([1.0, 2.0, 4.0], dtype=h.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "exact"),
+    [
+        (lambda net, h: F.batch_norm(h, net.mean.detach(), net.var, net.scale, net.shift), True),
+        (lambda net, h: F.batch_norm(h, net.mean.detach(), net.var, None, net.shift), False),
+        (lambda net, h: F.batch_norm(h, net.mean.detach(), net.mean.detach() ** 2 + 1, None, net.shift), False),
+        (lambda net, h: F.batch_norm(h, net.mean.detach(), net.var, None, None), False),
+        (lambda net, h: F.group_norm(wide(h), h.shape[1], net.scale, net.shift)[..., 0], True),
+        (lambda net, h: F.group_norm(wide(h), h.shape[1], net.scale, None)[..., 0], True),
+        (lambda net, h: F.group_norm(wide(h), h.shape[1], None, net.shift)[..., 0], False),
+        (lambda _, h: F.group_norm(wide(h), h.shape[1], None, None)[..., 0], False),
+    ],
+)
+def test_a_norm_is_zero_only_by_its_scale(norm, exact):
+    why = cut_or_why(SumsOfNorm(norm), vectors(), [vectors()])
+    assert (why == "") == exact, why

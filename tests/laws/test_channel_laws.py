@@ -690,7 +690,7 @@ def test_a_model_that_was_cut_behind_the_pruner_is_counted_and_refused(shrink):
     assert run.pruner.certificate[name]["kept"] == kept
     assert run.pruner.certificate[name]["alive"] == left
     before = picture([run.model, run.optimizer])
-    with pytest.raises(ShrinkError, match="Change the model first"):
+    with pytest.raises(ShrinkError, match="Cut the model before the Pruner is made"):
         run.pruner.step()
     with pytest.raises(StateError, match=r"was cut since the run began, by keepk.compact or keepk.shrink"):
         run.pruner.state_dict()

@@ -120,7 +120,8 @@ def batch_normalised(call: Call) -> None:
         call.note_carrier(tensor)
     # With scale and shift at 0 the output is 0, whatever the running statistics are. Without an affine part it is not:
     # (0 - mean) / std.
-    scaled = len([tensor for tensor in carriers if all(label_of(tensor).zeros) and call.maps(tensor)]) >= 2
+    affine = [call.get("weight"), call.get("bias")]
+    scaled = all(it is not None and all(label_of(it).zeros) and bool(call.maps(it)) for it in affine)
     if call.can_select(maps, carriers):
         left = _read(call, maps, carriers, output.ndim)
         call.label_output(left, zero=[scaled and 1 in support(m) for m in left])
@@ -200,7 +201,9 @@ def group_normalised(call: Call) -> None:
     scaling = [call.shaped_operand(tensor, lambda m: along(m, 1, rank), shape) for tensor in carriers]
     source = Operand(maps, tuple(images.shape), [False] * len(maps), label_of(images).neutral)
     merged = call.merge([source, *scaling], "is normalised")
-    call.label_output(merged, zero=[bool(scaling) and all(it.zero_along(m) for it in scaling) for m in merged])
+    # A shift alone does not make the output zero: the normalised values are added to it.
+    scaled = call.get("weight") is not None
+    call.label_output(merged, zero=[scaled and all(it.zero_along(m) for it in scaling) for m in merged])
 
 
 @rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "_softmax_backward_data")
