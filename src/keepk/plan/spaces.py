@@ -182,7 +182,7 @@ def channels(
         select: A glob, or several, over ``model.named_modules()``: ``"features.*"``, ``"*.linear1"``.
         keep: K, the number of channels to keep at the end of the plan. Met exactly, even where layers must have equal
             counts. Channels that cannot be removed (one that the model selects by index, the only one of a layer) are
-                not counted: they stay in addition to K, and a `keepk.KeepkWarning` lists them.
+            not counted: they stay in addition to K, and a `keepk.KeepkWarning` lists them.
         prune: The share of channels to prune, in place of `keep`: K = floor(M (1 - prune)), computed in decimals.
         exclude: Globs over the same names; the channels of the modules that they match are left out of the space.
         at: "output" selects the channels that the modules produce, "input" those that they read. With "input", a
