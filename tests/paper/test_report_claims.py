@@ -217,13 +217,13 @@ def test_settings_are_told_apart_by_the_width_of_the_dense_network(tmp_path):
         line("densenet40-cifar10", "control", total=3_120),
         line("densenet40-cifar10", "keepk-60", total=3_120, kept=1_248),
         line("densenet40-cifar10", "one-run-dense", total=4_680),
-        line("densenet40-cifar10", "one-run-60", total=4_680, kept=1_872),
+        line("densenet40-cifar10", "one-run-blend-60", total=4_680, kept=1_872),
     ]
     results = read_folder(write(tmp_path, {"densenet40-cifar10": made}))
     small, large = runs.settings(results)
     assert (small.size, large.size) == (Fraction(1, 3), Fraction(1, 2))
-    assert large.recipes == ("one-run-dense", "one-run-60")
-    assert (subject(results, small, 60), subject(results, large, 60)) == ("keepk-60", "one-run-60")
+    assert large.recipes == ("one-run-dense", "one-run-blend-60")
+    assert (subject(results, small, 60), subject(results, large, 60)) == ("keepk-60", "one-run-blend-60")
     assert small.title == "DenseNet-40, growth rate 4, CIFAR-10 (the first 15,000 training pictures)"
     assert large.title == "DenseNet-40, growth rate 6, CIFAR-10"
 

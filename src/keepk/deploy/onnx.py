@@ -47,7 +47,7 @@ class OnnxReport:
     Attributes:
         path: The file.
         opset: The version of ONNX's operators that it uses.
-        inputs: Name, type and shape of each input; a word in a shape stands for a size that may vary.
+        inputs: Name, type and shape of each input; a name in a shape marks a dimension that may vary.
         outputs: Name, type and shape of each output.
         difference: The largest max|torch - onnxruntime| / max|torch| of all outputs; None if it was not checked.
         bytes: The size on disk.

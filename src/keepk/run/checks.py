@@ -222,7 +222,7 @@ def _try_metrics(model: nn.Module, graph: Graph, channels: Mapping[str, ChannelM
     for it in channels.values():
         layers = layers_of(graph, parameters, it.layers, alive, it.space.at)
         metric = it.space.metric or default_metric(layers)
-        # A metric that reads gradients cannot be tried: there are none before the run.
+        # A metric that reads gradients cannot be checked here: there are no gradients before training.
         if traits_of(metric).needs == ("weights",):
             channel_scores(metric, layers)
 

@@ -499,9 +499,9 @@ def _untrained(results: Results) -> Claim:
     comparisons = [
         found
         for experiment in results.channel_experiments
-        for other in results.recipes(experiment)
-        if fnmatchcase(other, "trained-*")
-        for found in _pair(results, experiment, other.replace("trained", "one-run"), other, target=0)
+        for ours in results.recipes(experiment)
+        if fnmatchcase(ours, "untrained-*")
+        for found in _pair(results, experiment, ours, ours.removeprefix("un"), target=0)
     ]
     claim = Claim(
         "untrained",
@@ -509,11 +509,11 @@ def _untrained(results: Results) -> Claim:
         "Abstract, Section 6",
         "no numbers",
         rule=(
-            "A network that is pruned in the middle of its only training run is as good as one that is pruned after 50 "
-            "epochs of training, with the same ranking."
+            "A network that is pruned from its first epoch on is as good as one that is pruned after 50 epochs of "
+            "training, with the same ranking."
         ),
     )
-    return _decided(claim, comparisons, runs.commands(runs.QUARTER, ("trained-*-70",), 1))
+    return _decided(claim, comparisons, runs.commands(runs.QUARTER, ("untrained-*-70",), 1))
 
 
 def _alpha(results: Results) -> Claim:

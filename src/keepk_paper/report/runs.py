@@ -69,7 +69,7 @@ KINDS = (
     Kind("narrow-.+", "uniformly narrower, as many MACs"),
     Kind("seconds-.+", "dense, as many CPU seconds"),
 )
-OTHER = Kind(".*", "another recipe", candidate=True)
+OTHER = Kind(".*", "another recipe")
 
 
 def kind(recipe: str) -> Kind:
