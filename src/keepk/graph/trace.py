@@ -223,13 +223,13 @@ class _Watched:
 
     def _watch_training(self) -> None:
         for example in self.inputs.training or self.inputs.examples:
-            run = Run(example, training=True)
+            run = Run(example, training=True, gradients=True)
             same = [(known, recorded) for known, recorded in self.runs if known.example is example]
             if any(self._echo(run, recorded) is not None for _, recorded in same):
                 self._echoed.update(id(known) for known, _ in same)
                 continue
             try:
-                self._watch(run)
+                self._watch_with_or_without_gradients(run)
             except TrainForwardError as error:
                 self._not_known(error, accepted=self.inputs.train_mode == "accept")
                 self._trains = False
@@ -238,6 +238,13 @@ class _Watched:
                 self.facts.extend(tracer.facts)
                 why = f"is used in training at most, where forward fails: {type(cause).__name__}: {cause}"[:200]
                 self._pin_unused(why)
+
+    def _watch_with_or_without_gradients(self, run: Run) -> None:
+        """Trace train mode as it runs in training, or without gradients if forward works only then."""
+        try:
+            self._watch(run)
+        except (TrainForwardError, _NotOnMeta):
+            self._watch(replace(run, gradients=False))
 
     def _not_known(self, error: TraceError, *, accepted: bool = False) -> None:
         """Record behaviour that the trace cannot see; raise the error unless the user accepts it."""
@@ -255,7 +262,7 @@ class _Watched:
         """Trace a pass and add its facts to those of the other passes."""
         self._latest = tracer = self._new_tracer(run)
         try:
-            with self.workshop.running(run.example, gradients=run.training) as example:
+            with self.workshop.running(run.example, gradients=run.gradients) as example:
                 output = self._followed(tracer, example)
         except UnseenOperation as error:
             raise TraceError(
@@ -310,7 +317,7 @@ class _Watched:
         echo = kind(self.workshop.copy(training=run.training), recorded, run.answers)
         echo.atoms = self.tracers[0].atoms
         try:
-            with self.workshop.running(run.example, gradients=run.training) as example:
+            with self.workshop.running(run.example, gradients=run.gradients) as example:
                 output = self._followed(echo, example)
             echo.finish(output)
         except Exception:  # it differs or fails; the full trace that follows shows which
@@ -338,7 +345,7 @@ class _Watched:
                     known[answers.goals] = found
                     outcomes.learn(answers, found.reads)
                 if id(run) in self._echoed:
-                    self._watch_branch_in_training(replace(other, training=True), found)
+                    self._watch_branch_in_training(replace(other, training=True, gradients=True), found)
         self._refuse_failing()
 
     def _watch_branch(self, run: Run, similar: Sequence[Recorded]) -> Recorded | None:

@@ -45,6 +45,7 @@ from keepk.graph.ids.atoms import (
     Label,
     Origin,
     begin_forward_pass,
+    copy_label,
     is_from_trace,
     is_labelled,
     label_of,
@@ -81,6 +82,9 @@ FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1
 # and the copies that `expand` makes may meet channels later.
 MAKES_ATOMS = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
                "new_empty_strided", "scalar_tensor", "expand", "repeat")  # fmt: skip
+
+# These get tensors that torch has just made from Python numbers: the data of ``torch.tensor``, lists in an index.
+MAKES_TENSORS = ("aten::lift_fresh", "aten::index", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index")
 
 # Arguments that are sizes, by operation. They may change when a width does, because a replay compares the shapes and
 # channels of the outputs anyway. Every other argument must be the same on a cut copy.
@@ -219,6 +223,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.touched: set[str] = set()
         self._names: dict[int, str] = {}
         self._written: dict[int, Written] = {}
+        self.is_detaching = False  # whether the model itself is detaching a tensor
         self._stack = [""]
         self._modules = dict(model.named_modules())
 
@@ -330,6 +335,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = (args, kwargs or {})
+        if func is torch.ops.aten.detach.default and not self.is_detaching:
+            # autograd keeps a detached tensor for backward, which is no operation of the model.
+            with DisableTorchFunction():
+                result = func(*args)
+                copy_label(args[0], result)
+            return result
         if func is torch.ops.aten._local_scalar_dense.default:  # a read in C++, which WatchedValues does not see
             return self.answer(args, boolean=False, read=lambda values: func(*values))
         if may_fail(func, arguments) and self.answer((), boolean=True, read=lambda _: False):
@@ -350,9 +361,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _follow_operation(self, func: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any) -> None:
         keep_values(func, *arguments, result)
         call = Call(self, func, arguments, result)
-        for tensor in call.inputs:
-            # `lift_fresh` is the first operation on a tensor that was made from Python numbers.
-            if tensor.is_meta and not is_from_trace(tensor) and call.name != "aten::lift_fresh":
+        for tensor in call.inputs if call.name not in MAKES_TENSORS else ():
+            if tensor.is_meta and not is_from_trace(tensor):
                 raise UnseenOperation(f"{call.name} at {call.place} gets a tensor that no operation of the trace made")
         self._refresh_views(call.inputs)
         self.touched.update(self._names[id(tensor)] for tensor in call.inputs if id(tensor) in self._names)

@@ -72,6 +72,7 @@ _RENAMES = (
     torch.Tensor.as_subclass,
     torch.Tensor._make_subclass,
 )
+_DETACHES = (torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.detach_)
 _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property
 FEW = 64  # longer lists of numbers are tables, not numbers computed from a size; only their hash is kept
 # How often an opposite answer is repeated beyond the reads of the first pass. Without a limit, ``while x.any()`` would
@@ -339,7 +340,13 @@ def may_fail(operation: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]])
 
 
 class Watcher(Protocol):
-    """The trace to which `WatchedValues` reports."""
+    """The trace to which `WatchedValues` reports.
+
+    Attributes:
+        is_detaching: Set while the model calls `detach`.
+    """
+
+    is_detaching: bool
 
     def record_numbers(self, numbers: tuple[float, ...]) -> None:
         """Called when a tensor is made from Python numbers."""
@@ -377,7 +384,9 @@ class WatchedValues(TorchFunctionMode):
             return self._watcher.answer((), boolean=True, read=lambda _: func(*args))
         if func in _INDEXES and (listed := tuple(_listed_in(args[1]))):
             self._watcher.record_numbers(listed if len(listed) <= FEW else (hash(listed),))
+        self._watcher.is_detaching = func in _DETACHES
         result = func(*args, **by_name)
+        self._watcher.is_detaching = False
         if (place := _DATA_AT.get(func)) is not None:
             self._made(func, place, args, by_name, result)
         elif func in _RENAMES:

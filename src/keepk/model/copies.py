@@ -80,25 +80,37 @@ class Workshop:
         return cut_tensor(tensor, cut) if cut else tensor.clone()
 
     @functools.cached_property
-    def _caches(self) -> list[Any]:
-        """The `functools` caches in the packages that define the model's classes."""
+    def _globals(self) -> list[Any]:
+        """The caches and dicts at the top level of the packages and in the classes that define the model."""
         kinds = {type(module) for module in self.model.modules()}
         packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch", "builtins"}
         modules = [
             it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None
         ]
-        found = (value for scope in (*modules, *kinds) for value in list(vars(scope).values()))
-        return [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
+        found = (item for scope in (*modules, *kinds) for item in list(vars(scope).items()))
+        return [
+            value
+            for name, value in found
+            if isinstance(value, functools._lru_cache_wrapper | dict) and not name.startswith("__")
+        ]
 
     def _clear_caches(self) -> None:
-        """Empty the caches before and after each pass.
+        """Empty the caches before and after each pass, and remove the tensors of a trace from global dicts.
 
         A cached function runs only once, so the second pass would have fewer operations. Worse, the user's model would
         later get the cached tensors of a trace, which have no values.
         """
-        for cache in self._caches:
-            if cache.cache_info().currsize:
+        for cache in self._globals:
+            if isinstance(cache, dict):
+                for key in [key for key, value in cache.items() if self._is_of_trace(value)]:
+                    del cache[key]
+            elif cache.cache_info().currsize:
                 cache.cache_clear()
+
+    def _is_of_trace(self, value: object) -> bool:
+        if isinstance(value, tuple | list):
+            return any(isinstance(entry, Tensor) and self._is_of_trace(entry) for entry in value)
+        return isinstance(value, Tensor) and value.is_meta and self._device_of_model != META
 
     @contextmanager
     def running(self, example: Example | None = None, *, gradients: bool = False) -> Iterator[Example]:

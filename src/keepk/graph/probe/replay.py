@@ -499,11 +499,13 @@ class Run:
     Attributes:
         example: The arguments of forward.
         training: Whether the model is in train mode.
+        gradients: Whether gradients are recorded.
         answers: The truth values that Python gets instead of the real ones.
     """
 
     example: Example
     training: bool = False
+    gradients: bool = False
     answers: Answers = field(default_factory=Answers)
 
     def __str__(self) -> str:
@@ -602,7 +604,7 @@ def _followed(
     classes, selections = graph.solution.classes, (*edits.selections, *_selecting(workshop.model, edits))
     replay = Replay(twin, first, classes, alive, selections, same_numbers=exact, lenient=lenient)
     try:
-        with workshop.running(run.example, gradients=run.training) as example:
+        with workshop.running(run.example, gradients=run.gradients) as example:
             replay.finish(replay.follow(example.arguments, example.by_name))
     except Mismatch as mismatch:
         return mismatch
