@@ -1,13 +1,14 @@
-"""State around a forward pass that can change what it computes: containers, gradients, devices, threads, random seeds."""
+"""State around a forward pass that can change its result: containers, gradients, devices, threads, random seeds."""
 
 import collections
 import copy
 import dataclasses
 import functools
 import threading
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,7 +68,7 @@ def yielded(*tensors):
     yield from tensors
 
 
-CONTAINERS = {
+CONTAINERS: dict[str, Any] = {
     "dataclass with slots": Slotted,
     "class with slots": SlottedByHand,
     "deque": lambda y, h: collections.deque([y, h]),
@@ -86,7 +87,7 @@ CONTAINERS = {
     "nested": lambda y, h: [Slotted(y, collections.deque([{"h": iter([h])}]))],
     "ordered dict": lambda y, h: collections.OrderedDict(y=y, h=h),
     "frozenset": lambda y, h: frozenset([y, h]),
-    "mapping proxy": lambda y, h: __import__("types").MappingProxyType({"y": y, "h": h}),
+    "mapping proxy": lambda y, h: MappingProxyType({"y": y, "h": h}),
 }
 
 
@@ -139,7 +140,7 @@ class DoublesOrNormalises(torch.autograd.Function):
         return h.softmax(1) if ctx.needs_input_grad[0] else h * 2
 
     @staticmethod
-    def backward(_ctx, grad):  # type: ignore[override]
+    def backward(_ctx, grad):
         return grad
 
 
@@ -180,12 +181,12 @@ TO_DEVICE = {
     "zeros": lambda h: torch.zeros(h.shape[1], device=h.device),
     "arange": lambda h: torch.arange(h.shape[0], device=h.device)[:, None],
     "tensor": lambda h: torch.tensor([2.0], device=h.device),
-    "literal": lambda h: torch.tensor([2.0], device="cpu"),
+    "literal": lambda _: torch.tensor([2.0], device="cpu"),
     "to": lambda h: torch.full((1,), 3.0).to(h.device),
-    "to a string": lambda h: torch.full((1,), 3.0).to("cpu"),
+    "to a string": lambda _: torch.full((1,), 3.0).to("cpu"),
     "to another": lambda h: torch.full((1,), 3.0).to(h),
-    "cpu": lambda h: torch.ones(1).cpu(),
-    "from numpy": lambda h: torch.from_numpy(__import__("numpy").ones(1, "float32")).to(h.device),
+    "cpu": lambda _: torch.ones(1).cpu(),
+    "from numpy": lambda h: torch.from_numpy(np.ones(1, "float32")).to(h.device),
     "as_tensor": lambda h: torch.as_tensor([1.0], device=h.device),
     "new_tensor": lambda h: h.new_tensor([1.0], device=h.device),
     "like": lambda h: torch.ones_like(h, device=h.device),
@@ -198,7 +199,8 @@ def test_tensors_that_are_made_on_the_models_device_are_traced_without_weights(k
     make = TO_DEVICE[kind]
     graph = keepk.trace(Hidden(lambda net, h: net.o(h * make(h))), vectors())
     assert int((~graph.units.lossy).sum()) == 16
-    assert graph.replays is not None and graph.replays.device == torch.device("meta")
+    assert graph.replays is not None
+    assert graph.replays.device == torch.device("meta")
 
 
 # Threads, errors, random numbers, memory
@@ -239,7 +241,7 @@ def test_the_handler_of_an_error_that_depends_on_values_is_traced(factorise):
         scores = net.o(h)
         try:
             factorise(scores.T @ scores)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # documented, and missing in torch's types
             return net.o(other(h))
         return scores
 

@@ -385,8 +385,8 @@ class _Watched:
         for run, cause in self._failing:
             asked, outcome = run.answers.goals[-1]
             # A forward that fails when a mask selects nothing does not accept such inputs, whether it is cut or not.
-            selects = any(goal.size for goal, _ in run.answers.goals)
-            if not selects and (run.training, asked, outcome) not in self._seen:
+            may_fail = any(goal.may_fail for goal, _ in run.answers.goals)
+            if not may_fail and (run.training, asked, outcome) not in self._seen:
                 what = f"forward branches on a value, and fails on the side that the example does not take ({cause})"
                 self._not_known(self._refused(asked.place, what[:300], ""), accepted=self._accepts_branches)
 

@@ -74,7 +74,13 @@ from keepk.graph.values import (
 from keepk.model.copies import plain_tensors
 from keepk.model.example import value_of
 from keepk.model.names import named_tensors
-from keepk.model.torch_internals import BatchNormBase, DisableTorchFunction, TorchDispatchMode, disable_current_modes
+from keepk.model.torch_internals import (
+    BatchNormBase,
+    DisableTorchFunction,
+    LinAlgError,
+    TorchDispatchMode,
+    disable_current_modes,
+)
 
 # Frames of these files are skipped when looking for the line of the user's program.
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", functools.__file__)
@@ -301,7 +307,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 value = read(values)
         own = bool(tensors) and all(is_labelled(tensor) and label_of(tensor).from_parameters for tensor in tensors)
         constant = ("torch" if is_read_by_torch() else self._constant_of(tensors)) if own else ""
-        self.reads.append(ValueRead(value, place, boolean, own, constant, size=not tensors))
+        self.reads.append(ValueRead(value, place, boolean, own, constant, may_fail=not tensors))
         add_read(self.facts, tensors, lambda why: Reason(why, module=self.module, place=place), boolean=boolean)
         return value
 
@@ -344,7 +350,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         if func is torch.ops.aten._local_scalar_dense.default:  # a read in C++, which WatchedValues does not see
             return self.answer(args, boolean=False, read=lambda values: func(*values))
         if may_fail(func, arguments) and self.answer((), boolean=True, read=lambda _: False):
-            raise torch.linalg.LinAlgError(f"{func}: on the other side of the branch, it fails")
+            raise LinAlgError(f"{func}: on the other side of the branch, it fails")
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
         if (selection := SizedByValues.of(func, args, arguments[1])) is not None:
             result = self._sized(selection, result)

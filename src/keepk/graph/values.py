@@ -98,7 +98,8 @@ class ValueRead:
         own: Whether it was read from the model's own buffers or parameters, which no input changes.
         constant: The name of the integer buffer that it was read from; "torch" if one of torch's own layers read it, as
             a BatchNorm reads its counter; empty otherwise.
-        size: Whether it says if an operation that selects by values (``x[mask]``) selected anything.
+        may_fail: Whether forward may fail on the other outcome, since no input needs to have it: a mask selects nothing
+            (``x[mask]``), a factorisation fails, a tensor requires a gradient.
     """
 
     value: Any
@@ -106,7 +107,7 @@ class ValueRead:
     boolean: bool
     own: bool
     constant: str = ""
-    size: bool = False
+    may_fail: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,24 +117,24 @@ class Asked:
     Attributes:
         place: File and line.
         earlier: How many truth values were read at the same place before, in the same pass.
-        size: Whether it says if an operation that selects by values selected anything.
+        may_fail: Whether forward may fail on the other outcome; see `ValueRead`.
     """
 
     place: str
     earlier: int
-    size: bool = False
+    may_fail: bool = False
 
 
 def asked_in(reads: Sequence[ValueRead]) -> dict[int, Asked]:
     """The truth values among the reads of a pass, by the number of the read.
 
     >>> asked_in([ValueRead(True, "net.py:3", True, False)] * 2)[1]
-    Asked(place='net.py:3', earlier=1, size=False)
+    Asked(place='net.py:3', earlier=1, may_fail=False)
     """
     found, seen = dict[int, Asked](), dict[str, int]()
     for number, read in enumerate(reads):
         if read.boolean:
-            found[number] = Asked(read.place, seen.get(read.place, 0), read.size)
+            found[number] = Asked(read.place, seen.get(read.place, 0), read.may_fail)
             seen[read.place] = found[number].earlier + 1
     return found
 

@@ -147,7 +147,7 @@ class Workshop:
 
 # Properties and methods of tensors that tell the device, each with its answer for a device.
 _TELLS_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
-    Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]  # a property, as are the next ones
+    Tensor.device.__get__: lambda device: device,
     Tensor.is_meta.__get__: lambda device: device.type == "meta",  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
     Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import torch
 try:
     from torch._C import DisableTorchFunction
     from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
+    from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]  # missing in torch's types
     from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
     from torch._ops import OpOverload, OpOverloadPacket
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
@@ -26,6 +27,7 @@ except ImportError as missing:
 __all__ = [
     "BatchNormBase",
     "DisableTorchFunction",
+    "LinAlgError",
     "NormBase",
     "OpOverload",
     "OpOverloadPacket",
