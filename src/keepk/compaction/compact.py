@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from keepk.compaction.dead_units import dead_units, fold, reader_paths, readings, removable, same_readings, would_matter
 from keepk.compaction.influence import Flow, NotFollowed
@@ -28,6 +29,7 @@ from keepk.model.copies import META, Workshop
 from keepk.model.edits import Change, Edits, Undo, all_or_nothing, replaced
 from keepk.model.example import Example, TraceInputs, TrainMode, ValueBranches, not_a_model, refuse_quantised
 from keepk.model.names import unwrap
+from keepk.model.torch_internals import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -219,10 +221,20 @@ def _refuse_looking(model: nn.Module, example: Example) -> None:
     """Refuse a forward that may branch on values. One that runs on the meta device, which has no values, cannot."""
     workshop = Workshop(model, example, META)
     try:
-        with workshop.running() as given:
+        with workshop.running() as given, _WithoutValues():
             workshop.copy()(*given.arguments, **given.by_name)
     except Exception as error:
         raise NotFollowed(f"forward seems to look at values ({type(error).__name__}: {error})") from error
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Moves the other tensors of an operation on the meta device there too, such as a table in a global cache."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if len({tensor.is_meta for tensor in tensors}) > 1:
+            args, kwargs = tree_map(lambda leaf: leaf.to(META) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 def _commit(

@@ -44,7 +44,7 @@ from keepk.graph.ids.atoms import Label, copy_label, is_from_trace, label_of, se
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import fibres
 from keepk.model.example import _VALUE, LARGEST, keep_value_beside, value_of
-from keepk.model.torch_internals import disable_current_modes, tree_map
+from keepk.model.torch_internals import disable_current_modes, make_subclass, tree_map
 
 CREATED = "torch.tensor"  # the name of the step that makes a tensor from Python numbers
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -70,7 +70,7 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 _RENAMES = (
     torch.Tensor.data.__get__,  # type: ignore[attr-defined]  # a property
     torch.Tensor.as_subclass,
-    torch.Tensor._make_subclass,
+    make_subclass,
 )
 _DETACHES = (torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.detach_)
 _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property

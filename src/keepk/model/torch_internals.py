@@ -18,7 +18,9 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-except ImportError as missing:
+
+    make_subclass = torch.Tensor._make_subclass
+except (ImportError, AttributeError) as missing:
     raise ImportError(
         f"keepk uses internals of torch, and torch {torch.__version__} lacks one of them: {missing}. "
         f"Install a version that keepk is tested with: pip install torch==2.13.0"
@@ -35,6 +37,7 @@ __all__ = [
     "WeightNormParametrization",
     "disable_current_modes",
     "get_mkldnn_enabled",
+    "make_subclass",
     "set_mkldnn_enabled",
     "tree_flatten",
     "tree_leaves",

@@ -243,6 +243,8 @@ def _references(item: object) -> list[object]:
         return [value for name, value in vars(item).items() if not name.startswith("_keepk_")]
     if isinstance(item, dict):
         return [*item.keys(), *item.values(), *getattr(item, "__dict__", {}).values()]
+    if isinstance(item, list | tuple):  # the garbage collector visits them backwards
+        return [*item, *getattr(item, "__dict__", {}).values()]
     if isinstance(item, set | frozenset):  # the order of a set of tensors differs between two passes
         return sorted(item, key=lambda it: repr(origin_of(it)) if isinstance(it, Tensor) else repr(type(it)))
     if isinstance(item, FunctionType):  # without its globals, which are not part of the output
