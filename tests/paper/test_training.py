@@ -472,14 +472,16 @@ def test_a_line_in_mixed_precision_says_so_and_one_in_float32_has_no_new_keys(on
     ]
 
 
-def test_checkpoints_and_marks_from_before_mixed_precision_are_float32(one_seed, tmp_path, capsys):
-    one_seed()
+def test_checkpoints_and_marks_from_before_mixed_precision_are_float32(one_seed, tmp_path, capsys, monkeypatch):
+    def save_as_before(*arguments, extra, **parts):
+        old = {key: value for key, value in extra.items() if key not in ("device", "amp")}
+        assert len(old) == len(extra) - 2
+        keepk.save_checkpoint(*arguments, extra=old, **parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("keepk_paper.train.save_checkpoint", save_as_before)
+        one_seed()
     folder = tmp_path / "runs" / "lenet-300-100" / "paper-2"
-    path = folder / "checkpoint.json"
-    old = json.loads(path.read_text())
-    extra = old["tree"]["value"]["extra"]
-    assert (extra.pop("amp"), extra.pop("device")) == (False, "cpu")
-    path.write_text(json.dumps(old))
     assert experiments._finished(folder).training == results.Training()
     (folder / "finished").unlink()
     one_seed()
@@ -487,6 +489,8 @@ def test_checkpoints_and_marks_from_before_mixed_precision_are_float32(one_seed,
     capsys.readouterr()
     one_seed()
     assert "finished before" in capsys.readouterr().out
+    with pytest.raises(DataError, match="holds a run of recipe 'paper' in float32"):
+        one_seed(amp=True)
 
 
 def test_the_command_runs_no_finished_seed_and_shows_the_tables(published, tmp_path):
