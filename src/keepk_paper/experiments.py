@@ -26,7 +26,7 @@ from keepk_paper.data import Mnist, mnist
 from keepk_paper.one_run import settled
 from keepk_paper.pictures import Pictures, cifar10, cifar100, svhn
 from keepk_paper.recipes import Recipe, Stage, by_quality
-from keepk_paper.results import Training
+from keepk_paper.results import USUAL, Training
 from keepk_paper.train import Progress, Run
 
 FULL = "full-"
@@ -301,7 +301,7 @@ def _one_seed(
     needed = {name: _finished_point(runs / experiment, name, seed, training) for name in chosen.needs}
     trained = chosen
     if chosen.like is not None:
-        trained = settled(chosen, needed[chosen.like], needed[chosen.control] if chosen.match == "seconds" else None)
+        trained = settled(chosen, needed[chosen.like], needed.get(chosen.control or ""))
     if chosen.quality is not None:
         assert start is not None
         model = chosen.network(**chosen.options)
@@ -336,7 +336,7 @@ def _finished_mark(recipe: Recipe, training: Training) -> str:
 
     Marks that are older than mixed precision have a fingerprint alone.
     """
-    return " ".join([recipe.fingerprint(), *([str(training)] if training != Training() else [])])
+    return " ".join([recipe.fingerprint(), *([str(training)] if training != USUAL else [])])
 
 
 def _dense_error(

@@ -72,6 +72,19 @@ class Training:
         return {} if self == Training() else {"device": self.device, "amp": self.amp}
 
 
+USUAL = Training()  # a CPU in float32
+
+
+def label(record: Mapping[str, Any]) -> str:
+    """The recipe of a line as a row of a table names it: with the precision and device if they are not the usual ones.
+
+    >>> label({"recipe": "dense"}), label({"recipe": "dense", "device": "cpu", "amp": True})
+    ('dense', 'dense, bfloat16')
+    """
+    training = Training.of(record)
+    return f"{record['recipe']}{'' if training == USUAL else f', {training.short}'}"
+
+
 def versions() -> dict[str, str]:
     """The versions of keepk, torch and Python, and the commit if keepk runs from a checkout."""
     found = {"keepk": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -9,8 +9,10 @@ import pytest
 from keepk.errors import DataError
 from keepk_paper.experiments import EXPERIMENTS
 from keepk_paper.report import runs
-from keepk_paper.report.claims import Comparison, Verdict, claims, subject
+from keepk_paper.report.chosen import subject
+from keepk_paper.report.claims import claims
 from keepk_paper.report.lines import Line, read_folder
+from keepk_paper.report.verdicts import Comparison, Verdict
 from made_results import every_channel_run, line, write
 
 PICTURES = 2_000

@@ -451,7 +451,9 @@ def test_a_run_of_another_precision_is_neither_finished_nor_resumed(one_seed, tm
         (folder / "finished").unlink()
     file = tmp_path / "results" / "lenet-300-100.jsonl"
     before = file.read_bytes()
-    words = rf"paper-2: holds a run of recipe 'paper' in {first}, so it cannot be resumed in {then}\. Train it as before"
+    words = (
+        rf"paper-2: holds a run of recipe 'paper' in {first}, so it cannot be resumed in {then}\. Train it as before"
+    )
     with pytest.raises(DataError, match=words):
         one_seed(amp=then == BFLOAT16)
     assert file.read_bytes() == before

@@ -145,14 +145,14 @@ def _named(name: str, result_folder: Path) -> Table:
 
 
 def _points(records: Records) -> list[tuple[str, int]]:
-    """The pairs of recipe and requested count, in the order of the file, larger counts first within a recipe."""
-    recipes = list(dict.fromkeys(record["recipe"] for record in records))
-    found = {(record["recipe"], record["asked"]) for record in records}
+    """The pairs of a recipe's label and a count, in the order of the file, larger counts first within a recipe."""
+    recipes = list(dict.fromkeys(map(results.label, records)))
+    found = {(results.label(record), record["asked"]) for record in records}
     return sorted(found, key=lambda point: (recipes.index(point[0]), -point[1]))
 
 
 def _of(records: Records, recipe: str, asked: int) -> Records:
-    return [record for record in records if (record["recipe"], record["asked"]) == (recipe, asked)]
+    return [record for record in records if (results.label(record), record["asked"]) == (recipe, asked)]
 
 
 def _error_row(recipe: str, asked: int, records: Records) -> tuple[str, ...]:
