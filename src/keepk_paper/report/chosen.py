@@ -5,7 +5,7 @@ from statistics import fmean
 
 from keepk_paper.report import runs
 from keepk_paper.report.lines import Line, Lines, Results
-from keepk_paper.report.runs import Setting
+from keepk_paper.report.runs import RATES, Setting
 
 # Rivals are compared with the runs that they rival, in other claims and in the tables.
 RIVALS = ("one-run-scratch-*", "narrow-*", "seconds-*", "slimming-*", "one-shot-*", "filters-*", "random-*")
@@ -62,12 +62,10 @@ def rate_families(results: Results, fewest: int = 2) -> list[tuple[Setting, list
     return found
 
 
-RATES = (10, 30, 50, 70)  # of the paper's curve, in percent
-
-
 def rates_missing(names: Iterable[str]) -> list[int]:
     """The rates of the paper's curve that no recipe of a family has."""
-    return [rate for rate in RATES if rate not in {runs.percent_removed(name) for name in names}]
+    known = {runs.percent_removed(name) for name in names}
+    return [rate for rate in RATES if rate not in known]
 
 
 def rate_commands(results: Results, networks: Sequence[str]) -> tuple[str, ...]:

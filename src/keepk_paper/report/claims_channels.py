@@ -8,7 +8,6 @@ from statistics import fmean
 from keepk_paper.experiments import EXPERIMENTS
 from keepk_paper.report import runs
 from keepk_paper.report.chosen import (
-    RATES,
     most_removed,
     percentages,
     pruned,
@@ -20,7 +19,7 @@ from keepk_paper.report.chosen import (
 )
 from keepk_paper.report.lines import Lines, Results
 from keepk_paper.report.numbers import Number, number
-from keepk_paper.report.runs import Setting
+from keepk_paper.report.runs import RATES, Setting
 from keepk_paper.report.verdicts import (
     TOLERANCE,
     Claim,

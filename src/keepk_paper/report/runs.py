@@ -362,6 +362,9 @@ class Variant:
     recipes: tuple[str, ...]
 
 
+RATES = (10, 30, 50, 70)  # of the paper's curve of errors, in percent
+
+
 def _by_metric(pattern: str) -> tuple[str, ...]:
     return tuple(pattern.format(metric) for metric in METRICS)
 
@@ -419,8 +422,13 @@ ROWS: tuple[Row, ...] = (
     ("5. VGG-16, CIFAR-100", "vgg16*-cifar100", 1, (DENSE_RUN, one_run(50))),
     ("5. DenseNet-40, CIFAR-100", "densenet40*-cifar100", 1, (DENSE_RUN, one_run(60))),
     ("5. DenseNet-40, SVHN", "densenet40*-svhn", 1, (DENSE_RUN, one_run(60))),
-    ("6. VGG-16, global rates", QUARTER, 1, (("*-10",), ("*-30",), ("*-50",), ("*-70",))),
-    ("6. DenseNet-40, global rates", "densenet40*-cifar10", 1, (("*-10",), ("*-30",), ("*-50",), ("*-70",))),
+    ("6. VGG-16, global rates", QUARTER, 1, tuple(_by_metric(f"trained-{{}}-{rate}") for rate in RATES)),
+    (
+        "6. DenseNet-40, global rates",
+        "densenet40-cifar10",
+        1,
+        tuple(_by_metric(f"trained-{{}}-{rate}") for rate in RATES),
+    ),
     *(
         (f"6. VGG-16, {title}", QUARTER, 1, tuple((*variant.recipes,) for variant in variants))
         for title, variants in VARIANTS.items()

@@ -44,7 +44,7 @@ def _row(results: "Results", settings: "Sequence[Setting]", percent: int) -> tup
     from keepk_paper.report import lines, runs  # noqa: PLC0415
     from keepk_paper.report.chosen import subject, validation  # noqa: PLC0415
 
-    compared: "list[tuple[float, Setting, Lines, Lines]]" = []
+    compared: list[tuple[float, Setting, Lines, Lines]] = []
     for setting in settings:
         name = subject(results, setting, percent)
         of = setting.of(results, name) if name else ()
