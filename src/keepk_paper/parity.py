@@ -88,12 +88,10 @@ def run_parity(
         raise DataError(f"experiment 'parity': inits={inits}: too many. Choose fewer than {SEEDS_A_DRAW}.")
     chosen = [_recipe(name) for name in recipes or RECIPES]
     path = results / "parity.jsonl"
-    training = Training(str(device))
-    done = {
-        (point["recipe"], point["seed"], point["fingerprint"], point["inits"])
-        for point in result_files.read(path)
-        if Training.of(point) == training
-    }
+    known = result_files.read(path)
+    for other in {Training.of(point) for point in known} - {Training(str(device))}:
+        raise DataError(f"{path}: holds results in {other}, which are not mixed. Give another folder with --results.")
+    done = {(point["recipe"], point["seed"], point["fingerprint"], point["inits"]) for point in known}
     for seed in range(1, draws + 1):
         for recipe in chosen:
             if (recipe.name, seed, recipe.fingerprint(), inits) in done:

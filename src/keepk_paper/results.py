@@ -3,12 +3,15 @@
 A result is identified by its recipe, seed and count, and by the device and precision that it was trained with: a run in
 mixed precision is a different run, not a repetition of the one in float32. Both stay in the file, and each is compared
 with runs of its own kind.
+
+``python -m keepk_paper.results FOLDER`` appends the lines that another folder has and ``results`` lacks.
 """
 
 import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,3 +156,35 @@ def numbered(path: Path) -> list[tuple[int, dict[str, Any]]]:
             raise DataError(f"{path}:{number}: device is not a name, or amp is not true or false. Repair the line.")
         latest[record["recipe"], record["seed"], record["asked"], Training.of(record)] = number, record
     return list(latest.values())
+
+
+def take_over(source: Path, folder: Path) -> dict[str, int]:
+    """Append the lines of the result files of `source` that those of `folder` lack, as they are written.
+
+    Lines are compared as a whole, so that taking over the same folder again appends nothing.
+
+    Returns:
+        How many lines were appended, by file.
+
+    Raises:
+        DataError: If there are no result files, or a line is not a result.
+    """
+    files = sorted(source.glob("*.jsonl"))
+    if not files:
+        raise DataError(f"{source}: no result files. Name a folder that `keepk paper run` wrote.")
+    for path in files:
+        numbered(path)  # all are checked before the first is written
+    appended = dict[str, int]()
+    for path in files:
+        target = folder / path.name
+        known = set(target.read_bytes().splitlines()) if target.exists() else set[bytes]()
+        new = [json.loads(line) for line in path.read_bytes().splitlines() if line not in known]
+        if new:
+            append(target, new)
+            appended[path.name] = len(new)
+    return appended
+
+
+if __name__ == "__main__":
+    for name, number in take_over(Path(sys.argv[1]), Path("results")).items():
+        print(f"{name}: {number} lines appended")

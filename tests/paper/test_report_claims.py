@@ -8,11 +8,10 @@ import pytest
 
 from keepk.errors import DataError
 from keepk_paper.experiments import EXPERIMENTS
-from keepk_paper.report import runs
+from keepk_paper.report import numbers, runs
 from keepk_paper.report.chosen import subject
 from keepk_paper.report.claims import claims
 from keepk_paper.report.lines import Line, read_folder
-from keepk_paper.report.numbers import number
 from keepk_paper.report.verdicts import Comparison, Verdict
 from made_results import every_channel_run, line, write
 
@@ -330,7 +329,7 @@ def test_two_precisions_of_a_network_with_one_table_are_refused(tmp_path):
 def test_no_number_is_a_mean_over_precisions():
     lines = [Line("x.jsonl", number, {"test_error": 1.0, "seed": 1, **more}) for number, more in enumerate(({}, AMP))]
     with pytest.raises(AssertionError, match="mean:test_error over several trainings"):
-        number("mean:test_error", lines)
+        numbers.number("mean:test_error", lines)
 
 
 def test_a_curve_of_rates_asks_only_for_what_is_missing(tmp_path):

@@ -147,6 +147,30 @@ def test_a_line_without_a_precision_repeats_one_of_float32_on_the_cpu(path):
     assert [line["test_error"] for line in results.read(path)] == [3.0, 2.0]
 
 
+def test_lines_of_another_folder_are_taken_over_once_and_as_they_are(path, tmp_path):
+    results.append(path, [point(seed=1), point(seed=2)])
+    source = tmp_path / "source"
+    results.append(source / "lenet-5.jsonl", [point(seed=2), point(seed=3, amp=True), point(seed=3)])
+    results.append(source / "other.jsonl", [point(seed=1)])
+    before = path.read_bytes()
+    assert results.take_over(source, path.parent) == {"lenet-5.jsonl": 2, "other.jsonl": 1}
+    new = (source / "lenet-5.jsonl").read_bytes().splitlines(keepends=True)[1:]
+    assert path.read_bytes() == before + b"".join(new)
+    assert results.take_over(source, path.parent) == {}
+
+
+def test_a_folder_with_a_broken_line_is_not_taken_over(path, tmp_path):
+    results.append(path, [point(seed=1)])
+    source = tmp_path / "source"
+    results.append(source / "a.jsonl", [point(seed=1)])
+    (source / "b.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"b\.jsonl:1: not a result line"):
+        results.take_over(source, path.parent)
+    assert [it.name for it in path.parent.iterdir()] == ["lenet-5.jsonl"]
+    with pytest.raises(DataError, match="empty: no result files"):
+        results.take_over(tmp_path / "empty", path.parent)
+
+
 def test_versions_name_what_made_the_result():
     versions = results.versions()
     commit = versions.pop("commit", None)

@@ -369,6 +369,7 @@ def _by_metric(pattern: str) -> tuple[str, ...]:
     return tuple(pattern.format(metric) for metric in METRICS)
 
 
+BY_RATE = tuple(_by_metric(f"trained-{{}}-{rate}") for rate in RATES)
 # What is varied in the figures of VGG-16 at a quarter of the width, with 70 % of the channels removed.
 VARIANTS: dict[str, tuple[Variant, ...]] = {
     "schedules": (
@@ -422,15 +423,10 @@ ROWS: tuple[Row, ...] = (
     ("5. VGG-16, CIFAR-100", "vgg16*-cifar100", 1, (DENSE_RUN, one_run(50))),
     ("5. DenseNet-40, CIFAR-100", "densenet40*-cifar100", 1, (DENSE_RUN, one_run(60))),
     ("5. DenseNet-40, SVHN", "densenet40*-svhn", 1, (DENSE_RUN, one_run(60))),
-    ("6. VGG-16, global rates", QUARTER, 1, tuple(_by_metric(f"trained-{{}}-{rate}") for rate in RATES)),
-    (
-        "6. DenseNet-40, global rates",
-        "densenet40-cifar10",
-        1,
-        tuple(_by_metric(f"trained-{{}}-{rate}") for rate in RATES),
-    ),
+    ("6. VGG-16, global rates", QUARTER, 1, BY_RATE),
+    ("6. DenseNet-40, global rates", "densenet40-cifar10", 1, BY_RATE),
     *(
-        (f"6. VGG-16, {title}", QUARTER, 1, tuple((*variant.recipes,) for variant in variants))
+        (f"6. VGG-16, {title}", QUARTER, 1, tuple(variant.recipes for variant in variants))
         for title, variants in VARIANTS.items()
     ),
     ("7. VGG-16, full width, CIFAR-10", FULL, 1, (DENSE_RUN, one_run(70), ("one-run-scratch-*-70",))),
