@@ -341,3 +341,19 @@ def test_a_curve_of_rates_asks_only_for_what_is_missing(tmp_path):
     assert claim.commands == tuple(
         f"keepk paper run vgg16-cifar10 --recipe trained-taylor-{rate} --seeds 1 --amp" for rate in (10, 50)
     )
+
+
+def test_a_run_whose_control_is_missing_does_not_represent_the_others(tmp_path):
+    """trained-taylor-70 has the lower validation error, but the dense network trained further was not run in bfloat16."""
+    made = [line("vgg16-cifar10", "one-run-dense", **AMP), line("vgg16-cifar10", "control")]
+    made += [line("vgg16-cifar10", "one-run-blend-70", kept=316, val_error=13.0, **AMP)]
+    made += [line("vgg16-cifar10", "trained-taylor-70", kept=316, val_error=12.0, **AMP)]
+
+    def chosen(folder, lines):
+        results = read_folder(write(folder, {"vgg16-cifar10": lines}))
+        return {setting.training.amp: subject(results, setting, 70) for setting in runs.settings(results)}
+
+    assert chosen(tmp_path / "a", made) == {True: "one-run-blend-70", False: None}
+    made += [line("vgg16-cifar10", "control", **AMP)]
+    assert chosen(tmp_path / "b", made)[True] == "trained-taylor-70"
+    assert chosen(tmp_path / "c", [made[3]]) == {True: "trained-taylor-70"}

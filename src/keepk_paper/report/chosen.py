@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from keepk_paper.report import runs
-from keepk_paper.report.lines import Line, Lines, Results
+from keepk_paper.report.lines import Line, Lines, Results, in_common
 from keepk_paper.report.runs import RATES, Setting
 
 # Rivals are compared with the runs that they rival, in other claims and in the tables.
@@ -12,9 +12,14 @@ RIVALS = ("one-run-scratch-*", "narrow-*", "seconds-*", "slimming-*", "one-shot-
 
 
 def subject(results: Results, setting: Setting, percent: int) -> str | None:
-    """The recipe that represents the paper's method: the candidate with the lowest validation error."""
+    """The recipe that represents the paper's method: the candidate with the lowest validation error.
+
+    Candidates whose dense control has not been run in the same precision are chosen only if there are no others.
+    """
     candidates = [name for name in pruned(setting, percent) if runs.kind(name).candidate]
-    return min(candidates, key=lambda name: validation(setting.of(results, name)), default=None)
+    lines = {name: setting.of(results, name) for name in candidates}
+    compared = [name for name in candidates if in_common(lines[name], runs.dense_lines(results, lines[name][0]))[0]]
+    return min(compared or candidates, key=lambda name: validation(lines[name]), default=None)
 
 
 def validation(lines: Sequence[Line]) -> float:
