@@ -344,7 +344,7 @@ def test_a_curve_of_rates_asks_only_for_what_is_missing(tmp_path):
 
 
 def test_a_run_whose_control_is_missing_does_not_represent_the_others(tmp_path):
-    """trained-taylor-70 has the lower validation error, but the dense network trained further was not run in bfloat16."""
+    """trained-taylor-70 has the lower validation error, but its control was not run in bfloat16."""
     made = [line("vgg16-cifar10", "one-run-dense", **AMP), line("vgg16-cifar10", "control")]
     made += [line("vgg16-cifar10", "one-run-blend-70", kept=316, val_error=13.0, **AMP)]
     made += [line("vgg16-cifar10", "trained-taylor-70", kept=316, val_error=12.0, **AMP)]

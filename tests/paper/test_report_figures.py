@@ -1,6 +1,7 @@
 """The figures: what is drawn is what the table beside it says, in colours that the page sets."""
 
 import re
+from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_hex
@@ -10,6 +11,8 @@ from keepk_paper.report import runs
 from keepk_paper.report.lines import read_folder
 from keepk_paper.report.numbers import Number, Planned
 from made_results import line, write
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 @pytest.fixture
@@ -130,7 +133,9 @@ def test_variations_are_drawn_as_soon_as_their_lines_exist(tmp_path):
         assert len(values(drawing, 3)) == len(drawn)
         assert "Not yet run" not in drawing.caption
         assert drawing.commands == ()
-    schedules = [row[0] for row in drawings["varied-schedules"].grid.rows[:7]]
+    grid = drawings["varied-schedules"].grid
+    assert grid is not None
+    schedules = [row[0] for row in grid.rows[:7]]
     assert schedules == [*(f"annealed, mu {mu}" for mu in (10, 0, 1, 100)), "cubic", "equal events", "one event"]
 
 
@@ -152,11 +157,27 @@ def test_a_variation_says_which_of_its_runs_are_missing(tmp_path):
     assert all("Trained in bfloat16 mixed precision." in it.caption for it in drawings.values())
 
 
+def test_one_value_of_a_variation_is_no_comparison(tmp_path):
+    made = [line("vgg16-cifar10", f"trained-{metric}-70", kept=316) for metric in ("blend", "taylor")]
+    drawing = named(report.variants(read(tmp_path, made)), "varied-spaces")
+    assert drawing.figure is None
+    assert [it.split()[5] for it in drawing.commands] == ["trained-blend-layers-70", "trained-taylor-layers-70"]
+
+
+def test_the_parity_figure_leaves_out_the_width_that_annealing_starts_from():
+    drawing = report.parity(read_folder(RESULTS))
+    low, high = shown(drawing).axes[0].get_xlim()
+    assert (low, high) == (0.5, 16.5)
+    assert {curve.get_label() for curve in shown(drawing).axes[0].lines} >= {"256 nodes annealed", "keepk, Pruner"}
+
+
 def test_a_variation_shows_the_precision_with_most_of_its_values(tmp_path):
     old = [line("vgg16-cifar10", name, kept=316) for name in ("blend-70", "keepk-70")]
     drawing = named(report.variants(read(tmp_path, [*old, *made_variants(**AMP)])), "varied-alpha")
     assert len(values(drawing, 2)) == 5
-    assert {it.training.amp for row in drawing.grid.rows for it in row[2].of} == {True}
+    grid = drawing.grid
+    assert grid is not None
+    assert {it.training.amp for row in grid.rows if isinstance(row[2], Number) for it in row[2].of} == {True}
     alone = named(report.variants(read(tmp_path / "old", old)), "varied-alpha")
     assert len(values(alone, 2)) == 2
     assert "Trained in" not in alone.caption

@@ -484,7 +484,9 @@ def test_checkpoints_and_marks_from_before_mixed_precision_are_float32(one_seed,
         patched.setattr("keepk_paper.train.save_checkpoint", save_as_before)
         one_seed()
     folder = tmp_path / "runs" / "lenet-300-100" / "paper-2"
-    assert experiments._finished(folder).training == results.Training()
+    finished = experiments._finished(folder)
+    assert finished is not None
+    assert finished.training == results.Training()
     (folder / "finished").unlink()
     one_seed()
     assert (folder / "finished").exists()

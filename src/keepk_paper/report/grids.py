@@ -14,15 +14,19 @@ from keepk_paper.tables.papers import PAPER_ERRORS, PAPER_LAYERS, TABLE_2_KEPT
 
 ERROR_COLUMNS = ("recipe", "kept", "test %", "spread", "best", "val %", "n", "minus dense", "95 % interval")
 CHANNEL_COLUMNS = (
-    *("recipe", "description", "kept", "test %", "spread", "val %", "n", "minus dense", "95 % interval"),
-    *("parameters", "MACs, M", "CPU s"),
+    *("recipe", "kept", "test %", "spread", "val %", "n", "minus dense", "95 % interval"),
+    *("parameters", "MACs, M", "CPU s", "description"),
 )
 # The networks and data of Tables 3 to 5; a table without results says how to get them.
 EXPECTED = (
     *("vgg16-cifar10", "vgg16-half-cifar10", "vgg16-full-cifar10", "densenet40-cifar10"),
-    *("vgg16-cifar100", "densenet40-cifar100", "vgg16-svhn", "densenet40-svhn"),
+    *("vgg16-half-cifar100", "densenet40-cifar100", "vgg16-svhn", "densenet40-svhn"),
 )
-EXPECTED_SIZES = {"vgg16-cifar10": Fraction(1, 4), "vgg16-half-cifar10": Fraction(1, 2)}
+EXPECTED_SIZES = {
+    "vgg16-cifar10": Fraction(1, 4),
+    **dict.fromkeys(("vgg16-half-cifar10", "vgg16-half-cifar100"), Fraction(1, 2)),
+    **dict.fromkeys(("densenet40-cifar10", "densenet40-cifar100", "densenet40-svhn"), Fraction(1, 2)),
+}
 WHOLE = "{:,.0f}"
 
 
@@ -49,18 +53,19 @@ def channel_grids(results: Results) -> Iterator[Grid]:
     tables = [(it.experiment, it) for it in found] + [(name, None) for name in EXPECTED if name not in known]
     places = [*TABLES, *(_data(name) for name in known)]
     for experiment, setting in sorted(tables, key=lambda it: (places.index(_data(it[0])), _place(it[0]))):
-        rows: list[Sequence[Cell]] = [
-            (f"the paper: {who}", "", _printed(kept), _printed(error), *[""] * 5, _printed(parameters), "", "")
-            for who, kept, error, parameters in printed_rows(experiment)
-        ]
+        rows: list[Sequence[Cell]] = []
+        for who, kept, error, parameters in printed_rows(experiment):
+            name = f"the paper: {who}".replace(" %", "\N{NO-BREAK SPACE}%")
+            rows.append((name, _printed(kept), _printed(error), *[""] * 5, _printed(parameters), "", "", ""))
         if setting is None:
-            rows.append(("not yet run", Commands(_first_commands(results, experiment)), *[""] * 10))
             words, key = runs.dense_title(experiment, EXPECTED_SIZES.get(experiment, Fraction(1))), experiment
+            notes = ["Not yet run; the commands are below, under “Runs, done and to come”."]
         else:
             rows += [_channel_row(results, setting, recipe) for recipe in setting.recipes]
             words, key = setting.title, setting.key
+            notes = [_without_control(setting)]
         title = f"{words} ({TABLES.get(_data(experiment), 'not in the paper')})"
-        note = f"{runs.caveat(experiment)} {_without_control(setting) if setting else ''}".strip()
+        note = " ".join(filter(None, [runs.caveat(experiment), *notes]))
         yield Grid(title, CHANNEL_COLUMNS, rows, note, f"{key}-costs")
 
 
@@ -265,7 +270,6 @@ def _channel_row(results: Results, setting: Setting, recipe: str) -> Sequence[Ce
     difference, span = ("", "") if own else interval(lines, dense)
     return (
         recipe,
-        runs.kind(recipe).label,
         number("mean:kept", lines, form=WHOLE),
         number("mean:test_error", lines),
         number("spread:test_error", lines),
@@ -276,12 +280,8 @@ def _channel_row(results: Results, setting: Setting, recipe: str) -> Sequence[Ce
         number("mean:printed_parameters", lines, form=WHOLE),
         number("millions:macs", lines, form="{:.1f}"),
         number("sum_of_runs:cpu_seconds", lines, runs.starts(results, lines[0]), WHOLE),
+        runs.kind(recipe).label,
     )
-
-
-def _first_commands(results: Results, experiment: str) -> tuple[str, ...]:
-    names = ("one-run-dense", "one-run-blend-??", "one-run-taylor-??")
-    return runs.commands(results, experiment, names, 1) or ("no recipe in this version",)
 
 
 def _data(experiment: str) -> str:

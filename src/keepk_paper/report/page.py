@@ -36,6 +36,7 @@ RUN_COLUMNS = (
     *("line", "seed", "asked", "kept", "test %", "val %", "epochs", "seconds", "CPU s", "threads"),
     *("precision", "keepk", "torch", "python", "commit"),
 )
+MANY = 3  # more commands than these are folded
 Runs = tuple[str, str, Training]  # an experiment, a recipe, and the device and precision
 
 
@@ -288,7 +289,9 @@ def _commits(lines: Sequence[Line]) -> str:
 
 
 def _commands(lines: Sequence[str]) -> str:
-    return "".join(f'<code class="command">{escape(line)}</code>' for line in lines)
+    """The commands; a long list is folded."""
+    codes = "".join(f'<code class="command">{escape(line)}</code>' for line in lines)
+    return f"<details><summary>{len(lines)} commands</summary>{codes}</details>" if len(lines) > MANY else codes
 
 
 def _count(number: int, word: str) -> str:
