@@ -320,8 +320,9 @@ def _method() -> str:
         "MNIST, whose errors are a tenth as large; 0 where one method is said to be better). The bound is in the "
         "column “bound”.",
         "Runs are trained in float32 on a CPU unless they are labelled bfloat16: these were trained in bfloat16 mixed "
-        "precision, which is faster where the CPU supports it, and evaluated in float32. A run is compared only with runs of the "
-        "same precision and device, and no mean is taken over both. If a recipe was run in both, both are shown.",
+        "precision, which is faster where the CPU supports it, and evaluated in float32. A run is compared "
+        "only with runs of the same precision and device, and no mean is taken over both. If a recipe was run "
+        "in both, both are shown.",
         "Among several recipes of ours, the one with the lowest validation error decides. VGG-16 at a quarter of the "
         "width has little to spare: its results are reported, but do not decide about claims for the full network.",
         "CIFAR-100 and SVHN rest on 15,000 training pictures, and SVHN was re-created from the pictures of full house "
