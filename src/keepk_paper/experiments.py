@@ -26,6 +26,7 @@ from keepk_paper.data import Mnist, mnist
 from keepk_paper.one_run import settled
 from keepk_paper.pictures import Pictures, cifar10, cifar100, svhn
 from keepk_paper.recipes import Recipe, Stage, by_quality
+from keepk_paper.results import USUAL, Training
 from keepk_paper.train import Progress, Run
 
 FULL = "full-"
@@ -290,15 +291,17 @@ def _one_seed(
     chosen = EXPERIMENTS[experiment][recipe]
     if quick:
         chosen = quick_version(chosen)
+    training = Training(device, amp)
+    mark = _finished_mark(chosen, training)
     finished = folder / "finished"
-    if finished.exists() and finished.read_text() == chosen.fingerprint():
+    if finished.exists() and finished.read_text() == mark:
         _tell(Report(who, note=f"finished before; remove {folder} to run it again"))
         return
     start = runs / experiment / f"{chosen.start}-{seed}" if chosen.start else None
+    needed = {name: _finished_point(runs / experiment, name, seed, training) for name in chosen.needs}
     trained = chosen
     if chosen.like is not None:
-        control = _finished_point(runs / experiment, chosen.control, seed) if chosen.match == "seconds" else None
-        trained = settled(chosen, _finished_point(runs / experiment, chosen.like, seed), control)
+        trained = settled(chosen, needed[chosen.like], needed.get(chosen.control or ""))
     if chosen.quality is not None:
         assert start is not None
         model = chosen.network(**chosen.options)
@@ -316,37 +319,58 @@ def _one_seed(
     points = run_of_seed.finish(lambda progress, pruner: _tell(_report(who, progress, pruner)))
     shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
     about = {
-        "dense_test_error": _dense_error(points, start, runs / experiment, chosen.control, seed),
+        "dense_test_error": _dense_error(
+            needed[chosen.start] if chosen.start else points[0], runs / experiment, chosen.control, seed, training
+        ),
         "threads": threads,
         "versions": versions,
         "commits": commits,
-        **({"device": device, "amp": amp} if (device, amp) != ("cpu", False) else {}),
+        **training.keys,
     }
     result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
-    finished.write_text(chosen.fingerprint())
+    finished.write_text(mark)
+
+
+def _finished_mark(recipe: Recipe, training: Training) -> str:
+    """The contents of the file that marks a finished run: the fingerprint, and the training if it is not the usual one.
+
+    Marks that are older than mixed precision have a fingerprint alone.
+    """
+    return " ".join([recipe.fingerprint(), *([str(training)] if training != USUAL else [])])
 
 
 def _dense_error(
-    points: Sequence[dict[str, Any]], start: Path | None, runs: Path, control: str | None, seed: int
+    first: Mapping[str, Any], runs: Path, control: str | None, seed: int, training: Training
 ) -> float | None:
-    """The test error of the control, or of the dense network at the start; None if the control is not finished."""
-    if control is not None and not (runs / f"{control}-{seed}" / "finished").exists():
-        return None
-    if control is not None:
-        return float(_finished_point(runs, control, seed)["test_error"])
-    first = points[0] if start is None else load_checkpoint(start)["points"][-1]
-    return float(first["test_error"])
+    """The test error of the control, or without one of the dense network at the start.
+
+    None if the control is not finished, or was trained on another device or in another precision.
+    """
+    if control is None:
+        return float(first["test_error"])
+    found = _finished(runs / f"{control}-{seed}")
+    return float(found.points[-1]["test_error"]) if found and found.training == training else None
 
 
-def _finished_point(runs: Path, recipe: str | None, seed: int) -> dict[str, Any]:
-    """The last point of a finished run."""
+def _finished(folder: Path) -> Progress | None:
+    """The progress of a finished run; None if it is not finished."""
+    return Progress(**load_checkpoint(folder)) if (folder / "finished").exists() else None
+
+
+def _finished_point(runs: Path, recipe: str, seed: int, training: Training) -> dict[str, Any]:
+    """The last point of a finished run that was trained in the same way."""
     folder = runs / f"{recipe}-{seed}"
-    if not (folder / "finished").exists():
+    found = _finished(folder)
+    if found is None:
         raise DataError(
             f"{folder}: no finished run of recipe {recipe!r} with seed {seed}, which is needed. Run it first."
         )
-    point: dict[str, Any] = load_checkpoint(folder)["points"][-1]
-    return point
+    if found.training != training:
+        raise DataError(
+            f"{folder}: the finished run of recipe {recipe!r} with seed {seed} was trained in {found.training}, but it "
+            f"is needed in {training}. Train both alike, or give another folder with --runs."
+        )
+    return found.points[-1]
 
 
 def _report(who: str, progress: Progress, pruner: Pruner) -> Report:

@@ -28,6 +28,7 @@ from keepk_paper.parity_training import (
     train,
     train_by_pruner,
 )
+from keepk_paper.results import Training
 
 NODES = 256
 GOALS = tuple(range(1, 17))
@@ -87,7 +88,10 @@ def run_parity(
         raise DataError(f"experiment 'parity': inits={inits}: too many. Choose fewer than {SEEDS_A_DRAW}.")
     chosen = [_recipe(name) for name in recipes or RECIPES]
     path = results / "parity.jsonl"
-    done = {(point["recipe"], point["seed"], point["fingerprint"], point["inits"]) for point in result_files.read(path)}
+    known = result_files.read(path)
+    for other in {Training.of(point) for point in known} - {Training(str(device))}:
+        raise DataError(f"{path}: holds results in {other}, which are not mixed. Give another folder with --results.")
+    done = {(point["recipe"], point["seed"], point["fingerprint"], point["inits"]) for point in known}
     for seed in range(1, draws + 1):
         for recipe in chosen:
             if (recipe.name, seed, recipe.fingerprint(), inits) in done:
@@ -124,6 +128,7 @@ def points(
         "threads": torch.get_num_threads(),
         "fingerprint": recipe.fingerprint(),
         "versions": versions,
+        **Training(str(device)).keys,
     }
     made = [_point(recipe, trained, seed, asked) for asked in trained.errors]
     print(f"parity {recipe.name} draw {seed}: {inits} x {len(goals)} networks, {trained.cpu_seconds} CPU s", flush=True)

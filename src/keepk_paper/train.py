@@ -27,11 +27,15 @@ from keepk_paper.data import Mnist, Split
 from keepk_paper.models import LeNet5, printed_parameters
 from keepk_paper.pictures import Pictures
 from keepk_paper.recipes import Recipe, Stage, saliency
+from keepk_paper.results import Training
 
 
 @dataclass
 class Progress:
-    """The progress of a run: the recipe's fingerprint, completed epochs, their cost, and the points reached."""
+    """The progress of a run: the recipe's fingerprint, completed epochs, their cost, and the points reached.
+
+    `device` and `amp` are those of `keepk_paper.results.Training`; older checkpoints have neither.
+    """
 
     recipe: str
     epoch: int = 0
@@ -40,6 +44,13 @@ class Progress:
     points: list[dict[str, Any]] = field(default_factory=list)
     train_error: float | None = None  # of the last epoch, in percent, on augmented images and changing weights
     commits: list[str] = field(default_factory=list)  # of the code that trained it, oldest first
+    device: str = "cpu"
+    amp: bool = False
+
+    @property
+    def training(self) -> Training:
+        """The device and precision of the run."""
+        return Training(self.device, self.amp)
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,10 @@ class Run:
         data: The data set, already on the device to train on.
         folder: The folder of the checkpoint. A checkpoint found there is resumed.
         start: The folder of the finished run whose network this one starts from.
+        amp: Whether to train in mixed precision with bfloat16. Errors are evaluated in float32.
+
+    Raises:
+        DataError: If the folder holds a run of another recipe, device or precision.
     """
 
     def __init__(
@@ -110,7 +125,8 @@ class Run:
         self._statistics = Statistics(self.model) if recipe.metric is taylor else None
         self.pruner = self._new_pruner(seed)
         self.order = torch.Generator().manual_seed(seed)
-        self.progress = Progress(recipe.fingerprint())
+        device = self.data.train.images.device.type
+        self.progress = Progress(recipe.fingerprint(), device=device, amp=amp)
         if (folder / "checkpoint.json").exists():
             self.progress = self._resumed(load_checkpoint(folder, **self._parts()))
 
@@ -145,7 +161,14 @@ class Run:
                 f"{self.folder}: holds a run of another recipe {self.recipe.name!r}, so it cannot be resumed. "
                 f"Remove the folder to start over."
             )
-        return Progress(**saved)
+        found = Progress(**saved)
+        if found.training != self.progress.training:
+            raise DataError(
+                f"{self.folder}: holds a run of recipe {self.recipe.name!r} in {found.training}, so it cannot be "
+                f"resumed in {self.progress.training}. Train it as before, give another folder with --runs, or remove "
+                "this one to start over."
+            )
+        return found
 
     def _finish_stage(self, stage: Stage, first: int, report: Callable[[Progress, Pruner], None]) -> None:
         self._enter(stage)

@@ -25,7 +25,9 @@ LENET_300_100 = "plan --total 266610 --p0 0.85 --prune 0.935 --n1 1 --nu 0.05"
 OPTIONS = {
     "plan": "--total --p0 --n1 --nu --prune --keep --mu --every --epochs --json",
     "demo": "--out --seed --dense-epochs --fine-tune-epochs",
-    "paper run": "--data --seeds --recipe --results --runs --jobs --threads --full --inits --figure lenet-5 parity",
+    "paper run": "--data --seeds --recipe --results --runs --jobs --threads --full --quick --device --amp --inits "
+    "--figure lenet-5 parity",
+    "paper report": "--results --out --docs",
 }
 
 

@@ -79,9 +79,9 @@ def seed_of(monkeypatch, tmp_path, tiny):
     monkeypatch.setitem(experiments.DATA, "vgg16-cifar10", lambda _: DATA)
     folders = {"data": None, "results": tmp_path / "results", "runs": tmp_path / "runs"}
 
-    def run(*names):
+    def run(*names, **options):
         for name in names:
-            experiments._one_seed("vgg16-cifar10", name, 1, threads=1, **folders)
+            experiments._one_seed("vgg16-cifar10", name, 1, threads=1, **folders, **options)
         lines = (tmp_path / "results" / "vgg16-cifar10.jsonl").read_text().splitlines()
         return {line["recipe"]: line for line in map(json.loads, lines)}
 
@@ -173,6 +173,22 @@ def test_a_penalty_on_scales_shrinks_them_and_nothing_else_does(tmp_path, tiny):
 def test_what_a_recipe_needs_must_be_finished(seed_of):
     with pytest.raises(DataError, match=r"no finished run of recipe 'one-run-blend-70' with seed 1.* Run it first"):
         seed_of("one-run-scratch-blend-70")
+
+
+@pytest.mark.filterwarnings("ignore::keepk.KeepkWarning")  # rankings of untrained networks give warnings
+def test_a_run_of_another_precision_is_neither_needed_nor_a_control(seed_of):
+    lines = seed_of("one-run-dense")
+    lines |= seed_of("one-run-blend-70", amp=True)
+    assert lines["one-run-blend-70"]["dense_test_error"] is None  # its control was trained in float32
+    words = (
+        r"one-run-blend-70-1: the finished run of recipe 'one-run-blend-70' with seed 1 was trained in bfloat16 mixed "
+        r"precision, but it is needed in float32\. Train both alike, or give another folder with --runs"
+    )
+    with pytest.raises(DataError, match=words):
+        seed_of("one-run-scratch-blend-70")
+    with pytest.raises(DataError, match=r"one-run-dense-1: .* trained in float32, but it is needed in bfloat16"):
+        seed_of("seconds-blend-70", amp=True)
+    assert seed_of("one-run-scratch-blend-70", amp=True)["one-run-scratch-blend-70"]["amp"] is True
 
 
 def test_recipes_wait_for_those_they_need():

@@ -283,3 +283,10 @@ def test_a_picture_comes_from_the_file_alone(tmp_path):
     assert (tmp_path / "parity.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(DataError, match=r"nothing\.jsonl: no results to draw\. Run `keepk paper run parity` first\."):
         save_figure(tmp_path / "nothing.jsonl", tmp_path / "other.png")
+
+
+def test_results_of_another_device_are_not_mixed(tmp_path):
+    line = dict.fromkeys(results.REQUIRED, 1) | {"device": "cuda", "amp": False}
+    results.append(tmp_path / "parity.jsonl", [line])
+    with pytest.raises(DataError, match=r"parity\.jsonl: holds results in float32 on cuda, which are not mixed"):
+        run_parity(results=tmp_path)

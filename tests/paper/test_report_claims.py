@@ -8,9 +8,11 @@ import pytest
 
 from keepk.errors import DataError
 from keepk_paper.experiments import EXPERIMENTS
-from keepk_paper.report import runs
-from keepk_paper.report.claims import Comparison, Verdict, claims, subject
+from keepk_paper.report import numbers, runs
+from keepk_paper.report.chosen import subject
+from keepk_paper.report.claims import claims
 from keepk_paper.report.lines import Line, read_folder
+from keepk_paper.report.verdicts import Comparison, Verdict
 from made_results import every_channel_run, line, write
 
 PICTURES = 2_000
@@ -248,3 +250,110 @@ def test_the_programme_names_commands_that_exist_and_ticks_off_what_has_run(tmp_
     every = read_folder(write(tmp_path / "b", every_channel_run(seeds=(1, 2, 3))))
     rows = {state.wanted.row for state in runs.programme(every) if state.done < state.wanted.seeds}
     assert all(row[0] in "456" for row in rows)  # those whose recipes are not written yet
+
+
+# Precision
+
+AMP = {"device": "cpu", "amp": True}
+
+
+def test_a_run_is_compared_only_with_a_control_of_its_precision(tmp_path):
+    mixed = found(tmp_path / "a", half("one-run-dense", 200), half("one-run-taylor-70", 200, **AMP))["vgg16-cifar10-70"]
+    assert (mixed.verdict, mixed.comparisons) == (Verdict.NOT_YET_RUN, ())
+    # With both controls there is one comparison, with the control in bfloat16.
+    made = [half("one-run-dense", 100), half("one-run-dense", 199, **AMP), half("one-run-taylor-70", 200, **AMP)]
+    claim = found(tmp_path / "b", *made)["vgg16-cifar10-70"]
+    (it,) = claim.comparisons
+    assert it.interval.difference == pytest.approx(0.05)
+    assert claim.verdict is Verdict.CONFIRMED
+    assert it.setting == "VGG-16, width 1/2, CIFAR-10, bfloat16 mixed precision"
+
+
+def test_another_device_is_another_setting(tmp_path):
+    made = [half("one-run-dense", 200, device="cuda", amp=False), half("one-run-taylor-70", 200)]
+    assert found(tmp_path, *made)["vgg16-cifar10-70"].comparisons == ()
+
+
+def test_rivals_and_pairs_of_another_precision_are_not_compared(tmp_path):
+    def quarter(recipe, **more):
+        return line("vgg16-cifar10", recipe, kept=316, **more)
+
+    pairs = {
+        "slimming": ("one-run-taylor-70", "slimming-1e-4-70"),
+        "annealing": ("one-run-taylor-70", "one-shot-taylor-70"),
+        "untrained": ("untrained-taylor-70", "trained-taylor-70"),
+        "alpha": ("paper-gamma-70", "paper-blend-70"),
+    }
+    for key, (one, other) in pairs.items():
+        assert found(tmp_path / f"{key}-1", quarter(one), quarter(other, **AMP))[key].comparisons == ()
+        assert len(found(tmp_path / f"{key}-2", quarter(one, **AMP), quarter(other, **AMP))[key].comparisons) == 1
+
+
+def test_one_event_from_the_trained_network_counts_for_annealing(tmp_path):
+    annealed = line("vgg16-cifar10", "trained-taylor-70", kept=316, wrong=exactly(240))
+    once = line("vgg16-cifar10", "trained-taylor-once-70", kept=316, wrong=exactly(300))
+    (it,) = found(tmp_path, annealed, once)["annealing"].comparisons
+    assert (it.recipe, it.other, it.verdict) == ("trained-taylor-70", "trained-taylor-once-70", Verdict.CONFIRMED)
+
+
+def test_missing_runs_are_asked_for_in_the_precision_of_the_latest_line(tmp_path):
+    made = [line("vgg16-cifar10", "dense"), line("vgg16-cifar10", "one-run-dense", **AMP)]
+    results = read_folder(write(tmp_path, {"vgg16-cifar10": made}))
+    (command,) = runs.commands(results, "vgg16-cifar10", ("one-run-taylor-70",), 3)
+    assert command == "keepk paper run vgg16-cifar10 --recipe one-run-taylor-70 --seeds 3 --amp"
+    (command,) = runs.commands(results, "vgg16-svhn", ("one-run-dense",), 1)
+    assert command == "keepk paper run vgg16-svhn --recipe one-run-dense --seeds 1"
+
+
+def test_seeds_of_two_precisions_or_recipes_do_not_add_up(tmp_path):
+    made = [line("vgg16-cifar10", "one-run-dense", seed) for seed in (1, 2)]
+    made += [line("vgg16-cifar10", "one-run-dense", 3, **AMP)]
+    made += [
+        line("vgg16-cifar10", "one-run-taylor-70", 1, kept=316),
+        line("vgg16-cifar10", "one-run-blend-70", 2, kept=316),
+    ]
+    states = runs.programme(read_folder(write(tmp_path, {"vgg16-cifar10": made})))
+    done = {
+        state.wanted.recipes: state.done for state in states if state.wanted.row == "1. VGG-16, width 1/4, CIFAR-10"
+    }
+    assert (done["one-run-dense",], done[runs.one_run(70)]) == (2, 1)
+
+
+def test_two_precisions_of_a_network_with_one_table_are_refused(tmp_path):
+    made = line("lenet-5", "paper", total=431_080, kept=15_781)
+    words = r"lenet-5\.jsonl: line 1 was trained in float32, line 2 in bfloat16 mixed precision\. .* to another folder"
+    with pytest.raises(DataError, match=words):
+        read_folder(write(tmp_path, {"lenet-5": [made, made | AMP]}))
+
+
+def test_no_number_is_a_mean_over_precisions():
+    lines = [Line("x.jsonl", number, {"test_error": 1.0, "seed": 1, **more}) for number, more in enumerate(({}, AMP))]
+    with pytest.raises(AssertionError, match="mean:test_error over several trainings"):
+        numbers.number("mean:test_error", lines)
+
+
+def test_a_curve_of_rates_asks_only_for_what_is_missing(tmp_path):
+    made = [
+        line("vgg16-cifar10", f"trained-taylor-{percent}", kept=kept, **AMP) for percent, kept in ((30, 739), (70, 316))
+    ]
+    claim = found(tmp_path, *made)["one-rate"]
+    assert claim.verdict is Verdict.NOT_YET_RUN
+    assert claim.commands == tuple(
+        f"keepk paper run vgg16-cifar10 --recipe trained-taylor-{rate} --seeds 1 --amp" for rate in (10, 50)
+    )
+
+
+def test_a_run_whose_control_is_missing_does_not_represent_the_others(tmp_path):
+    """trained-taylor-70 has the lower validation error, but its control was not run in bfloat16."""
+    made = [line("vgg16-cifar10", "one-run-dense", **AMP), line("vgg16-cifar10", "control")]
+    made += [line("vgg16-cifar10", "one-run-blend-70", kept=316, val_error=13.0, **AMP)]
+    made += [line("vgg16-cifar10", "trained-taylor-70", kept=316, val_error=12.0, **AMP)]
+
+    def chosen(folder, lines):
+        results = read_folder(write(folder, {"vgg16-cifar10": lines}))
+        return {setting.training.amp: subject(results, setting, 70) for setting in runs.settings(results)}
+
+    assert chosen(tmp_path / "a", made) == {True: "one-run-blend-70", False: None}
+    made += [line("vgg16-cifar10", "control", **AMP)]
+    assert chosen(tmp_path / "b", made)[True] == "trained-taylor-70"
+    assert chosen(tmp_path / "c", [made[3]]) == {True: "trained-taylor-70"}

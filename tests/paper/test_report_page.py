@@ -340,7 +340,7 @@ def test_the_papers_rows_are_beside_ours(tree):
     rows = [it.text for it in table.find("tr")]
     assert "the paper: DSC-1, best17.4K1.57" in rows
     assert any(it.startswith("paper, dense266,6101.72") for it in rows)
-    for name, printed in (("vgg16-svhn", "2.06"), ("vgg16-cifar100", "26.55"), ("densenet40-cifar10", "5.48")):
+    for name, printed in (("vgg16-svhn", "2.06"), ("vgg16-half-cifar100", "26.55"), ("densenet40-cifar10", "5.48")):
         assert printed in tree.find("table", id=f"{name}-costs")[0].text
 
 
@@ -351,11 +351,42 @@ def test_runs_that_are_missing_are_named_with_their_commands(tree):
 
 
 def test_svhn_and_cifar_100_carry_their_caveat(tree):
-    for name, words in (("vgg16-svhn", "SVHN, re-created, with 15,000"), ("vgg16-cifar100", "with 15,000 training")):
+    for name, words in (
+        ("vgg16-svhn", "SVHN, re-created, with 15,000"),
+        ("vgg16-half-cifar100", "with 15,000 training"),
+    ):
         region = tree.find("table", id=f"{name}-costs")[0].parent
         beside = region.parent.children
         note = next(it for it in beside[beside.index(region) + 1 :] if isinstance(it, Node))
         assert words in note.text
+
+
+def test_runs_in_mixed_precision_are_labelled_with_their_command(tree, tmp_path):
+    run = next(
+        it for it in tree.find("details") if it.attributes.get("id") == "run-vgg16-cifar10-one-run-dense-bfloat16"
+    )
+    assert run.find("summary")[0].text.endswith("bfloat16 mixed precision")
+    assert "Trained in bfloat16 mixed precision; errors are evaluated in float32." in run.text
+    assert "keepk paper run vgg16-cifar10 --recipe one-run-dense --seeds 3 --amp" in run.text
+    other = next(it for it in tree.find("details") if it.attributes.get("id") == "run-vgg16-cifar10-one-run-dense")
+    assert "bfloat16" not in other.text
+    assert "--amp" not in other.text
+    titles = [it.text for it in tree.find("h3")]
+    assert "VGG-16, width 1/4, CIFAR-10, bfloat16 mixed precision (Table 3)" in titles
+    odd = line("vgg16-cifar10", "one-run-dense", device="<b>gpu</b>", amp=True)
+    made = page(read_folder(write(tmp_path, {"vgg16-cifar10": [odd]})))
+    assert "<b>gpu" not in made
+    assert "bfloat16 mixed precision on &lt;b&gt;gpu" in made
+
+
+def test_a_run_without_a_control_of_its_precision_says_so(tmp_path):
+    amp = {"device": "cpu", "amp": True}
+    made = [line("vgg16-cifar10", "control"), line("vgg16-cifar10", "trained-taylor-70", kept=316, **amp)]
+    text = Tree(page(read_folder(write(tmp_path, {"vgg16-cifar10": made})))).root.text
+    assert (
+        "Not compared, because the dense network control has not been trained in bfloat16 mixed precision: "
+        "trained-taylor-70. To run: keepk paper run vgg16-cifar10 --recipe control --seeds 1 --amp." in text
+    )
 
 
 # Safety

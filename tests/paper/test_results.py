@@ -33,6 +33,8 @@ points = st.builds(
     seed=st.integers(1, 3),
     asked=st.sampled_from([5, 10]),
     test_error=st.floats(0, 100),
+    amp=st.booleans(),
+    device=st.sampled_from(["cpu", "cuda", "cuda:1"]),
     layers=st.dictionaries(st.text(max_size=4), st.lists(st.integers(0, 9), max_size=2), max_size=2),
 )
 
@@ -46,7 +48,9 @@ def test_what_is_read_is_the_last_of_each_point_in_the_order_of_the_first(tmp_pa
     written = [record for records in writes for record in records]
 
     def same(record, other):
-        return all(record[key] == other[key] for key in ("recipe", "seed", "asked"))
+        """A run of another precision or device is not a repetition."""
+        devices = {it["device"][:4] for it in (record, other)}
+        return len(devices) == 1 and all(record[key] == other[key] for key in ("recipe", "seed", "asked", "amp"))
 
     firsts = [record for place, record in enumerate(written) if not any(same(record, it) for it in written[:place])]
     assert results.read(path) == [next(it for it in reversed(written) if same(first, it)) for first in firsts]
@@ -128,6 +132,43 @@ def test_a_line_that_a_kill_cut_anywhere_is_refused_or_whole(path):
             results.read(path)
     path.write_text(line[:-1])
     assert results.read(path) == [point()]
+
+
+@pytest.mark.parametrize("odd", [{"amp": 1}, {"amp": "yes"}, {"device": None}])
+def test_a_precision_that_is_not_one_is_refused(path, odd):
+    results.append(path, [point(), point(seed=2, **odd)])
+    with pytest.raises(DataError, match=r"lenet-5\.jsonl:2: device is not a name, or amp is not true or false\."):
+        results.read(path)
+
+
+def test_a_line_without_a_precision_repeats_one_of_float32_on_the_cpu(path):
+    results.append(path, [point(test_error=1.0), point(amp=True, test_error=2.0, device="cpu")])
+    results.append(path, [point(amp=False, device="cpu", test_error=3.0)])
+    assert [line["test_error"] for line in results.read(path)] == [3.0, 2.0]
+
+
+def test_lines_of_another_folder_are_taken_over_once_and_as_they_are(path, tmp_path):
+    results.append(path, [point(seed=1), point(seed=2)])
+    source = tmp_path / "source"
+    results.append(source / "lenet-5.jsonl", [point(seed=2), point(seed=3, amp=True), point(seed=3)])
+    results.append(source / "other.jsonl", [point(seed=1)])
+    before = path.read_bytes()
+    assert results.take_over(source, path.parent) == {"lenet-5.jsonl": 2, "other.jsonl": 1}
+    new = (source / "lenet-5.jsonl").read_bytes().splitlines(keepends=True)[1:]
+    assert path.read_bytes() == before + b"".join(new)
+    assert results.take_over(source, path.parent) == {}
+
+
+def test_a_folder_with_a_broken_line_is_not_taken_over(path, tmp_path):
+    results.append(path, [point(seed=1)])
+    source = tmp_path / "source"
+    results.append(source / "a.jsonl", [point(seed=1)])
+    (source / "b.jsonl").write_text("{")
+    with pytest.raises(DataError, match=r"b\.jsonl:1: not a result line"):
+        results.take_over(source, path.parent)
+    assert [it.name for it in path.parent.iterdir()] == ["lenet-5.jsonl"]
+    with pytest.raises(DataError, match="empty: no result files"):
+        results.take_over(tmp_path / "empty", path.parent)
 
 
 def test_versions_name_what_made_the_result():

@@ -439,6 +439,64 @@ def test_a_run_of_a_changed_recipe_does_not_go_on(one_seed, monkeypatch):
         one_seed()
 
 
+FLOAT32, BFLOAT16 = "float32", "bfloat16 mixed precision"
+
+
+@pytest.mark.parametrize(("first", "then"), [(FLOAT32, BFLOAT16), (BFLOAT16, FLOAT32)])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_of_another_precision_is_neither_finished_nor_resumed(one_seed, tmp_path, first, then, finished):
+    one_seed(amp=first == BFLOAT16)
+    folder = tmp_path / "runs" / "lenet-300-100" / "paper-2"
+    if not finished:
+        (folder / "finished").unlink()
+    file = tmp_path / "results" / "lenet-300-100.jsonl"
+    before = file.read_bytes()
+    words = (
+        rf"paper-2: holds a run of recipe 'paper' in {first}, so it cannot be resumed in {then}\. Train it as before"
+    )
+    with pytest.raises(DataError, match=words):
+        one_seed(amp=then == BFLOAT16)
+    assert file.read_bytes() == before
+    one_seed(amp=first == BFLOAT16)  # in its own precision it is finished, or is marked as such again
+    assert len(results.read(file)) == 2
+
+
+def test_a_line_in_mixed_precision_says_so_and_one_in_float32_has_no_new_keys(one_seed, tmp_path):
+    file = tmp_path / "results" / "lenet-300-100.jsonl"
+    one_seed()
+    assert not {"device", "amp"} & results.read(file)[0].keys()
+    assert (tmp_path / "runs" / "lenet-300-100" / "paper-2" / "finished").read_text() == TINY.fingerprint()
+    one_seed(amp=True, runs=tmp_path / "amp")
+    lines = results.read(file)  # both precisions, of the same recipe and seed
+    assert [(line["asked"], line.get("amp"), line.get("device")) for line in lines] == [
+        *((asked, None, None) for asked in (50, 20)),
+        *((asked, True, "cpu") for asked in (50, 20)),
+    ]
+
+
+def test_checkpoints_and_marks_from_before_mixed_precision_are_float32(one_seed, tmp_path, capsys, monkeypatch):
+    def save_as_before(*arguments, extra, **parts):
+        old = {key: value for key, value in extra.items() if key not in ("device", "amp")}
+        assert len(old) == len(extra) - 2
+        keepk.save_checkpoint(*arguments, extra=old, **parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("keepk_paper.train.save_checkpoint", save_as_before)
+        one_seed()
+    folder = tmp_path / "runs" / "lenet-300-100" / "paper-2"
+    finished = experiments._finished(folder)
+    assert finished is not None
+    assert finished.training == results.Training()
+    (folder / "finished").unlink()
+    one_seed()
+    assert (folder / "finished").exists()
+    capsys.readouterr()
+    one_seed()
+    assert "finished before" in capsys.readouterr().out
+    with pytest.raises(DataError, match="holds a run of recipe 'paper' in float32"):
+        one_seed(amp=True)
+
+
 def test_the_command_runs_no_finished_seed_and_shows_the_tables(published, tmp_path):
     finished = tmp_path / "runs" / "lenet-5" / "paper-1"
     finished.mkdir(parents=True)

@@ -5,8 +5,9 @@ same drawing serves a light and a dark page (see `svg`).
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from io import StringIO
 from math import ceil
 from typing import Any
@@ -14,17 +15,27 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedFormatter, FuncFormatter, MaxNLocator
 
 from keepk.plan.schedules import Annealing, plan
 from keepk_paper.figures.panels import BLUE, INK, ORANGE, SOFT, TRACK
 from keepk_paper.figures.parity import GREEN, LOOKS, PURPLE
-from keepk_paper.one_run import FAST, SLOW
+from keepk_paper.one_run import FAST, METRICS, SLOW
+from keepk_paper.parity import NODES
 from keepk_paper.report import runs
-from keepk_paper.report.claims import most_removed, percentages, rate_families, setting_title, subject
+from keepk_paper.report.chosen import (
+    most_removed,
+    percentages,
+    rate_commands,
+    rate_families,
+    rates_missing,
+    subject,
+)
 from keepk_paper.report.lines import Line, Results
-from keepk_paper.report.numbers import Cell, Grid, Number, Planned, number
-from keepk_paper.report.runs import Setting
+from keepk_paper.report.numbers import Cell, Grid, Number, Planned, interval, number
+from keepk_paper.report.runs import VARIANTS, Setting, Variant
+from keepk_paper.report.verdicts import setting_title
+from keepk_paper.results import USUAL
 
 SKY, AMBER, GRID = "#56B4E9", "#E69F00", "#D5D5D5"
 # The style sheet of the page gives these names a value for light and one for dark.
@@ -96,6 +107,7 @@ def drawings(results: Results) -> list[Drawing]:
         layers_left(results, "vgg16"),
         layers_left(results, "densenet40"),
         *by_rate(results),
+        *variants(results),
         *against_costs(results),
     ]
 
@@ -155,7 +167,8 @@ def annealing_plan() -> Drawing:
 def parity(results: Results) -> Drawing:
     """Figure 2: test error by hidden nodes."""
     title = "Parity: test error by hidden nodes (Figure 2)"
-    small = [it for it in results.of("parity") if it["recipe"] != "keepk" or it["asked"] < it["total"]]
+    # Without the 256 nodes that the annealed networks start from, which would squeeze all others together.
+    small = [it for it in results.of("parity") if it["asked"] < it["total"] or it["total"] < NODES]
     if not small:
         return Drawing("parity-figure", title, "", None, commands=("keepk paper run parity",))
     figure, axes = _axes()
@@ -191,12 +204,12 @@ def macs_ratio(results: Results) -> Drawing:
             name = subject(results, setting, percent)
             if name is None:
                 continue
-            lines = results.of(setting.experiment, name)
+            lines = setting.of(results, name)
             ratio = number("percent:macs", lines, runs.dense_lines(results, lines[0]), "{:.1f}")
             if isinstance(ratio, Number):
                 rows.append([f"{setting.short_title}: {percent} % removed", name, ratio])
     if not rows:
-        commands = runs.commands(runs.QUARTER, ("one-run-dense", "one-run-taylor-70"), 1)
+        commands = runs.commands(results, runs.QUARTER, ("one-run-dense", "one-run-taylor-70"), 1)
         return Drawing("macs-ratio", title, "", None, commands=commands)
     figure, axes = _axes()
     places = range(len(rows), 0, -1)
@@ -213,6 +226,8 @@ def macs_ratio(results: Results) -> Drawing:
     axes.set_position((0.01, 0.01, 0.98, 0.98))
     grid = Grid("MACs left, % of the dense network", ("network", "recipe", "MACs left, %"), rows, name="ratio-numbers")
     caption = "Of the recipe with the lowest validation error. Rankings that keep more in early layers keep more MACs."
+    trainings = {cell.of[0].training for *_, cell in rows if isinstance(cell, Number)}
+    caption += " Precisions are mixed; each bar has one, which its label names." if len(trainings) > 1 else ""
     return Drawing("macs-ratio", title, _with_caveats(caption, results), figure, grid)
 
 
@@ -222,7 +237,7 @@ def layers_left(results: Results, network: str) -> Drawing:
     title = f"{words}: channels left by layer (Figure 4)"
     name = f"layers-{network}"
     lines = most_removed(results, network, "cifar10")
-    seventy = runs.commands(f"{network}-cifar10", ("one-run-taylor-70", "*-70"), 1)[:1]
+    seventy = runs.commands(results, f"{network}-cifar10", ("one-run-taylor-70", "*-70"), 1)[:1]
     if not lines:
         return Drawing(name, title, "", None, commands=seventy)
     layers = list(lines[0]["layers"])
@@ -244,7 +259,7 @@ def layers_left(results: Results, network: str) -> Drawing:
     rows.append(["whole network", whole])
     grid = Grid("Channels left, %", ("layer", "left, %"), rows, name=f"{name}-numbers")
     recipe = lines[0]["recipe"]
-    described = f"{setting_title(results, lines[0].experiment, recipe)}, recipe {recipe}, {percent} % removed"
+    described = f"{setting_title(results, lines[0])}, recipe {recipe}, {percent} % removed"
     caption = f"{described}. The dashed line is the whole network."
     caption += "" if percent == 70 else " The paper's figure is at 70 %, which has not been run here."
     return Drawing(name, title, caption, figure, grid, commands=() if percent == 70 else seventy)
@@ -262,20 +277,20 @@ def by_rate(results: Results) -> Iterator[Drawing]:
         title = f"{runs.NETWORKS[network]}: test error against the global rate (Figure 5)"
         name = f"rate-{network}"
         if found:
-            yield _rates(results, found, name, title)
+            yield _rates(results, found, name, title, network)
         else:
-            wanted = tuple(f"*-{percent}" for percent in (10, 30, 50, 70))
-            commands = runs.commands(f"{network}*-cifar10", wanted, 1)
-            yield Drawing(name, title, "", None, commands=commands)
+            yield Drawing(name, title, "", None, commands=rate_commands(results, (network,)))
 
 
-def _rates(results: Results, families: Sequence[tuple[Setting, list[str]]], name: str, title: str) -> Drawing:
+def _rates(
+    results: Results, families: Sequence[tuple[Setting, list[str]]], name: str, title: str, network: str
+) -> Drawing:
     figure, axes = _axes()
     rows = list[list[Cell]]()
     for place, (setting, names) in enumerate(families):
-        dense = runs.dense_lines(results, results.of(setting.experiment, names[0])[0])
+        dense = runs.dense_lines(results, setting.of(results, names[0])[0])
         label = f"{runs.family(names[0])}, {setting.short_title}"
-        points = [(0, dense), *((runs.percent_removed(it) or 0, results.of(setting.experiment, it)) for it in names)]
+        points = [(0, dense), *((runs.percent_removed(it) or 0, setting.of(results, it)) for it in names)]
         cells = [(percent, number("mean:test_error", of), number("spread:test_error", of)) for percent, of in points]
         rows += [[label, f"{percent}", error, spread] for percent, error, spread in cells]
         drawn = [it for it in cells if isinstance(it[1], Number)]
@@ -291,20 +306,124 @@ def _rates(results: Results, families: Sequence[tuple[Setting, list[str]]], name
         "Test error by share removed", ("recipe", "removed, %", "test %", "spread"), rows, name=f"{name}-numbers"
     )
     caption = "At 0 % the dense network that the recipe is compared with. Bars are standard deviations over seeds."
-    return Drawing(name, title, _with_caveats(caption, results, [it[0].experiment for it in families]), figure, grid)
+    complete = any(not rates_missing(names) for _, names in families)
+    if not complete:
+        missing = ", ".join(f"{rate}" for rate in rates_missing(it for _, names in families for it in names))
+        caption += (
+            f" Not yet run: {missing} %." if missing else " No recipe has been run at all of 10, 30, 50 and 70 %."
+        )
+    caption += _precisions(setting for setting, _ in families)
+    caption = _with_caveats(caption, results, [it[0].experiment for it in families])
+    return Drawing(name, title, caption, figure, grid, () if complete else rate_commands(results, (network,)))
+
+
+# For each variation: the title, and what else differs between its values.
+VARIED = {
+    "schedules": (
+        "schedules of removal",
+        "From the trained network, 70 % of the channels removed by the same number of channels and epochs.",
+    ),
+    "alpha": (
+        "the blend of scales and norms",
+        "From the trained network, 70 % of the channels removed, ranked by alpha times the BatchNorm's scale plus 1 - "
+        "alpha times norms of the weights, as sums or as means per weight. With means, every layer keeps a tenth.",
+    ),
+    "start": (
+        "trained or untrained at the start",
+        "70 % of the channels removed: from a network trained for 50 epochs, in 24 more; from the first epoch of 40 "
+        "on; and from epoch 12 of 40 on.",
+    ),
+    "spaces": (
+        "several spaces or one",
+        "From the trained network, 70 % of the channels removed: ranked over all layers, or the same share of each.",
+    ),
+}
+
+
+def variants(results: Results) -> Iterator[Drawing]:
+    """For each variation of VGG-16 at a quarter of the width, the test error by its values."""
+    for key, values in VARIANTS.items():
+        words, caption = VARIED[key]
+        title = f"{runs.dense_title(runs.QUARTER, Fraction(1, 4))}: {words}"
+        # Runs of different precisions are not compared: the precision with most of the values is shown.
+        known = {
+            setting: sum(not {*value.recipes}.isdisjoint(setting.recipes) for value in values)
+            for setting in runs.settings(results)
+            if setting.experiment == runs.QUARTER
+        }
+        setting = max(known, key=lambda it: known[it], default=None)
+        if setting is not None and known[setting] > 1:
+            yield _varied(results, setting, f"varied-{key}", title, caption, values)
+        else:  # one value is no comparison
+            wanted = dict.fromkeys(name for value in values for name in value.recipes)
+            lacking = [name for name in wanted if setting is None or name not in setting.recipes]
+            commands = runs.commands(results, runs.QUARTER, lacking, 1)
+            yield Drawing(f"varied-{key}", title, "", None, commands=commands)
+
+
+def _varied(
+    results: Results, setting: Setting, name: str, title: str, caption: str, values: Sequence[Variant]
+) -> Drawing:
+    """A row of points for each value; the two rankings have different colours."""
+    series = [*METRICS] if len(values[0].recipes) == len(METRICS) else [""]
+    rows, missing = list[list[Cell]](), list[str]()
+    figure, axes = _axes()
+    looks = {"blend": (BLUE, "o", "blend of means"), "taylor": (ORANGE, "^", "Taylor importance"), "": (BLUE, "o", "")}
+    for column, metric in enumerate(series):
+        colour, marker, label = looks[metric]
+        points = list[tuple[float, float, float]]()
+        for place, value in enumerate(values):
+            recipe = value.recipes[column]
+            of = setting.of(results, recipe)
+            error, spread = number("mean:test_error", of), number("spread:test_error", of)
+            difference = interval(of, setting.of(results, values[0].recipes[column])) if place else ("", "")
+            state = number("seeds", of, form="{:.0f}") if of else "not yet run"
+            rows.append([value.label, recipe, error, spread, state, *difference])
+            if isinstance(error, Number):
+                shift = 0.14 * (column - (len(series) - 1) / 2)
+                points.append((error.value, place + shift, spread.value if isinstance(spread, Number) else 0.0))
+            else:
+                missing.append(recipe)
+        if points:
+            across, up, spreads = zip(*points, strict=True)
+            bars = [spreads if any(spreads) else None]
+            style: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 6, "linestyle": "none"}
+            axes.errorbar(across, up, xerr=bars[0], capsize=3, label=label or None, **style)
+    axes.set_yticks(range(len(values)), [value.label for value in values])
+    axes.set(ylim=(len(values) - 0.5, -0.5), xlabel="test error, %")
+    _tidy(axes)
+    axes.yaxis.set_major_formatter(FixedFormatter([value.label for value in values]))
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    _lay_out(figure, axes, 0.85 + 0.36 * len(values), left=2.05)
+    columns = ("value", "recipe", "test %", "spread", "n", f"minus {values[0].label}", "95 % interval")
+    grid = Grid(title, columns, rows, name=f"{name}-numbers")
+    caption += " Means over the seeds; bars are standard deviations, where there are several seeds."
+    caption += _precisions([setting])
+    caption += f" Not yet run: {', '.join(missing)}." if missing else ""
+    commands = tuple(runs.command(setting.experiment, it, 1, setting.training) for it in missing)
+    return Drawing(name, title, caption, figure, grid, commands)
+
+
+def _precisions(settings: Iterable[Setting]) -> str:
+    """A sentence about the precision of the runs in a figure, if it is not float32 alone."""
+    found = sorted({setting.training for setting in settings})
+    if found in ([], [USUAL]):
+        return ""
+    if len(found) == 1:
+        return f" Trained in {found[0]}."
+    return f" Precisions are mixed: {', '.join(map(str, found))}; each curve has one, which its label names."
 
 
 def against_costs(results: Results) -> Iterator[Drawing]:
     """For each setting, the test error of all runs against MACs and against the CPU seconds of training."""
-    axes: tuple[tuple[str, str, str, Callable[[str, Sequence[Line]], Cell]], ...] = (
-        ("macs", "multiply-accumulates", "MACs per picture, millions", lambda _, of: number("millions:macs", of)),
+    axes: tuple[tuple[str, str, str, Callable[[Sequence[Line]], Cell]], ...] = (
+        ("macs", "multiply-accumulates", "MACs per picture, millions", lambda of: number("millions:macs", of)),
         (
             "seconds",
             "CPU seconds of training",
             "CPU seconds of training, thousands",
-            lambda recipe, of: number(
-                "thousands_of_runs:cpu_seconds", of, runs.starts(results, of[0].experiment, recipe)
-            ),
+            lambda of: number("thousands_of_runs:cpu_seconds", of, runs.starts(results, of[0])),
         ),
     )
     known = [setting for setting in runs.settings(results) if len(setting.recipes) > 1]
@@ -312,18 +431,18 @@ def against_costs(results: Results) -> Iterator[Drawing]:
         for key, words, label, cost in axes:
             yield _against(results, setting, key, words, label, cost)
     for key, words, *_ in axes if not known else ():
-        commands = runs.commands(runs.QUARTER, ("one-run-dense", "one-run-taylor-70"), 1)
+        commands = runs.commands(results, runs.QUARTER, ("one-run-dense", "one-run-taylor-70"), 1)
         yield Drawing(key, f"Test error against {words}", "", None, commands=commands)
 
 
 def _against(
-    results: Results, setting: Setting, key: str, words: str, label: str, cost: Callable[[str, Sequence[Line]], Cell]
+    results: Results, setting: Setting, key: str, words: str, label: str, cost: Callable[[Sequence[Line]], Cell]
 ) -> Drawing:
     rows = list[list[Cell]]()
     for recipe in setting.recipes:
-        of = results.of(setting.experiment, recipe)
+        of = setting.of(results, recipe)
         error, spread = number("mean:test_error", of), number("spread:test_error", of)
-        rows.append([recipe, runs.kind(recipe).label, cost(recipe, of), error, spread])
+        rows.append([recipe, runs.kind(recipe).label, cost(of), error, spread])
     figure, axes = _axes()
     limit = _limit([error.value for *_, error, _ in rows if isinstance(error, Number)])
     for kind in dict.fromkeys(str(row[1]) for row in rows):
@@ -350,6 +469,7 @@ def _against(
     caption = "Means over the seeds; bars are standard deviations. A triangle at the top is a run above the scale."
     if key == "seconds":
         caption += " The seconds include those of the network that a run started from."
+    caption += _precisions([setting])
     return Drawing(name, title, _with_caveats(caption, results, [setting.experiment]), figure, grid)
 
 
@@ -386,8 +506,10 @@ def _axes() -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _lay_out(figure: Figure, axes: Axes, height: float, columns: int = 1) -> None:
+def _lay_out(figure: Figure, axes: Axes, height: float, columns: int = 1, left: float = 0.68) -> None:
     """Set the size: `height` inches for the axes and their labels, and below them as much as the legend needs.
+
+    `left` are the inches for the labels of the vertical axis.
 
     Automatic layouts shrink the axes to make room for a legend, down to nothing if it is long.
     """
@@ -395,7 +517,7 @@ def _lay_out(figure: Figure, axes: Axes, height: float, columns: int = 1) -> Non
     legend = ROW * ceil(len(names) / columns) + 0.1 if names else 0.0
     whole = height + legend
     figure.set_size_inches(WIDTH, whole)
-    axes.set_position((0.68 / WIDTH, (legend + 0.55) / whole, 1 - 0.85 / WIDTH, (height - 0.7) / whole))
+    axes.set_position((left / WIDTH, (legend + 0.55) / whole, 1 - (left + 0.17) / WIDTH, (height - 0.7) / whole))
     if names:
         style: dict[str, Any] = {"frameon": False, "labelcolor": INK, "fontsize": FONT, "ncols": columns}
         space: dict[str, Any] = {"labelspacing": 0.3, "borderpad": 0, "borderaxespad": 0, "handlelength": 1.6}

@@ -4,24 +4,29 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from keepk_paper.report import runs
-from keepk_paper.report.claims import RIVALS, Claim, Comparison, Verdict, compared, percentages, subject
+from keepk_paper.report.chosen import RIVALS, percentages, subject
 from keepk_paper.report.lines import ORDER, Line, Results
 from keepk_paper.report.numbers import Cell, Commands, Grid, Printed, interval, number, text
 from keepk_paper.report.runs import Setting
+from keepk_paper.report.verdicts import Claim, Comparison, Verdict, compared
 from keepk_paper.tables.channels import TABLES, printed_rows
 from keepk_paper.tables.papers import PAPER_ERRORS, PAPER_LAYERS, TABLE_2_KEPT
 
 ERROR_COLUMNS = ("recipe", "kept", "test %", "spread", "best", "val %", "n", "minus dense", "95 % interval")
 CHANNEL_COLUMNS = (
-    *("recipe", "description", "kept", "test %", "spread", "val %", "n", "minus dense", "95 % interval"),
-    *("parameters", "MACs, M", "CPU s"),
+    *("recipe", "kept", "test %", "spread", "val %", "n", "minus dense", "95 % interval"),
+    *("parameters", "MACs, M", "CPU s", "description"),
 )
 # The networks and data of Tables 3 to 5; a table without results says how to get them.
 EXPECTED = (
     *("vgg16-cifar10", "vgg16-half-cifar10", "vgg16-full-cifar10", "densenet40-cifar10"),
-    *("vgg16-cifar100", "densenet40-cifar100", "vgg16-svhn", "densenet40-svhn"),
+    *("vgg16-half-cifar100", "densenet40-cifar100", "vgg16-svhn", "densenet40-svhn"),
 )
-EXPECTED_SIZES = {"vgg16-cifar10": Fraction(1, 4), "vgg16-half-cifar10": Fraction(1, 2)}
+EXPECTED_SIZES = {
+    "vgg16-cifar10": Fraction(1, 4),
+    **dict.fromkeys(("vgg16-half-cifar10", "vgg16-half-cifar100"), Fraction(1, 2)),
+    **dict.fromkeys(("densenet40-cifar10", "densenet40-cifar100", "densenet40-svhn"), Fraction(1, 2)),
+}
 WHOLE = "{:,.0f}"
 
 
@@ -48,18 +53,20 @@ def channel_grids(results: Results) -> Iterator[Grid]:
     tables = [(it.experiment, it) for it in found] + [(name, None) for name in EXPECTED if name not in known]
     places = [*TABLES, *(_data(name) for name in known)]
     for experiment, setting in sorted(tables, key=lambda it: (places.index(_data(it[0])), _place(it[0]))):
-        rows: list[Sequence[Cell]] = [
-            (f"the paper: {who}", "", _printed(kept), _printed(error), *[""] * 5, _printed(parameters), "", "")
-            for who, kept, error, parameters in printed_rows(experiment)
-        ]
+        rows: list[Sequence[Cell]] = []
+        for who, kept, error, parameters in printed_rows(experiment):
+            name = f"the paper: {who}".replace(" %", "\N{NO-BREAK SPACE}%")
+            rows.append((name, _printed(kept), _printed(error), *[""] * 5, _printed(parameters), "", "", ""))
         if setting is None:
-            rows.append(("not yet run", Commands(_first_commands(experiment)), *[""] * 10))
             words, key = runs.dense_title(experiment, EXPECTED_SIZES.get(experiment, Fraction(1))), experiment
+            notes = ["Not yet run; the commands are below, under “Runs, done and to come”."]
         else:
-            rows += [_channel_row(results, experiment, recipe) for recipe in setting.recipes]
+            rows += [_channel_row(results, setting, recipe) for recipe in setting.recipes]
             words, key = setting.title, setting.key
+            notes = [_without_control(setting)]
         title = f"{words} ({TABLES.get(_data(experiment), 'not in the paper')})"
-        yield Grid(title, CHANNEL_COLUMNS, rows, runs.caveat(experiment), f"{key}-costs")
+        note = " ".join(filter(None, [runs.caveat(experiment), *notes]))
+        yield Grid(title, CHANNEL_COLUMNS, rows, note, f"{key}-costs")
 
 
 def rival_grids(results: Results) -> Iterator[Grid]:
@@ -98,27 +105,41 @@ def parity_grid(results: Results) -> Grid | None:
     return Grid("Parity of 5 in 50 signs, 10 % of the labels wrong", columns, rows, note, "parity") if lines else None
 
 
-def programme_grid(results: Results) -> Grid:
-    """The runs that the comparison needs, and how many of their seeds have been run."""
-    rows = list[Sequence[Cell]]()
+PROGRAMME_COLUMNS = ("recipes", "experiment", "state", "seeds run", "wanted", "command")
+
+
+def programme_grids(results: Results) -> list[Grid]:
+    """The runs that the comparison needs, and how many of their seeds have been run: a table for each of its rows."""
+    by_row = dict[str, list[Sequence[Cell]]]()
     for state in runs.programme(results):
         wanted = state.wanted
         done = state.done == wanted.seeds
         started = [it for it in state.commands if any(f" {line['recipe']} " in f"{it} " for line in state.found)]
         commands: Cell = Commands(tuple(started) or state.commands) if state.commands else "no recipe in this version"
-        rows.append(
+        by_row.setdefault(wanted.row, []).append(
             (
-                wanted.row,
+                " or ".join(wanted.recipes),
+                wanted.experiment,
                 "done" if done else "partly run" if state.found else "not yet run",
                 number("seeds", state.found, form="{:.0f}"),
                 f"of {wanted.seeds}",
-                " or ".join(wanted.recipes),
-                wanted.experiment,
                 "" if done else commands,
             )
         )
-    columns = ("row", "state", "seeds run", "wanted", "recipes", "experiment", "command")
-    return Grid("Runs that the comparison needs", columns, rows, name="programme-runs")
+    return [
+        Grid(row, PROGRAMME_COLUMNS, rows, name=f"programme-{place}")
+        for place, (row, rows) in enumerate(by_row.items(), start=1)
+    ]
+
+
+def programme_grid(results: Results) -> Grid:
+    """The same in one table for the pages in Markdown, where each row of the programme is named once."""
+    rows = [
+        (grid.title if place == 0 else "", *cells)
+        for grid in programme_grids(results)
+        for place, cells in enumerate(grid.rows)
+    ]
+    return Grid("Runs that the comparison needs", ("row", *PROGRAMME_COLUMNS), rows, name="programme-runs")
 
 
 def claim_grid(claim: Claim) -> Grid | None:
@@ -179,7 +200,7 @@ def _rival_rows(results: Results, setting: Setting, percent: int, chosen: str) -
     for rival in setting.recipes:
         if runs.percent_removed(rival) != percent or not runs.matches(rival, RIVALS):
             continue
-        pair = results.of(setting.experiment, chosen), results.of(setting.experiment, rival)
+        pair = setting.of(results, chosen), setting.of(results, rival)
         found = compared(results, *pair, target=0, tolerance=0)
         if found:
             difference, span = interval(found.of, found.against)
@@ -228,14 +249,27 @@ def _layer_percents(results: Results, experiment: str) -> Grid:
     return Grid(title, columns, rows, name=f"{experiment}-layers")
 
 
-def _channel_row(results: Results, experiment: str, recipe: str) -> Sequence[Cell]:
-    lines = results.of(experiment, recipe)
+def _without_control(setting: Setting) -> str:
+    """The runs of a setting whose dense network has not been trained in the same precision, and how to train it."""
+    lacking = dict[str, list[str]]()
+    for recipe in setting.recipes:
+        name = runs.control(setting.experiment, recipe)
+        if name and name not in setting.recipes:
+            lacking.setdefault(name, []).append(recipe)
+    return " ".join(
+        f"Not compared, because the dense network {name} has not been trained in {setting.training}: "
+        f"{', '.join(recipes)}. To run: {runs.command(setting.experiment, name, 1, setting.training)}."
+        for name, recipes in lacking.items()
+    )
+
+
+def _channel_row(results: Results, setting: Setting, recipe: str) -> Sequence[Cell]:
+    lines = setting.of(results, recipe)
     dense = runs.dense_lines(results, lines[0])
     own = dense and dense[0]["recipe"] == recipe
     difference, span = ("", "") if own else interval(lines, dense)
     return (
         recipe,
-        runs.kind(recipe).label,
         number("mean:kept", lines, form=WHOLE),
         number("mean:test_error", lines),
         number("spread:test_error", lines),
@@ -245,13 +279,9 @@ def _channel_row(results: Results, experiment: str, recipe: str) -> Sequence[Cel
         span,
         number("mean:printed_parameters", lines, form=WHOLE),
         number("millions:macs", lines, form="{:.1f}"),
-        number("sum_of_runs:cpu_seconds", lines, runs.starts(results, experiment, recipe), WHOLE),
+        number("sum_of_runs:cpu_seconds", lines, runs.starts(results, lines[0]), WHOLE),
+        runs.kind(recipe).label,
     )
-
-
-def _first_commands(experiment: str) -> tuple[str, ...]:
-    names = ("one-run-dense", "one-run-blend-??", "one-run-taylor-??")
-    return runs.commands(experiment, names, 1) or ("no recipe in this version",)
 
 
 def _data(experiment: str) -> str:

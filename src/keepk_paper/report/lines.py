@@ -8,6 +8,7 @@ from typing import Any
 
 from keepk.errors import DataError
 from keepk_paper import results
+from keepk_paper.results import USUAL, Training
 
 WEIGHTS = ("lenet-300-100", "lenet-5")
 PARITY = "parity"
@@ -54,6 +55,11 @@ class Line:
         """The experiment, after which its file is named."""
         return self.file.removesuffix(".jsonl")
 
+    @property
+    def training(self) -> Training:
+        """The device and precision of the run."""
+        return Training.of(self.record)
+
 
 Lines = tuple[Line, ...]
 
@@ -65,14 +71,30 @@ class Results:
     folder: Path
     by_experiment: Mapping[str, Lines]
 
-    def of(self, experiment: str, recipe: str | None = None, asked: int | None = None) -> Lines:
-        """The lines of an experiment, of one recipe if named, at one count if given."""
+    def of(
+        self,
+        experiment: str,
+        recipe: str | None = None,
+        asked: int | None = None,
+        training: Training | None = None,
+    ) -> Lines:
+        """The lines of an experiment, of one recipe if named, at one count and of one training if given."""
         found = self.by_experiment.get(experiment, ())
         return tuple(
             line
             for line in found
-            if (recipe is None or line["recipe"] == recipe) and (asked is None or line["asked"] == asked)
+            if (recipe is None or line["recipe"] == recipe)
+            and (asked is None or line["asked"] == asked)
+            and (training is None or line.training == training)
         )
+
+    def trainings(self, experiment: str, recipe: str | None = None) -> list[Training]:
+        """The devices and precisions of an experiment, or of one of its recipes, in the order of the file."""
+        return list(dict.fromkeys(line.training for line in self.of(experiment, recipe)))
+
+    def latest_training(self, experiment: str) -> Training:
+        """That of the last line of an experiment, for the runs that are still missing."""
+        return max(self.of(experiment), key=lambda line: line.number).training if self.of(experiment) else USUAL
 
     def recipes(self, experiment: str) -> list[str]:
         """The recipes that an experiment has results of, in the order of the file."""
@@ -117,6 +139,8 @@ def read_folder(folder: Path) -> Results:
             _check(folder, experiment, line)
         if kind_of(experiment) == "channels":
             _check_one_point(folder, lines)
+        else:
+            _check_one_training(folder, lines)
     return Results(folder, found)
 
 
@@ -126,8 +150,8 @@ def seeds(lines: Iterable[Line]) -> list[int]:
 
 
 def in_common(one: Sequence[Line], other: Sequence[Line]) -> tuple[Lines, Lines]:
-    """The lines of the seeds that both have, in the order of the seeds."""
-    by_seed = [{line["seed"]: line for line in lines} for lines in (one, other)]
+    """The lines of the seeds that both have, in the order of the seeds; only those of the same training are paired."""
+    by_seed = [{(line["seed"], line.training): line for line in lines} for lines in (one, other)]
     shared = sorted(by_seed[0].keys() & by_seed[1].keys())
     first, second = (tuple(found[seed] for seed in shared) for found in by_seed)
     return first, second
@@ -135,14 +159,26 @@ def in_common(one: Sequence[Line], other: Sequence[Line]) -> tuple[Lines, Lines]
 
 def _check_one_point(folder: Path, lines: Lines) -> None:
     """Refuse two counts of one recipe and seed: means over the seeds would mix networks of different sizes."""
-    seen = dict[tuple[str, int], Line]()
+    seen = dict[tuple[str, int, Training], Line]()
     for line in lines:
-        other = seen.setdefault((line["recipe"], line["seed"]), line)
+        other = seen.setdefault((line["recipe"], line["seed"], line.training), line)
         if other is not line:
             raise DataError(
                 f"report: {folder / line.file}: lines {other.number} and {line.number} are both recipe "
                 f"{line['recipe']!r} with seed {line['seed']}, at {other['asked']} and {line['asked']} channels. "
                 "Remove the outdated line, or give each count a recipe."
+            )
+
+
+def _check_one_training(folder: Path, lines: Lines) -> None:
+    """Refuse two precisions or devices of an experiment whose tables have one row for each recipe."""
+    first = lines[0]
+    for line in lines:
+        if line.training != first.training:
+            raise DataError(
+                f"report: {folder / line.file}: line {first.number} was trained in {first.training}, line "
+                f"{line.number} in {line.training}. The tables of this experiment show one of them: move the lines of "
+                "the other to another folder."
             )
 
 

@@ -11,6 +11,7 @@ from keepk_paper.parity_training import at_floor
 from keepk_paper.report.intervals import Interval, paired
 from keepk_paper.report.lines import Line, Lines, in_common
 
+COUNTS = ("seeds", "lines", "exact")  # the formulas that may count runs of several devices and precisions
 SIGNED = "{:+.2f}"
 Compute = Callable[[Sequence[Line], Sequence[Line], str], float | None]
 
@@ -98,6 +99,8 @@ def number(formula: str, of: Sequence[Line], against: Sequence[Line] = (), form:
         form: How it is printed.
     """
     name, _, argument = formula.partition(":")
+    # A mean over runs in float32 and in mixed precision would be a number of neither.
+    assert name in COUNTS or len({line.training for line in (*of, *against)}) <= 1, f"{formula} over several trainings"
     value = FORMULAS[name](of, against, argument) if of else None
     return "" if value is None else Number(form.format(value), value, formula, tuple(of), tuple(against))
 

@@ -8,9 +8,11 @@ from importlib.resources import files
 
 from keepk_paper.figures.report import Drawing, drawings, svg
 from keepk_paper.report import grids, runs
-from keepk_paper.report.claims import Claim, Comparison, Verdict, claims
+from keepk_paper.report.claims import claims
 from keepk_paper.report.lines import Line, Results, seeds
 from keepk_paper.report.numbers import Cell, Commands, Grid, Number, Planned, Printed, Span, interval, number, text
+from keepk_paper.report.verdicts import Claim, Comparison, Verdict
+from keepk_paper.results import USUAL, Training
 
 TITLE = "Pruning by annealing: the paper's claims, tested"
 PAPER = "Network Pruning via Annealing and Direct Sparsity Control (Guo, She, Barbu)"
@@ -32,8 +34,10 @@ SECTIONS = {
 }
 RUN_COLUMNS = (
     *("line", "seed", "asked", "kept", "test %", "val %", "epochs", "seconds", "CPU s", "threads"),
-    *("keepk", "torch", "python", "commit"),
+    *("precision", "keepk", "torch", "python", "commit"),
 )
+MANY = 3  # more commands than these are folded
+Runs = tuple[str, str, Training]  # an experiment, a recipe, and the device and precision
 
 
 def page(results: Results) -> str:
@@ -65,21 +69,23 @@ def page(results: Results) -> str:
     )
 
 
-def run_anchors(results: Results) -> dict[tuple[str, str], str]:
-    """An id for the runs of each recipe of each experiment; names that differ only in odd characters get a number."""
-    anchors = dict[tuple[str, str], str]()
+def run_anchors(results: Results) -> dict[Runs, str]:
+    """An id for the runs of each recipe and precision; names that differ only in odd characters get a number."""
+    anchors = dict[Runs, str]()
     for experiment in results.by_experiment:
         for recipe in results.recipes(experiment):
-            plain = "run-" + re.sub(r"[^a-z0-9]+", "-", f"{experiment}-{recipe}".lower()).strip("-")
-            taken = sum(re.sub(r"--\d+$", "", other) == plain for other in anchors.values())
-            anchors[experiment, recipe] = f"{plain}--{taken}" if taken else plain
+            for training in results.trainings(experiment, recipe):
+                words = f"{experiment}-{recipe}{'' if training == USUAL else f'-{training.short}'}"
+                plain = "run-" + re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+                taken = sum(re.sub(r"--\d+$", "", other) == plain for other in anchors.values())
+                anchors[experiment, recipe, training] = f"{plain}--{taken}" if taken else plain
     return anchors
 
 
 class Renderer:
     """Turns tables, claims and figures into HTML, with links to the runs."""
 
-    def __init__(self, anchors: Mapping[tuple[str, str], str]) -> None:
+    def __init__(self, anchors: Mapping[Runs, str]) -> None:
         self.anchors = anchors
 
     def verdicts(self, found: Sequence[Claim]) -> str:
@@ -154,23 +160,24 @@ class Renderer:
             missing = "" if drawing.commands else " This version has no recipe for it."
             parts.append(f"<p>{words}{missing}</p>")
         elif drawing.commands:
-            parts.append("<p>To run it at 70 %:</p>")
+            parts.append("<p>To run the missing points:</p>")
         parts.append(_commands(drawing.commands))
         if drawing.grid is not None:
             parts.append(f"<details><summary>The numbers</summary>{self.grid(drawing.grid)}</details>")
         return f'<figure id="{drawing.name}">{"".join(parts)}</figure>'
 
     def programme(self, results: Results) -> str:
-        """The table of the runs that are planned."""
-        return self.grid(grids.programme_grid(results))
+        """The runs that are planned, in a table for each row of the programme."""
+        return "".join(self.grid(grid, level=3) for grid in grids.programme_grids(results))
 
     def runs(self, results: Results) -> str:
         """Behind the numbers: the recipe, command, versions and lines of every run."""
         parts = list[str]()
-        for (experiment, recipe), anchor in self.anchors.items():
-            lines = results.of(experiment, recipe)
-            repeat = runs.command(experiment, recipe, max(seeds(lines)))
-            notes = [_commits(lines), runs.caveat(experiment)]
+        for (experiment, recipe, training), anchor in self.anchors.items():
+            lines = results.of(experiment, recipe, training=training)
+            repeat = runs.command(experiment, recipe, max(seeds(lines)), training)
+            precision = "" if training == USUAL else f"Trained in {training}; errors are evaluated in float32."
+            notes = [precision, _commits(lines), runs.caveat(experiment)]
             body = "".join(
                 [
                     f"<p>{escape(runs.describe(experiment, recipe))}</p>",
@@ -180,6 +187,7 @@ class Renderer:
                 ]
             )
             words = f"{escape(experiment)}: {escape(recipe)}, {_count(len(seeds(lines)), 'seed')}"
+            words += "" if training == USUAL else f", {escape(str(training))}"
             parts.append(f'<details class="run" id="{anchor}"><summary>{words}</summary>{body}</details>')
         return "".join(parts)
 
@@ -232,7 +240,7 @@ class Renderer:
             return f'<span data-plan="{escape(cell.plan)}">{escape(cell.text)}</span>'
         if not isinstance(cell, Number):
             return escape(text(cell))
-        anchor = self.anchors[cell.of[0].experiment, cell.of[0]["recipe"]]
+        anchor = self.anchors[cell.of[0].experiment, cell.of[0]["recipe"], cell.of[0].training]
         lines, against = (" ".join(line.name for line in found) for found in (cell.of, cell.against))
         attributes = {"href": f"#{anchor}", "data-formula": cell.formula, "data-lines": lines, "data-against": against}
         said = "".join(f' {name}="{escape(value)}"' for name, value in attributes.items() if value)
@@ -258,6 +266,7 @@ def _line_cells(line: Line) -> Iterator[str]:
     for key in keys:
         found = line.record.get(key, "")
         yield f'<td data-field="{key}" data-lines="{escape(line.name)}">{escape(_plain(key, found))}</td>'
+    yield f'<td class="version" title="{escape(str(line.training))}">{escape(line.training.short)}</td>'
     for key in ("keepk", "torch", "python", "commit"):
         found = str(versions.get(key, "not recorded"))
         short = found[:10] if key == "commit" and re.match("[0-9a-f]{40}", found) else found
@@ -280,7 +289,9 @@ def _commits(lines: Sequence[Line]) -> str:
 
 
 def _commands(lines: Sequence[str]) -> str:
-    return "".join(f'<code class="command">{escape(line)}</code>' for line in lines)
+    """The commands; a long list is folded."""
+    codes = "".join(f'<code class="command">{escape(line)}</code>' for line in lines)
+    return f"<details><summary>{len(lines)} commands</summary>{codes}</details>" if len(lines) > MANY else codes
 
 
 def _count(number: int, word: str) -> str:
@@ -308,6 +319,10 @@ def _method() -> str:
         "A comparison is confirmed if the upper end of the interval is at most the target plus 0.3 points (0.1 on "
         "MNIST, whose errors are a tenth as large; 0 where one method is said to be better). The bound is in the "
         "column “bound”.",
+        "Runs are trained in float32 on a CPU unless they are labelled bfloat16: these were trained in bfloat16 mixed "
+        "precision, which is faster where the CPU supports it, and evaluated in float32. A run is compared "
+        "only with runs of the same precision and device, and no mean is taken over both. If a recipe was run "
+        "in both, both are shown.",
         "Among several recipes of ours, the one with the lowest validation error decides. VGG-16 at a quarter of the "
         "width has little to spare: its results are reported, but do not decide about claims for the full network.",
         "CIFAR-100 and SVHN rest on 15,000 training pictures, and SVHN was re-created from the pictures of full house "

@@ -10,8 +10,10 @@ from functools import lru_cache
 
 from keepk_paper import parity
 from keepk_paper.experiments import EXPERIMENTS
+from keepk_paper.one_run import METRICS
 from keepk_paper.recipes import Recipe, Stage
 from keepk_paper.report.lines import Line, Lines, Results, kind_of, seeds
+from keepk_paper.results import USUAL, Training
 
 NETWORKS = {"vgg16": "VGG-16", "densenet40": "DenseNet-40", "lenet-300-100": "LeNet-300-100", "lenet-5": "LeNet-5"}
 DATA_SETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn": "SVHN"}
@@ -115,7 +117,7 @@ def caveat(experiment: str) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """The recipes of an experiment that train the same dense network on the same pictures.
+    """The recipes of an experiment that train the same dense network on the same pictures in the same precision.
 
     Attributes:
         experiment: The experiment.
@@ -123,6 +125,7 @@ class Setting:
         pictures: How many training pictures are used; None is all.
         recipes: The recipes with results, in the order of the file.
         key: Identifies it on the page.
+        training: The device and precision.
     """
 
     experiment: str
@@ -130,18 +133,28 @@ class Setting:
     pictures: int | None
     recipes: tuple[str, ...]
     key: str
+    training: Training = USUAL
+
+    def of(self, results: Results, recipe: str) -> Lines:
+        """The lines of one of its recipes."""
+        return results.of(self.experiment, recipe, training=self.training)
+
+    def __contains__(self, line: Line) -> bool:
+        return (line.experiment, line.training) == (self.experiment, self.training) and line["recipe"] in self.recipes
 
     @property
     def title(self) -> str:
-        """The network, its width and the data, with their restrictions."""
+        """The network, its width and the data, with their restrictions, and the precision if it is not float32."""
         restricted = RESTRICTIONS.get(network_and_data(self.experiment)[1])
         part = f"the first {self.pictures:,} training pictures" if self.pictures else restricted
-        return f"{self.short_title} ({part})" if part else self.short_title
+        words = [dense_title(self.experiment, self.size), *([f"({part})"] if part else [])]
+        return " ".join(words) + (f", {self.training}" if self.training != USUAL else "")
 
     @property
     def short_title(self) -> str:
-        """The title without the restrictions of the data."""
-        return dense_title(self.experiment, self.size)
+        """The title without the restrictions of the data, and with fewer words."""
+        named = f", {self.training.short}" if self.training != USUAL else ""
+        return f"{dense_title(self.experiment, self.size)}{named}"
 
 
 def dense_title(experiment: str, size: Fraction | None) -> str:
@@ -164,14 +177,15 @@ def settings(results: Results) -> tuple[Setting, ...]:
     """All settings in which channels were removed."""
     found = list[Setting]()
     for experiment in results.channel_experiments:
-        groups = dict[tuple[Fraction | None, int | None], list[str]]()
+        groups = dict[tuple[Fraction | None, int | None, Training], list[str]]()
         for recipe in results.recipes(experiment):
             known = EXPERIMENTS.get(experiment, {}).get(recipe)
             key = _size(results, experiment, recipe), known.pictures if known else None
-            groups.setdefault(key, []).append(recipe)
-        for number, ((size, pictures), names) in enumerate(groups.items(), start=1):
+            for training in results.trainings(experiment, recipe):
+                groups.setdefault((*key, training), []).append(recipe)
+        for number, ((size, pictures, training), names) in enumerate(groups.items(), start=1):
             key_of_page = experiment if number == 1 else f"{experiment}-{number}"
-            found.append(Setting(experiment, size, pictures, tuple(names), key_of_page))
+            found.append(Setting(experiment, size, pictures, tuple(names), key_of_page, training))
     return tuple(found)
 
 
@@ -204,18 +218,19 @@ def control(experiment: str, recipe: str) -> str | None:
 
 
 def dense_lines(results: Results, line: Line) -> Lines:
-    """The lines of the dense network that a line is compared with, of all seeds."""
+    """The lines of the dense network that a line is compared with: all seeds, of the same training."""
     name = control(line.experiment, line["recipe"])
-    own = results.of(line.experiment, name or line["recipe"])
+    own = results.of(line.experiment, name or line["recipe"], training=line.training)
     return tuple(it for it in own if it["asked"] == it["total"])
 
 
-def starts(results: Results, experiment: str, recipe: str) -> Lines:
-    """The lines of the runs that a recipe started from, whose training time counts as well."""
-    known = EXPERIMENTS.get(experiment, {}).get(recipe)
-    if known is None or known.start is None:
-        return ()
-    return (*results.of(experiment, known.start), *starts(results, experiment, known.start))
+def starts(results: Results, line: Line) -> Lines:
+    """The lines of the runs that a run started from, whose training time counts as well."""
+    found, recipe = list[Line](), EXPERIMENTS.get(line.experiment, {}).get(line["recipe"])
+    while recipe is not None and recipe.start is not None:
+        found += results.of(line.experiment, recipe.start, training=line.training)
+        recipe = EXPERIMENTS[line.experiment].get(recipe.start)
+    return tuple(found)
 
 
 def matches(recipe: str, patterns: Sequence[str]) -> bool:
@@ -223,13 +238,16 @@ def matches(recipe: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(recipe, pattern) for pattern in patterns)
 
 
-def command(experiment: str, recipe: str, seeds_wanted: int) -> str:
+def command(experiment: str, recipe: str, seeds_wanted: int, training: Training = USUAL) -> str:
     """The command that runs a recipe with seeds 1 to `seeds_wanted`.
 
     >>> command("parity", "sgd, light decay", 3)
     "keepk paper run parity --recipe 'sgd, light decay' --seeds 3"
+    >>> command("vgg16-svhn", "one-run-dense", 1, Training(amp=True))
+    'keepk paper run vgg16-svhn --recipe one-run-dense --seeds 1 --amp'
     """
-    return shlex.join(["keepk", "paper", "run", experiment, "--recipe", recipe, "--seeds", str(seeds_wanted)])
+    words = ["keepk", "paper", "run", experiment, "--recipe", recipe, "--seeds", str(seeds_wanted)]
+    return shlex.join([*words, *training.options])
 
 
 def describe(experiment: str, recipe: str) -> str:
@@ -331,6 +349,54 @@ def one_run(percent: int) -> tuple[str, ...]:
     return f"one-run-blend-{percent}", f"one-run-taylor-{percent}", f"one-run-{percent}"
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A value of something that is varied in a figure, all else being equal.
+
+    Attributes:
+        label: The value.
+        recipes: The recipes with that value, one for each ranking.
+    """
+
+    label: str
+    recipes: tuple[str, ...]
+
+
+RATES = (10, 30, 50, 70)  # of the paper's curve of errors, in percent
+
+
+def _by_metric(pattern: str) -> tuple[str, ...]:
+    return tuple(pattern.format(metric) for metric in METRICS)
+
+
+BY_RATE = tuple(_by_metric(f"trained-{{}}-{rate}") for rate in RATES)
+# What is varied in the figures of VGG-16 at a quarter of the width, with 70 % of the channels removed.
+VARIANTS: dict[str, tuple[Variant, ...]] = {
+    "schedules": (
+        Variant("annealed, mu 10", _by_metric("trained-{}-70")),
+        *(Variant(f"annealed, mu {mu}", _by_metric(f"trained-{{}}-mu{mu}-70")) for mu in (0, 1, 100)),
+        Variant("cubic", _by_metric("trained-{}-cubic-70")),
+        Variant("equal events", _by_metric("trained-{}-equal-70")),
+        Variant("one event", _by_metric("trained-{}-once-70")),
+    ),
+    "alpha": (
+        Variant("alpha 0, sums", ("alpha-0-sums-70",)),
+        Variant("alpha 0.5, sums", ("blend-70",)),
+        Variant("alpha 0, means", ("alpha-0-means-70",)),
+        Variant("alpha 0.5, means", ("trained-blend-70",)),
+        Variant("alpha 1, scales alone", ("keepk-70",)),
+    ),
+    "start": (
+        Variant("trained network", _by_metric("trained-{}-70")),
+        Variant("untrained network", _by_metric("untrained-{}-70")),
+        Variant("in the middle of one run", _by_metric("one-run-{}-70")),
+    ),
+    "spaces": (
+        Variant("one space for all layers", _by_metric("trained-{}-70")),
+        Variant("one space per layer", _by_metric("trained-{}-layers-70")),
+    ),
+}
+
 # The rows of the comparison in the order in which they run: the experiment or a pattern of names, the number of seeds,
 # and recipes of which one run is enough.
 Row = tuple[str, str, int, tuple[tuple[str, ...], ...]]
@@ -357,9 +423,12 @@ ROWS: tuple[Row, ...] = (
     ("5. VGG-16, CIFAR-100", "vgg16*-cifar100", 1, (DENSE_RUN, one_run(50))),
     ("5. DenseNet-40, CIFAR-100", "densenet40*-cifar100", 1, (DENSE_RUN, one_run(60))),
     ("5. DenseNet-40, SVHN", "densenet40*-svhn", 1, (DENSE_RUN, one_run(60))),
-    ("6. VGG-16, global rates", QUARTER, 1, (("*-10",), ("*-30",), ("*-50",), ("*-70",))),
-    ("6. DenseNet-40, global rates", "densenet40*-cifar10", 1, (("*-10",), ("*-30",), ("*-50",), ("*-70",))),
-    ("6. From the trained network", QUARTER, 1, (("trained-blend-70", "trained-taylor-70"),)),
+    ("6. VGG-16, global rates", QUARTER, 1, BY_RATE),
+    ("6. DenseNet-40, global rates", "densenet40-cifar10", 1, BY_RATE),
+    *(
+        (f"6. VGG-16, {title}", QUARTER, 1, tuple(variant.recipes for variant in variants))
+        for title, variants in VARIANTS.items()
+    ),
     ("7. VGG-16, full width, CIFAR-10", FULL, 1, (DENSE_RUN, one_run(70), ("one-run-scratch-*-70",))),
 )
 
@@ -370,23 +439,23 @@ def programme(results: Results) -> list[State]:
 
 
 def matching(results: Results, wanted: Wanted) -> Lines:
-    """The lines of any of the wanted recipes."""
-    return tuple(
-        line
-        for experiment in results.by_experiment
-        if fnmatchcase(experiment, wanted.experiment)
-        for line in results.of(experiment)
-        if matches(line["recipe"], wanted.recipes)
-    )
+    """The lines of the wanted recipe and training that has most of the seeds; those of different ones do not add up."""
+    found = dict[tuple[str, str, Training], list[Line]]()
+    for experiment in results.by_experiment:
+        if fnmatchcase(experiment, wanted.experiment):
+            for line in results.of(experiment):
+                if matches(line["recipe"], wanted.recipes):
+                    found.setdefault((experiment, line["recipe"], line.training), []).append(line)
+    return tuple(max(found.values(), key=lambda lines: len(seeds(lines)), default=()))
 
 
-def commands(experiment: str, recipes: Sequence[str], number: int) -> tuple[str, ...]:
-    """The commands of all known recipes that match.
+def commands(results: Results, experiment: str, recipes: Sequence[str], number: int) -> tuple[str, ...]:
+    """The commands of all known recipes that match, in the precision of the experiment's latest result.
 
     The paper's own networks (``full-*``) take days on a CPU; they are left out.
     """
     return tuple(
-        command(name, recipe, number)
+        command(name, recipe, number, results.latest_training(name))
         for name, known in EXPERIMENTS.items()
         if fnmatchcase(name, experiment)
         for recipe in known
@@ -396,4 +465,4 @@ def commands(experiment: str, recipes: Sequence[str], number: int) -> tuple[str,
 
 def _state(results: Results, wanted: Wanted) -> State:
     found = matching(results, wanted)
-    return State(wanted, found, commands(wanted.experiment, wanted.recipes, wanted.seeds))
+    return State(wanted, found, commands(results, wanted.experiment, wanted.recipes, wanted.seeds))

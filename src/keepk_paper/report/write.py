@@ -4,9 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 from keepk.errors import DataError
-from keepk_paper.report.claims import Verdict, claims
+from keepk_paper.report.claims import claims
 from keepk_paper.report.lines import read_folder
 from keepk_paper.report.page import page
+from keepk_paper.report.verdicts import Verdict
 from keepk_paper.tables.pages import write_pages
 
 CHECKOUT = Path(__file__).resolve().parents[3]

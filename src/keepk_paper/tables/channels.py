@@ -5,6 +5,7 @@ from statistics import mean
 from typing import Any
 
 from keepk.reports.tables import Table
+from keepk_paper.results import label
 
 Records = Sequence[dict[str, Any]]
 Printed = tuple[str, str, str, str]  # who, channels, error in percent, parameters
@@ -66,15 +67,15 @@ def layer_table(experiment: str, records: Records) -> Table:
     of_all = {name: total for name, (_, total) in records[0]["layers"].items()}
     first = dict[str, dict[str, Any]]()
     for record in sorted(records, key=lambda record: record["seed"]):
-        first.setdefault(record["recipe"], record)
-    names = dict.fromkeys(record["recipe"] for record in records)  # in the order of the file
+        first.setdefault(label(record), record)
+    names = dict.fromkeys(map(label, records))  # in the order of the file
     pruned = [first[name] for name in names if first[name]["kept"] < first[name]["total"]]
     rows = [
         (str(number), f"{total:,}", *(f"{record['layers'][name][0]:,}" for record in pruned))
         for number, (name, total) in enumerate(of_all.items(), start=1)
     ]
     sums = ("total", f"{sum(of_all.values()):,}", *(f"{record['kept']:,}" for record in pruned))
-    columns = ("layer", "dense", *(record["recipe"] for record in pruned))
+    columns = ("layer", "dense", *map(label, pruned))
     return Table(columns, (*rows, sums), title=f"{experiment}: channels left by layer", total_row=True)
 
 
@@ -84,8 +85,8 @@ def cost_table(experiment: str, records: Records) -> Table:
         (f"printed: {who}", kept, "", error, "", parameters, "", "", "")
         for who, kept, error, parameters in printed_rows(experiment)
     ]
-    for recipe, asked in dict.fromkeys((record["recipe"], record["asked"]) for record in records):
-        found = [record for record in records if (record["recipe"], record["asked"]) == (recipe, asked)]
+    for recipe, asked in dict.fromkeys((label(record), record["asked"]) for record in records):
+        found = [record for record in records if (label(record), record["asked"]) == (recipe, asked)]
         rows.append(
             (
                 recipe,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from keepk.errors import DataError
 from keepk.plan.names import nearest
 from keepk.reports.tables import Table
-from keepk_paper import results
+from keepk_paper import densenet, results, vgg
 from keepk_paper.tables import benchmarks as benchmark_tables
 from keepk_paper.tables import channels as channel_tables
 from keepk_paper.tables import parity as parity_tables
@@ -131,7 +131,7 @@ def _named(name: str, result_folder: Path) -> Table:
     }
     for name_of, make in (("report/verdicts", verdict_table), ("report/programme", programme_table)):
         makers[name_of] = partial(make, result_folder)
-    for experiment in (*channel_tables.PRINTED, "vgg16-half-cifar10", "vgg16-full-cifar10"):
+    for experiment in dict.fromkeys((*channel_tables.PRINTED, *vgg.EXPERIMENTS, *densenet.EXPERIMENTS)):
         found = results.read(result_folder / f"{experiment}.jsonl")
         makers[f"{experiment}/costs"] = partial(channel_tables.cost_table, experiment, found)
         makers[f"{experiment}/layers"] = partial(channel_tables.layer_table, experiment, found)
@@ -145,14 +145,14 @@ def _named(name: str, result_folder: Path) -> Table:
 
 
 def _points(records: Records) -> list[tuple[str, int]]:
-    """The pairs of recipe and requested count, in the order of the file, larger counts first within a recipe."""
-    recipes = list(dict.fromkeys(record["recipe"] for record in records))
-    found = {(record["recipe"], record["asked"]) for record in records}
+    """The pairs of a recipe's label and a count, in the order of the file, larger counts first within a recipe."""
+    recipes = list(dict.fromkeys(map(results.label, records)))
+    found = {(results.label(record), record["asked"]) for record in records}
     return sorted(found, key=lambda point: (recipes.index(point[0]), -point[1]))
 
 
 def _of(records: Records, recipe: str, asked: int) -> Records:
-    return [record for record in records if (record["recipe"], record["asked"]) == (recipe, asked)]
+    return [record for record in records if (results.label(record), record["asked"]) == (recipe, asked)]
 
 
 def _error_row(recipe: str, asked: int, records: Records) -> tuple[str, ...]:
