@@ -197,14 +197,21 @@ def _home(graph: Graph, unit: int) -> str:
 
 
 def _closed(graph: Graph, asked: Indices) -> Indices:
-    """The units and those that must be removed with them.
+    """The units and those that must be removed with them, without units that are gone already."""
+    gone = ~graph.alive
+    gone[asked] = True
+    return np.flatnonzero(closure(graph, gone) & graph.alive)
+
+
+def closure(graph: Graph, gone: Flags) -> Flags:
+    """By unit, whether it is gone or must be removed with units that are.
 
     All readings of a removed source are removed, and so is a source that nothing reads any more.
     """
-    gone = ~graph.alive
-    gone[asked] = True
     links = graph.links()
-    sources, readers = links[:, 0], links[:, 1]
+    if not len(links):
+        return gone
+    gone, sources, readers = gone.copy(), links[:, 0], links[:, 1]
     # A source stays if something else uses it, or if it is bound: removing it alone would leave unequal numbers.
     kept, count = graph.otherwise_used() | graph.bound(), -1
     while gone.sum() != count:  # a reading may be a source for another
@@ -213,7 +220,7 @@ def _closed(graph: Graph, asked: Indices) -> Indices:
         still_read = kept.copy()
         still_read[sources[~gone[readers]]] = True
         gone[sources[~still_read[sources]]] = True
-    return np.flatnonzero(gone & graph.alive)
+    return gone
 
 
 def _refuse_unequal(graph: Graph, removed: Indices) -> None:

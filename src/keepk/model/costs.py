@@ -7,10 +7,11 @@ size of the example. If the batch size cannot be determined, MACs are for the wh
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,34 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from keepk.errors import TraceError
 from keepk.model.copies import META, Workshop
+from keepk.model.edits import Edits
 from keepk.model.example import Example
 from keepk.model.torch_internals import tree_leaves, tree_map
+
+Shape: TypeAlias = tuple[int, ...]
+# The FLOPs of an operation from the shapes of its tensor inputs and of its first output, and its other arguments.
+Formula: TypeAlias = Callable[[Sequence[Shape], Shape, Mapping[str, Any]], int]
+
+
+def _matrix_product(inputs: Sequence[Shape], _output: Shape, _numbers: Mapping[str, Any]) -> int:
+    left, right = inputs[-2:]  # the first input of addmm and baddbmm is added to the product
+    return 2 * prod(left) * right[-1]
+
+
+def _convolution(inputs: Sequence[Shape], output: Shape, numbers: Mapping[str, Any]) -> int:
+    pictures, weight = inputs[:2]
+    # A transposed convolution multiplies every input pixel by the kernel, any other every output pixel.
+    pixels = pictures[2:] if numbers.get("transposed") else output[2:]
+    return 2 * pictures[0] * prod(pixels) * prod(weight)
+
+
+# By name, the operations that FlopCounterMode counts in a forward pass. `Workshop.running` turns fused operations off,
+# so that attention and recurrent layers consist of these too.
+FORMULAS: Mapping[str, Formula] = {
+    **dict.fromkeys(("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"), _matrix_product),
+    **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::convolution_overrideable"), _convolution),
+    **dict.fromkeys(("aten::cudnn_convolution", "aten::_slow_conv2d_forward"), _convolution),
+}
 
 
 @dataclass(frozen=True)
@@ -85,7 +112,7 @@ def model_costs(model: nn.Module, example: Any) -> Costs:
     """
     workshop = Workshop(model, Example.of(example), META)
     try:
-        flops = _flops(workshop)
+        flops = module_flops(workshop)
     except Exception:  # forward may raise anything on the meta device and still work with weights
         workshop = replace(workshop, device=None)
         flops = _flops_or_refusal(workshop)
@@ -150,7 +177,7 @@ def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
 
     doubled = Example(tree_map(twice, given.arguments), tree_map(twice, given.by_name))
     try:
-        more = _flops(replace(workshop, example=doubled))
+        more = module_flops(replace(workshop, example=doubled))
     except Exception:  # the batch size is hard-coded in the model
         return None
     return rows if all(more[path] == 2 * flops[path] for path in {*more, *flops}) else None
@@ -158,7 +185,7 @@ def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
 
 def _flops_or_refusal(workshop: Workshop) -> dict[str, int]:
     try:
-        return _flops(workshop)
+        return module_flops(workshop)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of forward, or of torch's counter, which does not support all of torch.func
@@ -169,9 +196,14 @@ def _flops_or_refusal(workshop: Workshop) -> dict[str, int]:
         ) from error
 
 
-def _flops(workshop: Workshop) -> dict[str, int]:
-    """By path, the FLOPs of each module's own forward; a multiply-accumulate counts as two."""
-    twin = workshop.copy()
+def module_flops(workshop: Workshop, edits: Edits | None = None) -> dict[str, int]:
+    """By path, the FLOPs of each module's own forward, counted on a copy; a multiply-accumulate counts as two.
+
+    Args:
+        workshop: Makes the copy and runs it.
+        edits: The cut of the copy; None for none.
+    """
+    twin = workshop.copy(edits)
     counter = FlopCounterMode(display=False)
     own: dict[str, int] = defaultdict(int)
     with workshop.running() as example, _metering(twin, counter, own), counter:
