@@ -12,7 +12,7 @@ from torch import nn
 
 import keepk
 from keepk.errors import KeepkError, OptimizerError, PlanError, RankError, ShrinkError, SpaceError, TraceError
-from keepk.metrics.weights import describes
+from keepk.metrics.layers import describes
 from keepk.run.channel_members import find_channels
 from networks import NETWORKS
 from saved_models import looks, unchanged

@@ -12,8 +12,7 @@ from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
 from keepk.graph.ids.facts import Role
 from keepk.graph.units import Group
-from keepk.metrics.layers import metric_name
-from keepk.metrics.weights import refuse_uncalled, traits_of
+from keepk.metrics.layers import metric_name, refuse_uncalled, traits_of
 from keepk.model.edits import Indices
 from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan

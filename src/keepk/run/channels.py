@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keepk.cut.masks import Masks
-from keepk.cut.module_edits import left_of
 from keepk.cut.record import Places
 from keepk.cut.shrink import Prepared, prepare
 from keepk.errors import RankError, ShrinkError, StateError
@@ -26,7 +25,7 @@ from keepk.graph.probe.verify import refuse_unfit
 from keepk.metrics.channels import bn_scale, channel_scores, default_metric, product, reads_scales
 from keepk.metrics.layers import Layer, Parameters, layers_of
 from keepk.metrics.statistics import Statistics, statistics_of
-from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, silencing, undone_by
+from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
 from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
 from keepk.model.weight_norm import lengths_of
 from keepk.plan.phases import Plan
