@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from keepk.compaction.operations import Operation, Spread, everywhere, spread_of, to_all
-from keepk.graph.ids.atoms import tensors_in
+from keepk.graph.ids.atoms import tensors_kept_by
 from keepk.model.copies import Workshop, plain_tensors
 from keepk.model.names import named_tensors
 from keepk.model.torch_internals import TorchDispatchMode
@@ -95,7 +95,7 @@ class Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
                 output = self._model(*example.arguments, **example.by_name)
             # A tensor that a module stores (a hidden state, a cache) may be read later: it counts as an output.
             kept = [tensor for tensor in plain_tensors(self._model) if id(tensor) in self._known]
-            for tensor in (*tensors_in(output), *kept):
+            for tensor in (*tensors_kept_by(output), *kept):
                 self.knowledge(tensor).needed = torch.ones_like(tensor, dtype=torch.bool)
             self._back()
         return self

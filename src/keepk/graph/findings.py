@@ -8,7 +8,7 @@ import torch
 
 from keepk.graph.choose import choose_half
 from keepk.graph.graph import Graph
-from keepk.graph.ids.atoms import tensors_in
+from keepk.graph.ids.atoms import tensors_kept_by
 from keepk.graph.ids.facts import Reason
 
 # Reasons that occur in every model, by their last words. Reports show each kind in one line instead of listing its
@@ -213,7 +213,7 @@ def tensor_specs(example: object) -> tuple[str, ...]:
     >>> tensor_specs((torch.zeros(2, 3), torch.zeros(2, 12, dtype=torch.int64)))
     ('2x3', '2x12:int64')
     """
-    return tuple(map(_spec, tensors_in(example)))
+    return tuple(map(_spec, tensors_kept_by(example)))
 
 
 def _spec(tensor: torch.Tensor) -> str:

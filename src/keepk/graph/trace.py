@@ -42,14 +42,14 @@ from torch import nn
 from keepk.errors import ShrinkError, TraceError
 from keepk.graph.choose import choose_half, choose_unevenly
 from keepk.graph.graph import Graph
-from keepk.graph.ids.atoms import tensors_in
+from keepk.graph.ids.atoms import tensors_kept_by
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import support
 from keepk.graph.probe.probe import Bench, NotRepeatable, settle
 from keepk.graph.probe.replay import Differs, Echo, Replays, Run
 from keepk.graph.rules.call import Call
 from keepk.graph.solve.solve import solve
-from keepk.graph.tracer import Recorded, Step, Tracer, output_maps
+from keepk.graph.tracer import Recorded, Step, Tracer, UnseenOperation, output_maps
 from keepk.graph.units import Wiring
 from keepk.graph.values import Asked, Outcomes, ValueRead, asked_in, fails_with_values_too, is_raised_by_program
 from keepk.model.copies import META, Workshop
@@ -255,8 +255,13 @@ class _Watched:
         """Trace a pass and add its facts to those of the other passes."""
         self._latest = tracer = self._new_tracer(run)
         try:
-            with self.workshop.running(run.example) as example:
+            with self.workshop.running(run.example, gradients=run.training) as example:
                 output = self._followed(tracer, example)
+        except UnseenOperation as error:
+            raise TraceError(
+                f"model {type(self.workshop.model).__name__}: {error}, because its forward computes in another thread, "
+                f"or with torch's dispatch modes turned off. Run all of forward in one thread."
+            ) from error
         except Exception as error:
             if self.workshop.device is not None and not (run.answers and fails_with_values_too(error)):
                 raise _NotOnMeta from error
@@ -305,7 +310,7 @@ class _Watched:
         echo = kind(self.workshop.copy(training=run.training), recorded, run.answers)
         echo.atoms = self.tracers[0].atoms
         try:
-            with self.workshop.running(run.example) as example:
+            with self.workshop.running(run.example, gradients=run.training) as example:
                 output = self._followed(echo, example)
             echo.finish(output)
         except Exception:  # it differs or fails; the full trace that follows shows which
@@ -551,13 +556,13 @@ def _refuse_strange(model: object, inputs: TraceInputs) -> None:
 
 def _refuse_strange_example(model: nn.Module, example: Example) -> None:
     for place, argument in (*enumerate(example.arguments), *example.by_name.items()):
-        for tensor in tensors_in([argument]):
+        for tensor in tensors_kept_by([argument]):
             if tensor.numel() == 0:
                 raise TraceError(
                     f"example: argument {place!r} has a tensor of shape {tuple(tensor.shape)}, without elements, so "
                     f"nothing can be traced. Pass an example with a batch size of at least 2 and no empty tensors."
                 )
-    given = list(tensors_in([*example.arguments, example.by_name]))
+    given = tensors_kept_by([*example.arguments, example.by_name])
     shaped = [tensor for tensor in given if tensor.ndim]
     if shaped and all(tensor.shape[0] == 1 for tensor in shaped):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in shaped[:4])

@@ -45,12 +45,13 @@ from keepk.graph.ids.atoms import (
     Label,
     Origin,
     begin_forward_pass,
+    is_from_trace,
     is_labelled,
     label_of,
     origin_of,
     set_label,
     set_origin,
-    tensors_in,
+    tensors_kept_by,
 )
 from keepk.graph.ids.facts import Facts, Reason
 from keepk.graph.ids.maps import Map, along
@@ -67,13 +68,15 @@ from keepk.graph.values import (
     add_read,
     is_read_by_torch,
     keep_values,
+    may_fail,
 )
+from keepk.model.copies import plain_tensors
 from keepk.model.example import value_of
 from keepk.model.names import named_tensors
 from keepk.model.torch_internals import BatchNormBase, DisableTorchFunction, TorchDispatchMode, disable_current_modes
 
 # Frames of these files are skipped when looking for the line of the user's program.
-FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", functools.__file__)
+FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", functools.__file__)
 # These make tensors that need atoms even if no input has any: a zero tensor of the width of a layer follows that width,
 # and the copies that `expand` makes may meet channels later.
 MAKES_ATOMS = ("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
@@ -191,6 +194,10 @@ class Recorded:
     returned: tuple[Origin, ...] = ()
 
 
+class UnseenOperation(Exception):  # noqa: N818 - the trace turns it into a TraceError
+    """Raised when an operation gets a tensor that another thread computed, where a dispatch mode sees nothing."""
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Follows index maps through a forward pass, collecting facts and steps.
 
@@ -218,7 +225,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def recorded(self, output: Any) -> Recorded:
         """The record of the pass, which does not keep the traced copy alive."""
         atoms, touched = self.atoms.branch(), frozenset(self.touched)
-        returned = tuple(map(origin_of, tensors_in(output)))
+        returned = tuple(map(origin_of, tensors_kept_by(output)))
         return Recorded(self.steps, self.reads, self.tensors, touched, atoms, self.groups, returned)
 
     @property
@@ -249,6 +256,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             self._names[id(tensor)] = name
             set_label(tensor, Label(found, from_parameters=True, zeros=(parameter,) * len(found)))
             set_origin(tensor, name)
+        for tensor in plain_tensors(self.model):
+            if not is_from_trace(tensor):
+                set_origin(tensor, None)
 
     def _fresh(self, name: str, tensor: Tensor) -> tuple[Map, ...]:
         """One map for each axis larger than 1.
@@ -269,7 +279,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def follow(self, arguments: Sequence[Any], by_name: dict[str, Any]) -> Any:
         """Run the model's forward and return its output."""
-        for number, tensor in enumerate(tensors_in((arguments, by_name))):
+        for number, tensor in enumerate(tensors_kept_by((arguments, by_name))):
             set_origin(tensor, ("input", number))
         with self._watching_modules(), WatchedValues(self), self:
             return self.model(*arguments, **by_name)
@@ -322,6 +332,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         arguments = (args, kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default:  # a read in C++, which WatchedValues does not see
             return self.answer(args, boolean=False, read=lambda values: func(*values))
+        if may_fail(func, arguments) and self.answer((), boolean=True, read=lambda _: False):
+            raise torch.linalg.LinAlgError(f"{func}: on the other side of the branch, it fails")
         result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
         if (selection := SizedByValues.of(func, args, arguments[1])) is not None:
             result = self._sized(selection, result)
@@ -338,6 +350,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def _follow_operation(self, func: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any) -> None:
         keep_values(func, *arguments, result)
         call = Call(self, func, arguments, result)
+        for tensor in call.inputs:
+            # `lift_fresh` is the first operation on a tensor that was made from Python numbers.
+            if tensor.is_meta and not is_from_trace(tensor) and call.name != "aten::lift_fresh":
+                raise UnseenOperation(f"{call.name} at {call.place} gets a tensor that no operation of the trace made")
         self._refresh_views(call.inputs)
         self.touched.update(self._names[id(tensor)] for tensor in call.inputs if id(tensor) in self._names)
         if call.name.removeprefix("aten::") in MAKES_ATOMS or any(map(is_labelled, call.inputs)):
@@ -465,6 +481,9 @@ def numbers_of(call: Call) -> Numbers:
         found.append(("position", _taken_at(call)))
     elif call.name == "aten::lift_fresh":
         found.append(("data", _made_of(call.inputs[0])))
+    elif torch.Tag.nondeterministic_seeded in call.operation.tags:
+        generator = call.arguments.get("generator") or torch.default_generator
+        found.append(("seed", generator.initial_seed()))
     return tuple((name, value) for name, value in found if value is not TENSORS)
 
 
@@ -511,5 +530,5 @@ def _taken_at(call: Call) -> tuple[float, ...]:
 
 def output_maps(output: Any) -> Iterator[Map]:
     """The maps of all tensors in a model's output."""
-    for tensor in tensors_in(output):
+    for tensor in tensors_kept_by(output):
         yield from label_of(tensor).maps

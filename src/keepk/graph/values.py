@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from keepk.graph.ids.atoms import Label, label_of, tensors_in
+from keepk.graph.ids.atoms import Label, copy_label, is_from_trace, label_of, set_origin, tensors_in
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import fibres
 from keepk.model.example import _VALUE, LARGEST, keep_value_beside, value_of
@@ -64,13 +64,22 @@ _READS = {
 # Functions that read a truth value if the tensor is a boolean scalar, with the type that they return.
 _PLAIN = {torch.Tensor.item: bool, torch.Tensor.tolist: bool, torch.Tensor.__int__: int, torch.Tensor.__index__: int,
           torch.Tensor.__float__: float, torch.Tensor.__complex__: complex}  # fmt: skip
+# Whether a tensor requires a gradient changes when the user freezes layers, so code that asks for it has two branches.
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # a property
+# These give a new tensor over the same memory, and run no operation that a dispatch mode could see.
+_RENAMES = (
+    torch.Tensor.data.__get__,  # type: ignore[attr-defined]  # a property
+    torch.Tensor.as_subclass,
+    torch.Tensor._make_subclass,
+)
+_SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property
 FEW = 64  # longer lists of numbers are tables, not numbers computed from a size; only their hash is kept
 # How often an opposite answer is repeated beyond the reads of the first pass. Without a limit, ``while x.any()`` would
 # never end.
 REPEATED = 3
 # Files of torch whose reads are known to be harmless, such as a BatchNorm's read of its counter.
 LAYERS_OF_TORCH = f"{Path(nn.modules.__file__).parent}{os.sep}"
-KEEPK = f"{Path(__file__).parent}{os.sep}"
+KEEPK = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class NeedsValues(Exception):  # noqa: N818 - a signal: trace again on copies with weights
@@ -315,6 +324,20 @@ class SizedByValues:
         return made
 
 
+# Operations that raise `LinAlgError` for some values; the model may handle it.
+_FAILING = ("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig")
+
+
+def may_fail(operation: Any, arguments: tuple[Sequence[Any], Mapping[str, Any]]) -> bool:
+    """Whether an operation raises `LinAlgError` for some values of its inputs."""
+    name = operation._schema.name.removeprefix("aten::")
+    if name in _FAILING or not name.startswith("linalg_"):
+        return name in _FAILING
+    positional, by_name = arguments
+    given = {it.name: value for it, value in zip(operation._schema.arguments, positional, strict=False)}
+    return bool({**given, **by_name}.get("check_errors"))
+
+
 class Watcher(Protocol):
     """The trace to which `WatchedValues` reports."""
 
@@ -350,16 +373,24 @@ class WatchedValues(TorchFunctionMode):
 
             value = self._watcher.answer(tensors, boolean=_READS[func] or plain, read=read)
             return _PLAIN[func](value) if plain else value
+        if func == _REQUIRES_GRAD and not _called_by_torch():
+            return self._watcher.answer((), boolean=True, read=lambda _: func(*args))
         if func in _INDEXES and (listed := tuple(_listed_in(args[1]))):
             self._watcher.record_numbers(listed if len(listed) <= FEW else (hash(listed),))
         result = func(*args, **by_name)
         if (place := _DATA_AT.get(func)) is not None:
             self._made(func, place, args, by_name, result)
+        elif func in _RENAMES:
+            copy_label(next(it for it in args if isinstance(it, Tensor)), result)
+        elif func == _SETS_DATA:
+            copy_label(args[1], args[0])
         return result
 
     def _made(self, func: Any, place: int, args: Any, by_name: Mapping[str, Any], result: Tensor) -> None:
         data = args[place] if len(args) > place else by_name.get("data", by_name.get("obj"))
         found = tuple(numbers_in(data)) if func is not torch.Tensor.new or type(data) is list else ()
+        if not is_from_trace(result):
+            set_origin(result, None)
         if found:
             self._watcher.record_numbers(found if len(found) <= FEW else (hash(found),))
         if result.is_meta and not any(True for _ in tensors_in(data)) and func is not torch.Tensor.new:
@@ -389,6 +420,14 @@ def _listed_in(index: Any) -> Iterator[float]:
     for entry in index if isinstance(index, tuple) else (index,):
         if isinstance(entry, list | tuple | np.ndarray):
             yield from numbers_in(entry)
+
+
+def _called_by_torch() -> bool:
+    """Whether the innermost frame outside keepk belongs to torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(KEEPK):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(TORCH)
 
 
 def is_read_by_torch() -> bool:

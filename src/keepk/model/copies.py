@@ -6,25 +6,30 @@ so that a forward pass on it is deterministic, runs no fused operations and has 
 
 import copy
 import functools
+import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
+import keepk.version
 from keepk.errors import TraceError
 from keepk.model.edits import Cut, Edits, cut_tensor, write_attribute
 from keepk.model.example import Example, keep_buffers_beside
 from keepk.model.layers import SELECTED, HeadwiseAttention, selecting
 from keepk.model.names import named_tensors
-from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled
+from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled, tree_leaves
 
 META = torch.device("meta")
 
@@ -54,7 +59,7 @@ class Workshop:
         memo = dict[int, Any]()
         for name, tensor, parameter in named_tensors(self.model):
             made = self._tensor(tensor.detach(), cuts.get(name))
-            memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if parameter else made
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if parameter else made
         for tensor in plain_tensors(self.model):
             memo.setdefault(id(tensor), self._tensor(tensor.detach(), None))
         try:
@@ -96,16 +101,20 @@ class Workshop:
                 cache.cache_clear()
 
     @contextmanager
-    def running(self, example: Example | None = None) -> Iterator[Example]:
+    def running(self, example: Example | None = None, *, gradients: bool = False) -> Iterator[Example]:
         """A context for a traced forward pass; yields the example on the workshop's device.
 
-        In it there are no gradients and no fused kernels, and every pass draws the same random numbers, so that two
-        traces of a model agree.
+        In it there are no fused kernels, and every pass draws the same random numbers, so that two traces of a model
+        agree.
+
+        Args:
+            example: The arguments of forward; by default those of the workshop.
+            gradients: Whether gradients are recorded, as in training. A forward may depend on that.
         """
         self._clear_caches()
         with ExitStack() as stack:
             stack.callback(self._clear_caches)
-            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.set_grad_enabled(gradients))
             # Fused attention is a single operation, in which channels cannot be followed.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_fused_attention_off())
@@ -115,7 +124,62 @@ class Workshop:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             if self.device is not None:  # tensors that forward creates are then made on the meta device as well
                 stack.enter_context(self.device)
+                stack.enter_context(_AsIfOn(self._device_of_model))
             yield (example or self.example).on(self.device)
+
+    @functools.cached_property
+    def _device_of_model(self) -> torch.device:
+        tensors = chain((tensor for _, tensor, _ in named_tensors(self.model)), tree_leaves(self.example.arguments))
+        return next((it.device for it in tensors if isinstance(it, Tensor)), torch.device("cpu"))
+
+
+# Properties and methods of tensors that tell the device, each with its answer for a device.
+_TELLS_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
+    Tensor.device.__get__: lambda device: device,  # type: ignore[attr-defined]  # a property, as are the next ones
+    Tensor.is_meta.__get__: lambda device: device.type == "meta",  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda device: device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda device: device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.is_xpu.__get__: lambda device: device.type == "xpu",  # type: ignore[attr-defined]
+    Tensor.is_mps.__get__: lambda device: device.type == "mps",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda device: -1 if device.type in ("cpu", "meta") else device.index or 0,
+}
+_MOVES = (Tensor.cpu, Tensor.cuda, Tensor.xpu)
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, keepk.version.__file__))
+
+
+class _AsIfOn(TorchFunctionMode):
+    """Makes meta tensors look as if they were on the model's device, to the model's own code.
+
+    A forward may branch on the device (``if x.is_cuda``) and has to take the branch that it takes for the user. Where
+    it creates or moves a tensor with that device as an argument, the meta device takes its place. torch's own code
+    sees the meta device: its implementations for that device depend on it.
+
+    Args:
+        device: The device of the user's model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_name = kwargs or {}
+        if func in _TELLS_DEVICE:
+            pretends = self._is_called_by_model() and args[0].is_meta  # this mode is off here, so that is the truth
+            return _TELLS_DEVICE[func](self._device) if pretends else func(*args)
+        if func in _MOVES and self._is_called_by_model():
+            return args[0].to(META)
+        if by_name.get("device") is not None and self._is_called_by_model():
+            by_name = {**by_name, "device": META}
+        elif func is Tensor.to and isinstance(args[1] if len(args) > 1 else None, str | torch.device):
+            args = (args[0], META if self._is_called_by_model() else args[1], *args[2:])
+        return func(*args, **by_name)
+
+    def _is_called_by_model(self) -> bool:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_name == "__torch_function__":  # of another mode, which passes it on
+            frame = frame.f_back
+        return frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _adapt(twin: nn.Module, edits: Edits | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from keepk.errors import TraceError
 from keepk.model.copies import META, Workshop
 from keepk.model.example import Example
 from keepk.model.torch_internals import tree_leaves, tree_map
@@ -74,6 +75,9 @@ def model_costs(model: nn.Module, example: Any) -> Costs:
     Returns:
         The costs by module, and the batch size that the MACs were divided by.
 
+    Raises:
+        TraceError: forward fails on the example, or under torch's `FlopCounterMode`.
+
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
     >>> model_costs(net, torch.zeros(2, 8)).macs
@@ -84,7 +88,7 @@ def model_costs(model: nn.Module, example: Any) -> Costs:
         flops = _flops(workshop)
     except Exception:  # forward may raise anything on the meta device and still work with weights
         workshop = replace(workshop, device=None)
-        flops = _flops(workshop)
+        flops = _flops_or_refusal(workshop)
     batch = _batch(workshop, flops)
     counted = set[int]()
     costs = []
@@ -150,6 +154,19 @@ def _batch(workshop: Workshop, flops: Mapping[str, int]) -> int | None:
     except Exception:  # the batch size is hard-coded in the model
         return None
     return rows if all(more[path] == 2 * flops[path] for path in {*more, *flops}) else None
+
+
+def _flops_or_refusal(workshop: Workshop) -> dict[str, int]:
+    try:
+        return _flops(workshop)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of forward, or of torch's counter, which does not support all of torch.func
+        what = f"{type(error).__name__}: {error}"[:200]
+        raise TraceError(
+            f"model {type(workshop.model).__name__}: its MACs cannot be counted, because forward failed under torch's "
+            f"FlopCounterMode ({what}). Pass an example on which it works."
+        ) from error
 
 
 def _flops(workshop: Workshop) -> dict[str, int]:

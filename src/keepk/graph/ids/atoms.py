@@ -18,16 +18,19 @@ A label is what the trace knows about one tensor of the forward pass. It is atta
 copy, so it follows the tensor wherever the model's Python takes it: into lists, dicts, attributes and closures.
 """
 
+import gc
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from numbers import Number
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from keepk.graph.ids.maps import Map
 
@@ -185,8 +188,19 @@ def set_origin(tensor: Tensor, origin: Origin) -> None:
     setattr(tensor, _ORIGIN, (_current.number, origin))
 
 
-def tensors_in(tree: object) -> Iterable[Tensor]:
-    """The tensors in a model's output or an operation's arguments, at any depth."""
+def is_from_trace(tensor: Tensor) -> bool:
+    """Whether a trace has seen where the tensor comes from, in this pass or an earlier one."""
+    return hasattr(tensor, _ORIGIN)
+
+
+def copy_label(source: Tensor, target: Tensor) -> None:
+    """Attach to a tensor what is known about another one, which has the same elements."""
+    set_label(target, label_of(source))
+    set_origin(target, origin_of(source))
+
+
+def tensors_in(tree: object) -> Iterator[Tensor]:
+    """The tensors in the arguments or results of an operation, at any depth of lists, tuples and dicts."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
@@ -195,7 +209,48 @@ def tensors_in(tree: object) -> Iterable[Tensor]:
     elif isinstance(tree, list | tuple | set):
         for value in tree:
             yield from tensors_in(value)
-    # Outputs of transformers and torchvision are dataclass-like objects. Modules are left out: their tensors are
-    # parameters, and a type's attributes belong to no output.
-    elif hasattr(tree, "__dict__") and not isinstance(tree, torch.nn.Module | type):
-        yield from tensors_in({key: value for key, value in vars(tree).items() if not key.startswith("_keepk_")})
+
+
+# Objects that an output may refer to without returning the tensors in them. The tensors of a module are its parameters.
+_NOT_RETURNED = (nn.Module, type, ModuleType, CodeType, str, bytes, Number, torch.dtype, torch.device)
+
+
+def tensors_kept_by(output: object) -> list[Tensor]:
+    """All tensors that a model's output keeps alive, each once, in an order that depends only on its structure.
+
+    A caller can get at a tensor in any object: in a dataclass with slots, a deque, an iterator, a closure, an attribute
+    of another tensor. So every reference is followed, as the garbage collector does.
+
+    >>> features = torch.zeros(2)
+    >>> [found is features for found in tensors_kept_by(iter([{"features": lambda: features}]))]
+    [True]
+    """
+    found, seen, waiting = list[Tensor](), dict[int, object](), [output]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, _NOT_RETURNED):
+            continue
+        seen[id(item)] = item  # the reference keeps the id from being reused
+        if isinstance(item, Tensor):
+            found.append(item)
+        waiting += reversed(_references(item))
+    return found
+
+
+def _references(item: object) -> list[object]:
+    """The objects that an object refers to directly."""
+    if isinstance(item, Tensor):
+        return [value for name, value in vars(item).items() if not name.startswith("_keepk_")]
+    if isinstance(item, dict):
+        return [*item.keys(), *item.values(), *getattr(item, "__dict__", {}).values()]
+    if isinstance(item, set | frozenset):  # the order of a set of tensors differs between two passes
+        return sorted(item, key=lambda it: repr(origin_of(it)) if isinstance(it, Tensor) else repr(type(it)))
+    if isinstance(item, FunctionType):  # without its globals, which are not part of the output
+        cells = [cell.cell_contents for cell in item.__closure__ or () if cell != _EMPTY_CELL]
+        return [*cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values(), *vars(item).values()]
+    if isinstance(item, np.ndarray):  # which hides its objects from the garbage collector
+        return item.ravel().tolist() if item.dtype == object else []
+    return gc.get_referents(item)
+
+
+_EMPTY_CELL = CellType()

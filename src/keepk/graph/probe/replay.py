@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from keepk.graph.graph import Graph
-from keepk.graph.ids.atoms import Label, Origin, label_of, origin_of, set_label, set_origin, tensors_in
+from keepk.graph.ids.atoms import Label, Origin, label_of, origin_of, set_label, set_origin, tensors_kept_by
 from keepk.graph.ids.facts import Facts
 from keepk.graph.ids.maps import Flags, Map, aligned, compress, restrict_all, shape_left, support
 from keepk.graph.rules.call import Call, is_pointwise
@@ -123,7 +123,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         """Raise `Mismatch` for a copy that stopped early or returns different tensors."""
         if any(step.name not in MAY_DIFFER for step in self._first.steps[self._position :]):
             raise Mismatch(self.position, "ends early")
-        returned = tuple(map(origin_of, tensors_in(output)))
+        returned = tuple(map(origin_of, tensors_kept_by(output)))
         if _differ(returned, self._first.returned):
             raise Mismatch(self.position, "returns another tensor", number=self._same_numbers)
 
@@ -488,7 +488,7 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         """Check that no step of the other pass is missing, and that the same tensors are returned."""
         if self._position < len(self._first.steps) or len(self.reads) < len(self._first.reads):
             raise Differs("ends early")
-        if tuple(self._in_the_other(origin_of(tensor)) for tensor in tensors_in(output)) != self._first.returned:
+        if tuple(self._in_the_other(origin_of(tensor)) for tensor in tensors_kept_by(output)) != self._first.returned:
             raise Differs("returns something else")
 
 
@@ -602,7 +602,7 @@ def _followed(
     classes, selections = graph.solution.classes, (*edits.selections, *_selecting(workshop.model, edits))
     replay = Replay(twin, first, classes, alive, selections, same_numbers=exact, lenient=lenient)
     try:
-        with workshop.running(run.example) as example:
+        with workshop.running(run.example, gradients=run.training) as example:
             replay.finish(replay.follow(example.arguments, example.by_name))
     except Mismatch as mismatch:
         return mismatch

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from keepk.errors import ShrinkError
 from keepk.graph.graph import Graph
+from keepk.graph.ids.atoms import tensors_kept_by
 from keepk.graph.ids.facts import Reason
 from keepk.graph.probe.repairs import passing_through
 from keepk.graph.probe.replay import Mismatch, Replays
@@ -16,7 +17,7 @@ from keepk.model.copies import Workshop
 from keepk.model.edits import Edits, Indices, doomed, silencing
 from keepk.model.example import Example, not_a_model
 from keepk.model.names import named_tensors, sharded, unwrap
-from keepk.model.torch_internals import tree_leaves, tree_map
+from keepk.model.torch_internals import tree_map
 from keepk.model.weight_norm import lengths_of
 
 TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
@@ -94,7 +95,7 @@ class _Trial:
         with self._workshop.running() as example:
             torch.manual_seed(0)  # so that both copies draw the same numbers; `running` restores the user's state
             output = twin(*example.arguments, **example.by_name)
-        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        return tensors_kept_by(output)
 
 
 def _in_float64(example: Example) -> Example:

@@ -22,6 +22,7 @@ operations would be long and would have to know every argument (``clamp`` keeps 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -37,6 +38,7 @@ from keepk.model.torch_internals import tree_flatten, tree_unflatten
 # Samples for inputs that are not zero: both signs, zero, and magnitudes on both sides of 1.
 FLOATS = (-1.3, 0.7, 2.1, -0.4, 0.0)
 OTHERS = (0, 1, 3, 1, -2)
+BLOCKS = 4  # the samples are repeated for each combination of two signs of zero
 NOT_NEEDED = ("device", "generator", "memory_format")  # of the meta tensors in the trace; samples are on the CPU
 
 
@@ -73,7 +75,11 @@ def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], 
 @lru_cache(maxsize=4096)  # a network repeats its layers, and a trace its forward passes
 def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors: tuple[bool, ...]) -> bool:
     """Run an operation with samples for its tensors; False if it fails on them, since then nothing is known."""
-    leaves = [_sample(*value) if is_tensor else value for value, is_tensor in zip(values, tensors, strict=True)]
+    numbers = count()  # of the tensors that are zero
+    leaves = [
+        (_zeros(value[0], next(numbers)) if value[1] else _mixture(value[0])) if is_tensor else value
+        for value, is_tensor in zip(values, tensors, strict=True)
+    ]
     positional, by_name = tree_unflatten(leaves, tree)
     try:
         result = operation(*positional, **by_name)
@@ -88,11 +94,19 @@ def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors:
     )
 
 
-def _sample(dtype: torch.dtype, zero: bool) -> Tensor:
-    """A few numbers in place of a tensor: zeros, or a mixture."""
-    if zero:
-        return torch.zeros(len(FLOATS), dtype=dtype, device="cpu")
-    return torch.tensor(FLOATS if dtype.is_floating_point or dtype.is_complex else OTHERS, device="cpu").to(dtype)
+def _zeros(dtype: torch.dtype, number: int) -> Tensor:
+    """Zeros of both signs in place of the first, second, ... tensor that is zero; two tensors have all combinations.
+
+    ``-relu(x)`` is -0.0 where a channel is masked, and ``atan2(0.0, -0.0)`` is not zero.
+    """
+    signs = ((-1.0 if block >> number % 2 & 1 else 1.0) for block in range(BLOCKS))
+    return torch.tensor([sign * 0.0 for sign in signs for _ in FLOATS], device="cpu").to(dtype)
+
+
+def _mixture(dtype: torch.dtype) -> Tensor:
+    """A few numbers in place of a tensor that is not zero."""
+    samples = FLOATS if dtype.is_floating_point or dtype.is_complex else OTHERS
+    return torch.tensor(samples * BLOCKS, device="cpu").to(dtype)
 
 
 class Recorder(Protocol):
