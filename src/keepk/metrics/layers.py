@@ -203,7 +203,7 @@ class Layer:
     """The remaining channels of one layer, as a channel metric gets them. ``len(layer)`` is their number.
 
     Attributes:
-        name: The module that produces the channels; for readings of a BatchNorm, that BatchNorm.
+        name: The module that produces the channels; for reads of a BatchNorm, that BatchNorm.
         units: Their numbers in the graph.
         at: "output" if they are counted where they are produced, "input" if they are counted where they are read.
         producer: The weights that compute them: filters, rows of a linear layer.

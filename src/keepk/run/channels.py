@@ -457,13 +457,13 @@ class ChannelSide:
         return decision
 
     def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
-        """The units that must stay: the best of every layer up to its floor, and the best reading of every source."""
+        """The units that must stay: the best of every layer up to its floor, and the best read of every source."""
         forced, heights = np.zeros(len(values), bool), members.links.heights
-        # Readers before their sources: a kept reading also keeps its source, which then counts towards that layer's
+        # Readers before their sources: a kept read also keeps its source, which then counts towards that layer's
         # floor.
         layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
         needs = [(layer.units, self._floors[layer.name]) for layer in layers]
-        needs += [(readings, 1) for readings in members.sources]
+        needs += [(reads, 1) for reads in members.sources]
         for units, least in needs:
             living = units[~self.dead[units]]
             if not forced[living].sum() >= least:
