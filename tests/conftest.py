@@ -1,5 +1,7 @@
 """One thread per worker, and reproducible property tests."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
@@ -22,6 +24,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("error::keepk.KeepkWarning"))
         elif (name := network_of(item)) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(name))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude everything that exists before the first test from garbage collection.
+
+    keepk collects garbage before it refuses a second Pruner or a DDP wrapper that may have been deleted. Each time,
+    Python would walk over all collected tests and all of torch.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def network_of(item: pytest.Item) -> str | None:

@@ -159,7 +159,7 @@ def test_a_resumed_run_certifies_what_it_loaded():
     }
 
 
-def test_readings_of_a_dense_block_are_certified_too(tmp_path):
+def test_reads_of_a_dense_block_are_certified_too(tmp_path):
     model, pictures = NETWORKS["dense_block"]()
     pruner = keepk.Pruner(model, keepk.channels("norms.*", keep=20, at="input"), example=pictures)
     pruner.step()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import keepk
-from keepk.cut import module_edits, record
+from keepk.cut import record
 from keepk.cut import shrink as shrinking_module
 from keepk.cut.record import record_of
 from keepk.errors import ShrinkError
@@ -30,7 +30,7 @@ class Interrupt(BaseException):
     """Like KeyboardInterrupt, not a subclass of Exception."""
 
 
-FILES = (edits, module_edits, record, shrinking_module)
+FILES = (edits, record, shrinking_module)
 
 
 class InterruptAtLine:

@@ -328,7 +328,7 @@ def width_of(run, layer):
 
 @given(data=st.data(), seed=seeds, floor=st.integers(1, 2))
 @settings(deadline=None, max_examples=12)
-def test_readings_of_a_dense_net_are_counted(data, seed, floor):
+def test_reads_of_a_dense_net_are_counted(data, seed, floor):
     """8 + 12 + 16 + 20 reads; every layer keeps its floor, and every source has a reader."""
     least = 4 * floor + 4
     keep = data.draw(st.sampled_from([least, 56]) | st.integers(least, 56))
@@ -349,16 +349,16 @@ def check_read(run):
     for layer in (space for space in graph.groups if space.kind == "source"):
         assert len(run.living(layer.units))
         for source in run.living(layer.units):
-            readings = graph.links()[graph.links()[:, 0] == source, 1]
-            assert len(run.living(readings))
+            reads = graph.links()[graph.links()[:, 0] == source, 1]
+            assert len(run.living(reads))
 
 
-def test_readings_are_one_run_in_all_modes():
+def test_reads_are_one_run_in_all_modes():
     check_in_lockstep(three_runs(partial(traced_network, "dense_block"), at="input"))
 
 
 @pytest.mark.parametrize("round_to", [1, 2, 4])
-def test_rounded_readings_are_met_or_refused_before_the_run(round_to):
+def test_rounded_reads_are_met_or_refused_before_the_run(round_to):
     """The best reads of all layers may share their sources, but the other sources need a reader as well."""
 
     def build(**asked):
@@ -410,7 +410,7 @@ def test_channels_that_read_each_other_are_one_run_in_all_modes(metric):
 
 @given(data=st.data(), seed=seeds, levels=st.integers(1, 4), floor=st.integers(1, 3))
 @settings(deadline=None, max_examples=15)
-def test_a_source_stays_as_long_as_one_of_its_readings(data, seed, levels, floor):
+def test_a_source_stays_as_long_as_one_of_its_reads(data, seed, levels, floor):
     """Oracle: a sort in which a source scores as high as the best of the reads that are removed with it."""
     metric = table_metric(seed, levels)
     keep = data.draw(st.sampled_from([3 * floor, 15]) | st.integers(3 * floor, 15))
@@ -422,7 +422,7 @@ def test_a_source_stays_as_long_as_one_of_its_readings(data, seed, levels, floor
         run.pruner.step()
         left = run.living(run.members().units).tolist()
         assert len(left) == count
-        assert all(source in left for source, reading in below.items() if reading in left)
+        assert all(source in left for source, read in below.items() if read in left)
         assert min(len(run.living(layer.units)) for layer in run.members().layers) >= floor
         check_exact(run)
         if floor == 1 and count > 10:  # then no channel is kept only because of its floor
@@ -459,7 +459,7 @@ def test_links_that_cannot_be_counted_are_refused():
     words = r"space '\*': channels of '0' are read by '1.conv', whose channels are removed with them and are in "
     words += "the space too; "
     words += (
-        r'only certain numbers of them may be kept, .* Exclude one of the two, or count readings instead: at="input".$'
+        r'only certain numbers of them may be kept, .* Exclude one of the two, or count reads instead: at="input".$'
     )
     with pytest.raises(SpaceError, match=words):
         keepk.Pruner(branches()[0], keepk.channels("*", keep=8, round_to=2), example=branches()[1])

@@ -284,7 +284,7 @@ def test_every_space_of_random_networks_shrinks_alone():
     ("seed", "counts"),
     [(457, {"cut": 2, "all that a layer has": 1, "only one unit": 1}), (632, {"lossy": 2}), (791, {"cut": 4})],
 )
-def test_sources_shrink_alone_with_their_readings(seed, counts):
+def test_sources_shrink_alone_with_their_reads(seed, counts):
     """Sources that would empty a layer, that have lossy reads, or that precede a shuffle with dependent groups."""
     assert check_spaces_shrink_alone(*traced(random_network(seed))) == counts
 

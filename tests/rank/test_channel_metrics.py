@@ -19,8 +19,7 @@ from keepk.cut.record import record_of
 from keepk.errors import RankError
 from keepk.graph.ids.facts import Role
 from keepk.metrics.channels import channel_scores, default_metric
-from keepk.metrics.layers import Parameters, Slices, layers_of
-from keepk.metrics.weights import Traits, describes, traits_of
+from keepk.metrics.layers import Parameters, Slices, Traits, describes, layers_of, traits_of
 from networks import NETWORKS
 from random_networks import random_networks
 from shrinking import backward

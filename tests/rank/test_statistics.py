@@ -120,7 +120,7 @@ def test_the_gate_of_a_channel_is_its_batchnorms_scale_and_shift():
     torch.testing.assert_close(seen.mean_squares(layer).float(), torch.stack(squares).mean(0))
 
 
-def test_readings_are_ranked_by_what_reads_them():
+def test_reads_are_ranked_by_what_reads_them():
     net = mlp()
     seen, _, pruner = run(net, ROWS, keep=8, at="input")
     backward(net, ROWS[0])

@@ -12,7 +12,7 @@ from torch import nn
 
 import keepk
 from keepk.errors import KeepkError, OptimizerError, PlanError, RankError, ShrinkError, SpaceError, TraceError
-from keepk.metrics.weights import describes
+from keepk.metrics.layers import describes
 from keepk.run.channel_members import find_channels
 from networks import NETWORKS
 from saved_models import looks, unchanged
@@ -228,13 +228,13 @@ def test_bound_layers_are_selected_together():
     assert (model.left.out_channels, model.right.out_channels) == (2, 2)
 
 
-def test_a_channel_and_its_readings_are_not_counted_in_one_run():
+def test_a_channel_and_its_reads_are_not_counted_in_one_run():
     model, example = NETWORKS["dense_block"]()
     outputs = keepk.channels("convs.0", keep=2, name="outputs")
-    readings = keepk.channels("norms.1", keep=6, name="readings", at="input")
-    words = "spaces 'outputs' and 'readings': channels of 'convs.0' are read by 'norms.1', whose channels are removed "
+    reads = keepk.channels("norms.1", keep=6, name="reads", at="input")
+    words = "spaces 'outputs' and 'reads': channels of 'convs.0' are read by 'norms.1', whose channels are removed "
     words += "with them. Put both layers into one space"
-    for spaces in ([outputs, readings], [readings, outputs]):
+    for spaces in ([outputs, reads], [reads, outputs]):
         refused(SpaceError, words, model, spaces, example=example)
 
 

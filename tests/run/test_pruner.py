@@ -321,14 +321,26 @@ def test_a_second_pruner_is_refused_until_the_first_is_closed(first, second, tra
         words = rf"Pruner: the model already has one, with space '{space.name}', {where}; .* with pruner.close"
         with pytest.raises(SpaceError, match=words):
             keepk.Pruner(net, SPACES[second](), optimizer, example=example)
-        with pytest.raises(SpaceError, match="the model already has one"):
-            keepk.Pruner(nn.Sequential(net), keepk.weights("*", keep=5), optimizer)
         assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     keepk.Pruner(three_layers(), SPACES[second](), example=example)  # a different model
     pruner.close()
     again = keepk.Pruner(net, SPACES[second](), optimizer, example=example)
     again.step()
     assert again.epoch == 1
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("first", SPACES)
+def test_a_second_pruner_of_a_model_around_the_first_one_is_refused(first, trained):
+    net, example = three_layers(), torch.randn(3, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) if trained else None
+    pruner = keepk.Pruner(net, SPACES[first](), optimizer, example=example)
+    for _ in range(2):
+        before = copy.deepcopy(net.state_dict())
+        with pytest.raises(SpaceError, match="the model already has one"):
+            keepk.Pruner(nn.Sequential(net), keepk.weights("*", keep=5), optimizer)
+        assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+        pruner.step()
 
 
 @pytest.mark.parametrize("kind", SPACES)

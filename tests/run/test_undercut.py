@@ -126,7 +126,7 @@ NETWORKS = {
     "grouped": (Grouped, [keepk.channels(["stem", "grouped"], keep=4)], PICTURE),
     "only the stem": (Grouped, [keepk.channels("stem", keep=2)], PICTURE),
     "sources": (Densely, [keepk.channels(["stem", "conv*"], keep=3)], PICTURE),
-    "readings": (Densely, [keepk.channels("norm*", at="input", keep=4)], PICTURE),
+    "reads": (Densely, [keepk.channels("norm*", at="input", keep=4)], PICTURE),
 }
 GLOBS = [["*"], ["*.weight"], ["*.bias"]]
 
@@ -176,7 +176,7 @@ def test_the_bound_is_the_least_of_all_choices_of_channels(name, globs):
             tried += 1
             bound = bounds_of.least(wanted)
             # A source is removed with its last read, which the bound does not distinguish.
-            assert bound == min(left) if name != "readings" else bound <= min(left), wanted
+            assert bound == min(left) if name != "reads" else bound <= min(left), wanted
     assert tried > 1
 
 

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from keepk.compaction.dead_units import dead_units, fold, reader_paths, readings, removable, same_readings, would_matter
+from keepk.compaction.dead_units import (
+    common_constants,
+    dead_units,
+    fold,
+    read_constants,
+    reader_paths,
+    removable,
+    would_matter,
+)
 from keepk.compaction.influence import Flow, NotFollowed
 from keepk.cut.holders import Follower, tensors_of
 from keepk.cut.masks import refuse_stranger
@@ -194,7 +202,7 @@ def _sweep(model: nn.Module, inputs: TraceInputs, *, first: bool) -> _Found:
     workshops = [Workshop(inner, example, None) for example in inputs.examples]
     copy = workshops[0].copy()
     flows = [Flow(copy, reader_paths(copy)).run(workshop) for workshop in workshops]
-    constants = same_readings([readings(copy, flow) for flow in flows])
+    constants = common_constants([read_constants(copy, flow) for flow in flows])
     matters = np.any([would_matter(graph, copy, flow) for flow in flows], axis=0)
     wanted = ~graph.units.lossy
     while True:

@@ -128,7 +128,7 @@ ROUNDING = 32  # units in the last place by which sums of the same numbers may d
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadConstants:
     """A layer and the constants that it reads, one per input channel; NaN for a channel that varies."""
 
     path: str
@@ -150,27 +150,27 @@ def reader_paths(model: nn.Module) -> list[str]:
     ]
 
 
-def readings(model: nn.Module, flow: Flow) -> list[Reading]:
+def read_constants(model: nn.Module, flow: Flow) -> list[ReadConstants]:
     """The constants that layers read, for layers that are called once and whose weights are used once."""
     modules = dict(model.named_modules())
     return [
-        Reading(path, _constants(modules[path], calls[0]))
+        ReadConstants(path, _constants(modules[path], calls[0]))
         for path, calls in flow.calls.items()
         if len(calls) == 1 and all(flow.uses[id(parameter)] == 1 for parameter in modules[path].parameters())
     ]
 
 
-def same_readings(by_example: Sequence[list[Reading]]) -> list[Reading]:
-    """The readings that the forward passes of all examples have in common; NaN where they differ."""
+def common_constants(by_example: Sequence[list[ReadConstants]]) -> list[ReadConstants]:
+    """The constants that layers read in the forward passes of all examples; NaN where these differ."""
     first, *others = by_example
-    same = list[Reading]()
-    for reading in first:
-        found = [next((it for it in other if it.path == reading.path), None) for other in others]
+    same = list[ReadConstants]()
+    for layer in first:
+        found = [next((it for it in other if it.path == layer.path), None) for other in others]
         if all(it is not None for it in found):
-            agree = [it.constants == reading.constants for it in found if it is not None]
-            unknown = torch.full_like(reading.constants, torch.nan)
+            agree = [it.constants == layer.constants for it in found if it is not None]
+            unknown = torch.full_like(layer.constants, torch.nan)
             kept = torch.stack(agree).all(dim=0) if agree else torch.ones_like(unknown, dtype=torch.bool)
-            same.append(Reading(reading.path, torch.where(kept, reading.constants, unknown)))
+            same.append(ReadConstants(layer.path, torch.where(kept, layer.constants, unknown)))
     return same
 
 
@@ -206,7 +206,7 @@ def _meets_everywhere(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def fold(graph: Graph, model: nn.Module, found: list[Reading], wanted: Flags) -> tuple[Flags, Flags]:
+def fold(graph: Graph, model: nn.Module, found: list[ReadConstants], wanted: Flags) -> tuple[Flags, Flags]:
     """Fold the constants of the wanted units wherever that is exact, and zero the columns that read them.
 
     Args:
@@ -235,12 +235,14 @@ def fold(graph: Graph, model: nn.Module, found: list[Reading], wanted: Flags) ->
     return lost, given
 
 
-def _columns(graph: Graph, model: nn.Module, found: list[Reading]) -> Iterator[tuple[nn.Module, np.ndarray, Tensor]]:
+def _columns(
+    graph: Graph, model: nn.Module, found: list[ReadConstants]
+) -> Iterator[tuple[nn.Module, np.ndarray, Tensor]]:
     """For each layer, the unit and the constant of each of its input columns."""
     modules = dict(model.named_modules())
-    for reading in found:
-        module, name = modules[reading.path], f"{reading.path}.weight".removeprefix(".")
-        yield module, column_units(graph, name, _read_dim(module)), reading.constants
+    for layer in found:
+        module, name = modules[layer.path], f"{layer.path}.weight".removeprefix(".")
+        yield module, column_units(graph, name, _read_dim(module)), layer.constants
 
 
 def _into_bias(module: nn.Module, columns: Tensor, constants: Tensor) -> None:

@@ -22,11 +22,22 @@ from keepk.cut.masks import (
     restart_flat_history,
     state_per_weight,
 )
-from keepk.cut.module_edits import cut_module, forget_compiled, left_of, new_entry
+from keepk.cut.record import noted
 from keepk.errors import ShrinkError
 from keepk.graph.graph import Graph
 from keepk.graph.probe.verify import refuse_unfit
-from keepk.model.edits import Change, Cut, Edits, Undo, all_or_nothing, undone_by
+from keepk.model.edits import (
+    Change,
+    Cut,
+    Edits,
+    Undo,
+    all_or_nothing,
+    cut_module,
+    forget_compiled,
+    left_of,
+    new_entry,
+    undone_by,
+)
 from keepk.model.example import refuse_quantised
 from keepk.model.names import named_tensors, unwrap
 from keepk.plan.names import shown
@@ -166,7 +177,7 @@ def _prepared(
     names = _all_names(inner)
     for place, (follower, tensors) in enumerate(zip(followers, following, strict=True)):
         refuse_follower(follower, tensors, _expected_of(follower, named, edits), names, place)
-    changes = cut_module(inner, named, edits)
+    changes = [*cut_module(inner, named, edits), noted(inner, edits)]
     for optimizer in optimizers:
         changes += [*_cut_states(optimizer, named, edits.cuts), _new_history(optimizer)]
     for follower, tensors in zip(followers, following, strict=True):
@@ -292,6 +303,7 @@ def _cut_follower(
 ) -> Iterator[Change]:
     if isinstance(follower, nn.Module):
         yield from cut_module(followed(follower), tensors, edits)
+        yield noted(followed(follower), edits)
     elif isinstance(follower, dict):
         for cut in edits.cuts:
             tied = [name for name in names[cut.tensor] if name in follower]

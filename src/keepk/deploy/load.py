@@ -16,14 +16,25 @@ import torch
 from torch import Tensor, nn
 
 from keepk.cut.holders import refuse_holders
-from keepk.cut.module_edits import cut_module, flatten_again, forget_compiled, replace_contents
-from keepk.cut.record import certificate_of, certified, masked_places, was_cut
+from keepk.cut.record import certificate_of, certified, masked_places, noted, was_cut
 from keepk.deploy.arch import Description, Entry, dense_value, describe, refuse_extra_state, refuse_meta, user_module
 from keepk.deploy.arch_json import dense_from, from_document
 from keepk.deploy.folder import read_folder
 from keepk.deploy.sizes import refuse_impossible, widths_of_norms
 from keepk.errors import CheckpointError, FileError, ShrinkError
-from keepk.model.edits import Change, Cut, Edits, Selection, Undo, all_or_nothing, undone_by
+from keepk.model.edits import (
+    Change,
+    Cut,
+    Edits,
+    Selection,
+    Undo,
+    all_or_nothing,
+    cut_module,
+    flatten_again,
+    forget_compiled,
+    replace_contents,
+    undone_by,
+)
 from keepk.model.names import named_tensors
 from keepk.storage.files import place
 from keepk.storage.tensors import DTYPE_CODES, dtype_name, unpack
@@ -101,7 +112,7 @@ def replay(model: nn.Module, saved: Description, given: Description, values: Map
     tensors = {name: tensor for name, tensor, _ in named_tensors(model)}
     edits = edits_of(saved)
     shrunk = edits.cuts or edits.settings or edits.selections or edits.headwise
-    changes = cut_module(model, tensors, edits) if shrunk else []
+    changes = [*cut_module(model, tensors, edits), noted(model, edits)] if shrunk else []
     # After the cuts, because the values have the saved sizes.
     for name, entry in saved.tensors.items():
         value, own = values[name], given.tensors.get(name)

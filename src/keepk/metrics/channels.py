@@ -18,8 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from keepk.errors import RankError
-from keepk.metrics.layers import Layer, Slices, metric_name, naming_failures
-from keepk.metrics.weights import Needs, Ranks, describes, makes_metrics, traits_of
+from keepk.metrics.layers import (
+    Layer,
+    Needs,
+    Ranks,
+    Slices,
+    describes,
+    makes_metrics,
+    metric_name,
+    naming_failures,
+    traits_of,
+)
 from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown
 from keepk.plan.numbers import exact_share

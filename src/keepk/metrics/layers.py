@@ -1,16 +1,30 @@
-"""`Layer`, the argument of a channel metric: the channels of a layer as tensors, grouped by role."""
+"""The interface of metrics: `Traits`, which say how one can be used, and `Layer`, the argument of a channel metric.
+
+A metric may have attributes that say how it can be used; see `Traits`. Nothing else distinguishes a metric of keepk
+from one of yours, so yours may carry them too:
+
+>>> def taylor(weight):
+...     return (weight * weight.grad).abs()
+>>> traits_of(taylor)  # without attributes nothing is assumed
+Traits(ranks=('weights', 'channels'), needs=None, over=None)
+>>> traits_of(describes(ranks=("weights",), needs=("weights", "gradients"))(taylor))
+Traits(ranks=('weights',), needs=('weights', 'gradients'), over=None)
+
+A metric for weights gets a tensor (`keepk.metrics.weights`). A metric for channels gets a `Layer`: the channels of a
+layer as tensors, grouped by role.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from keepk.errors import KeepkError, RankError, ShrinkError
+from keepk.errors import KeepkError, RankError, ShrinkError, SpaceError
 from keepk.graph.graph import Graph
 from keepk.graph.ids.facts import Role
 from keepk.graph.ids.maps import Flags
@@ -18,7 +32,14 @@ from keepk.graph.units import Group
 from keepk.model.edits import Indices
 from keepk.model.names import changed_model
 from keepk.model.weight_norm import lengths_of, weight_grad_of, weight_of
-from keepk.plan.names import shortened
+from keepk.plan.names import shortened, shown
+
+At = Literal["output", "input"]
+Ranks = Literal["weights", "channels"]
+Needs = Literal["weights", "gradients"]
+Over = Literal["space", "layer"]
+Metric = TypeVar("Metric", bound=Callable[..., Any])
+ALLOWED = {"ranks": get_args(Ranks), "needs": get_args(Needs), "over": get_args(Over)}
 
 
 def metric_name(metric: Callable[..., Any]) -> str:
@@ -54,7 +75,86 @@ def naming_failures(metric: Callable[..., Any], where: str, without_gradient: It
         raise RankError(f"metric {metric_name(metric)}: failed on {where} ({detail}). {remedy}") from error
 
 
-At = Literal["output", "input"]
+@dataclass(frozen=True)
+class Traits:
+    """How a metric can be used, read from its attributes of the same names.
+
+    Attributes:
+        ranks: The kinds of units that it can score. A metric for channels only is refused for a weight space, and vice
+            versa, before training.
+        needs: The inputs that it reads. A channel metric that needs only weights is tried before training, so that a
+            layer it cannot rank is refused early; infinite scores are refused. None if unknown: the metric is then not
+            called before the first event, and may return an infinite score to protect a unit.
+        over: The set of units that a score is relative to: the whole "space", or each "layer". A channel metric with
+            this attribute has a method ``scores(layers)``. None if the score of a unit does not depend on other units.
+    """
+
+    ranks: tuple[Ranks, ...] = ("weights", "channels")
+    needs: tuple[Needs, ...] | None = None
+    over: Over | None = None
+
+
+def traits_of(metric: Callable[..., Any]) -> Traits:
+    """The traits of a metric; a missing attribute gets a default that assumes nothing."""
+    found: dict[str, Any] = {name: getattr(metric, name, None) for name in ALLOWED}
+    # A user's class may have an attribute `over` or `needs` that has nothing to do with this. It is ignored.
+    return Traits(**{name: value for name, value in found.items() if _is_allowed(name, value)})
+
+
+def describes(
+    *, ranks: tuple[Ranks, ...], needs: tuple[Needs, ...] | None = None, over: Over | None = None
+) -> Callable[[Metric], Metric]:
+    """A decorator that sets the attributes of a metric; see `Traits`.
+
+    Raises:
+        RankError: If an attribute has an unknown value.
+    """
+    given = {name: value for name, value in (("ranks", ranks), ("needs", needs), ("over", over)) if value is not None}
+    for name, value in given.items():
+        if not _is_allowed(name, value):
+            words = ", ".join(map(repr, ALLOWED[name]))
+            kind = "one of" if name == "over" else "a tuple of"
+            raise RankError(f"describes({name}={shown(value)}): unknown. Pass {kind} {words}.")
+
+    def attach(metric: Metric) -> Metric:
+        vars(metric).update(given)  # mypy has no attributes on functions, so they are set through their dict
+        return metric
+
+    return attach
+
+
+def _is_allowed(name: str, value: object) -> bool:
+    if name == "over":
+        return value in ALLOWED[name]
+    return isinstance(value, tuple) and all(it in ALLOWED[name] for it in value) and (name != "ranks" or bool(value))
+
+
+def makes_metrics(example: str) -> Callable[[Metric], Metric]:
+    """A decorator for functions that return metrics: passing one uncalled raises an error that shows this example."""
+
+    def attach(factory: Metric) -> Metric:
+        vars(factory).update(example_call=example)
+        return factory
+
+    return attach
+
+
+def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:
+    """Refuse a function or class that returns metrics instead of being one, even as a term of a blend.
+
+    Raises:
+        SpaceError: The message shows the missing call.
+    """
+    for _, term in getattr(metric, "terms", ()):
+        refuse_uncalled(term, space)
+    call = getattr(metric, "example_call", None)
+    # A class is callable too, and calling it on a tensor would construct it instead of ranking.
+    if call is not None or isinstance(metric, type):
+        name = getattr(metric, "__name__", None) or shown(metric)
+        raise SpaceError(
+            f"space {space!r}: metric={name} is a factory, not a metric: a metric returns a tensor with one score for "
+            f"each unit. Call it: {call or f'{name}(...)'}."
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +203,7 @@ class Layer:
     """The remaining channels of one layer, as a channel metric gets them. ``len(layer)`` is their number.
 
     Attributes:
-        name: The module that produces the channels; for readings of a BatchNorm, that BatchNorm.
+        name: The module that produces the channels; for reads of a BatchNorm, that BatchNorm.
         units: Their numbers in the graph.
         at: "output" if they are counted where they are produced, "input" if they are counted where they are read.
         producer: The weights that compute them: filters, rows of a linear layer.

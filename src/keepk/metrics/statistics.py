@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from keepk.errors import KeepkError, RankError, SpaceError, StateError
 from keepk.metrics.channels import Blend
-from keepk.metrics.layers import Layer, Slices
-from keepk.metrics.weights import Needs, Ranks, makes_metrics
+from keepk.metrics.layers import Layer, Needs, Ranks, Slices, makes_metrics
 from keepk.model.names import unwrap
 from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown

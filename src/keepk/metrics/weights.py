@@ -8,118 +8,20 @@ example, a Taylor metric is
 ...     return (weight * weight.grad).abs()
 
 A metric that needs to distinguish parameters takes a second argument called ``name``.
-
-A metric may have attributes that say how it can be used; see `Traits`. Nothing else distinguishes a metric of keepk
-from one of yours, so yours may carry them too:
-
->>> traits_of(magnitude)
-Traits(ranks=('weights',), needs=('weights',), over=None)
->>> traits_of(taylor)  # without attributes nothing is assumed
-Traits(ranks=('weights', 'channels'), needs=None, over=None)
->>> traits_of(describes(ranks=("weights",), needs=("weights", "gradients"))(taylor))
-Traits(ranks=('weights',), needs=('weights', 'gradients'), over=None)
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import ClassVar
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from keepk.errors import RankError, SpaceError
-from keepk.metrics.layers import Layer, metric_name, naming_failures
+from keepk.errors import RankError
+from keepk.metrics.layers import Layer, Needs, Ranks, describes, makes_metrics, metric_name, naming_failures
 from keepk.plan.names import shown
-
-Ranks = Literal["weights", "channels"]
-Needs = Literal["weights", "gradients"]
-Over = Literal["space", "layer"]
-Metric = TypeVar("Metric", bound=Callable[..., Any])
-ALLOWED = {"ranks": get_args(Ranks), "needs": get_args(Needs), "over": get_args(Over)}
-
-
-@dataclass(frozen=True)
-class Traits:
-    """How a metric can be used, read from its attributes of the same names.
-
-    Attributes:
-        ranks: The kinds of units that it can score. A metric for channels only is refused for a weight space, and vice
-            versa, before training.
-        needs: The inputs that it reads. A channel metric that needs only weights is tried before training, so that a
-            layer it cannot rank is refused early; infinite scores are refused. None if unknown: the metric is then not
-            called before the first event, and may return an infinite score to protect a unit.
-        over: The set of units that a score is relative to: the whole "space", or each "layer". A channel metric with
-            this attribute has a method ``scores(layers)``. None if the score of a unit does not depend on other units.
-    """
-
-    ranks: tuple[Ranks, ...] = ("weights", "channels")
-    needs: tuple[Needs, ...] | None = None
-    over: Over | None = None
-
-
-def traits_of(metric: Callable[..., Any]) -> Traits:
-    """The traits of a metric; a missing attribute gets a default that assumes nothing."""
-    found: dict[str, Any] = {name: getattr(metric, name, None) for name in ALLOWED}
-    # A user's class may have an attribute `over` or `needs` that has nothing to do with this. It is ignored.
-    return Traits(**{name: value for name, value in found.items() if _is_allowed(name, value)})
-
-
-def describes(
-    *, ranks: tuple[Ranks, ...], needs: tuple[Needs, ...] | None = None, over: Over | None = None
-) -> Callable[[Metric], Metric]:
-    """A decorator that sets the attributes of a metric; see `Traits`.
-
-    Raises:
-        RankError: If an attribute has an unknown value.
-    """
-    given = {name: value for name, value in (("ranks", ranks), ("needs", needs), ("over", over)) if value is not None}
-    for name, value in given.items():
-        if not _is_allowed(name, value):
-            words = ", ".join(map(repr, ALLOWED[name]))
-            kind = "one of" if name == "over" else "a tuple of"
-            raise RankError(f"describes({name}={shown(value)}): unknown. Pass {kind} {words}.")
-
-    def attach(metric: Metric) -> Metric:
-        vars(metric).update(given)  # mypy has no attributes on functions, so they are set through their dict
-        return metric
-
-    return attach
-
-
-def _is_allowed(name: str, value: object) -> bool:
-    if name == "over":
-        return value in ALLOWED[name]
-    return isinstance(value, tuple) and all(it in ALLOWED[name] for it in value) and (name != "ranks" or bool(value))
-
-
-def makes_metrics(example: str) -> Callable[[Metric], Metric]:
-    """A decorator for functions that return metrics: passing one uncalled raises an error that shows this example."""
-
-    def attach(factory: Metric) -> Metric:
-        vars(factory).update(example_call=example)
-        return factory
-
-    return attach
-
-
-def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:
-    """Refuse a function or class that returns metrics instead of being one, even as a term of a blend.
-
-    Raises:
-        SpaceError: The message shows the missing call.
-    """
-    for _, term in getattr(metric, "terms", ()):
-        refuse_uncalled(term, space)
-    call = getattr(metric, "example_call", None)
-    # A class is callable too, and calling it on a tensor would construct it instead of ranking.
-    if call is not None or isinstance(metric, type):
-        name = getattr(metric, "__name__", None) or shown(metric)
-        raise SpaceError(
-            f"space {space!r}: metric={name} is a factory, not a metric: a metric returns a tensor with one score for "
-            f"each unit. Call it: {call or f'{name}(...)'}."
-        )
 
 
 @describes(ranks=("weights",), needs=("weights",))

@@ -229,11 +229,11 @@ def find_links(graph: Graph, space: ChannelSpace, layers: Sequence[Group]) -> Li
         mine[layer.units] = True
     pairs = graph.links()
     pairs = np.unique(pairs[mine[pairs].all(axis=1)], axis=0)
-    # A source that is also read outside of the space stays when its last reading is removed.
+    # A source that is also read outside of the space stays when its last read is removed.
     used = np.isin(graph.units.classes[pairs[:, 0]], graph.solution.used)
     if len(alone := pairs[~used]):
         raise _uncountable(
-            graph, space, alone[0], "nothing else reads them, so they would be removed with their last reading"
+            graph, space, alone[0], "nothing else reads them, so they would be removed with their last read"
         )
     return Links(pairs, _heights(graph, space, pairs))
 
@@ -257,8 +257,8 @@ def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDA
     """By unit, the length of the longest chain of layers that read its layer, one after another."""
     homes = graph.units.group[pairs]
     readers: dict[int, set[int]] = {}
-    for source, reading in np.unique(homes, axis=0).tolist():
-        readers.setdefault(source, set()).add(reading)
+    for source, read in np.unique(homes, axis=0).tolist():
+        readers.setdefault(source, set()).add(read)
     try:
         order = [*TopologicalSorter(readers).static_order()]  # readers first
     except CycleError as error:
@@ -272,9 +272,9 @@ def _heights(graph: Graph, space: ChannelSpace, pairs: NDArray[np.int64]) -> NDA
 
 
 def _uncountable(graph: Graph, space: ChannelSpace, pair: Indices, why: str) -> SpaceError:
-    source, reading = (graph.groups[int(graph.units.group[unit])].name for unit in pair)
+    source, read = (graph.groups[int(graph.units.group[unit])].name for unit in pair)
     return SpaceError(
-        f"space {space.name!r}: channels of {source!r} are read by {reading!r}, whose channels are removed with them "
-        f"and are in the space too; {why}, so the count could not be met. Exclude one of the two, or count readings "
+        f"space {space.name!r}: channels of {source!r} are read by {read!r}, whose channels are removed with them "
+        f"and are in the space too; {why}, so the count could not be met. Exclude one of the two, or count reads "
         f'instead: at="input".'
     )

@@ -30,7 +30,7 @@ from keepk.model.costs import LayerCost, model_costs, per_what
 from keepk.model.example import TraceInputs, quantised_module
 from keepk.model.names import unwrap
 from keepk.reports.tables import Table, percent
-from keepk.run.channel_members import single_channels
+from keepk.run.channel_members import layers_of_one_channel
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -221,7 +221,7 @@ def _quantised(model: nn.Module) -> Iterator[str]:
 def _single(graph: Graph, model: nn.Module) -> Iterator[FixedGroup]:
     """The layers that have a single channel, together with the layers that read it."""
     modules = dict(model.named_modules())
-    pairs = [pair for pair in single_channels(graph, modules) if set(pair) <= set(modules)]
+    pairs = [pair for pair in layers_of_one_channel(graph, modules) if set(pair) <= set(modules)]
     sides = [(f"{pair[side]}.weight", modules[pair[side]], side) for pair in pairs for side in (0, 1)]
     axes = tuple(
         # A transposed convolution has its output channels on axis 1.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import gcd, lcm
 
 import numpy as np
@@ -12,8 +13,7 @@ from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
 from keepk.graph.ids.facts import Role
 from keepk.graph.units import Group
-from keepk.metrics.layers import metric_name
-from keepk.metrics.weights import refuse_uncalled, traits_of
+from keepk.metrics.layers import metric_name, refuse_uncalled, traits_of
 from keepk.model.edits import Indices
 from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
@@ -48,7 +48,7 @@ class ChannelMembers:
         total: M, the number of units.
         keep: K, the number of units to keep.
         choices: The sets of units that are chosen from together.
-        sources: One set of readings for each layer that several BatchNorms read. At least one unit of each set must
+        sources: One set of reads for each layer that several BatchNorms read. At least one unit of each set must
             stay, so that the layer is still read.
         links: Which units are read by other units of the space.
         uncounted: Channels of the same layers that cannot be removed; they are not part of `units`.
@@ -98,7 +98,7 @@ def find_channels(
         taken |= {int(layer.units[0]): space.name for layer in layers}
         uncounted = (*_pinned_channels(graph, space, layers), *_single_channels(graph, modules, space))
         found[space.name] = replace(_counted(graph, space, layers), uncounted=uncounted)
-    _refuse_sources_beside_readings(graph, found)
+    _refuse_sources_beside_reads(graph, found)
     return found
 
 
@@ -274,27 +274,31 @@ def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group])
 
 def _single_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
     """Selected layers with a single channel. The graph has no units for them, since a layer keeps at least one."""
-    for pair in single_channels(graph, modules):
-        name = pair[0] if space.at == "output" else pair[1]
+    for producer, reader in layers_of_one_channel(graph, modules):
+        name = producer if space.at == "output" else reader
         if matches(name, space.select) and not matches(name, space.exclude):
             yield Uncounted(name, 1, 1, "every layer keeps at least one channel")
 
 
-def single_channels(graph: Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
-    """Layers with a single output channel, each with the layer that reads it; the model's last layer is left out."""
-    order, last = (
-        {name: float(place) for place, name in enumerate(_module_of(it) for it, _ in graph.wiring.roles)},
-        -1.0,
-    )
-    # A layer with a single channel on both sides has no role in the graph: place it after the module before it.
+def layers_of_one_channel(graph: Graph, modules: Mapping[str, nn.Module]) -> list[tuple[str, str]]:
+    """Each layer with a single output channel, and the next layer with a single input channel, which reads it.
+
+    A layer that no such layer follows is left out: its channel is an output of the model.
+    """
+    # The graph lists layers in the order of the forward pass. It has no axis for a layer with a single channel on both
+    # sides; such a layer is placed after the module before it.
+    order = {name: float(place) for place, name in enumerate(_module_of(it) for it, _ in graph.wiring.roles)}
+    last = -1.0
     for name in modules:
-        last = order.setdefault(name, last + 0.5) if name in order or _width(modules[name], "in") == 1 else last
-    known = [(place, name, modules[name]) for name, place in order.items() if name in modules]
-    known.sort(key=lambda it: it[0])
-    one_out = [(place, name) for place, name, module in known if _width(module, "out") == 1]
-    one_in = [(place, name) for place, name, module in known if _width(module, "in") == 1]
-    readers = [(name, next((reader for later, reader in one_in if later > place), None)) for place, name in one_out]
-    return [(name, reader) for name, reader in readers if reader is not None]
+        if name in order or _width(modules[name], "in") == 1:
+            last = order.setdefault(name, last + 0.5)
+    forward = sorted((name for name in order if name in modules), key=order.__getitem__)
+    pairs = []
+    for place, name in enumerate(forward):
+        if _width(modules[name], "out") == 1:
+            later = (it for it in forward[place + 1 :] if _width(modules[it], "in") == 1 and order[it] > order[name])
+            pairs += [(name, reader) for reader in islice(later, 1)]
+    return pairs
 
 
 def _width(module: nn.Module, side: str) -> object:
@@ -321,7 +325,7 @@ def _choices(
 ) -> Iterable[Choice]:
     """The sets of units that are chosen from together, each with the counts that may be kept.
 
-    Every count leaves room for the floors of the layers and for a reading of each source.
+    Every count leaves room for the floors of the layers and for a read of each source.
     """
     mine = np.zeros(len(graph.units), bool)
     mine[units] = True
@@ -351,10 +355,10 @@ def _choices(
 
 
 def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int:
-    """How many of the sources have a reading among these units."""
+    """How many of the sources have a read among these units."""
     here = np.zeros(len(graph.units), bool)
     here[units] = True
-    return sum(bool(here[readings].any()) for readings in sources)
+    return sum(bool(here[reads].any()) for reads in sources)
 
 
 def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
@@ -418,21 +422,21 @@ def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:
     links = graph.links()
     for space in graph.groups:
         if space.kind == "source":
-            readings = links[np.isin(links[:, 0], space.units), 1]
-            if len(readings) and mine[readings].all():
-                yield readings
+            reads = links[np.isin(links[:, 0], space.units), 1]
+            if len(reads) and mine[reads].all():
+                yield reads
 
 
-def _refuse_sources_beside_readings(graph: Graph, found: dict[str, ChannelMembers]) -> None:
-    """Refuse a source and its readings in different spaces: removing the source would change the other count."""
+def _refuse_sources_beside_reads(graph: Graph, found: dict[str, ChannelMembers]) -> None:
+    """Refuse a source and its reads in different spaces: removing the source would change the other count."""
     home = dict[int, str]()
     for name, members in found.items():
         home |= dict.fromkeys(members.units.tolist(), name)
-    for source, reading in graph.links().tolist():
-        if source in home and reading in home and home[source] != home[reading]:
-            layer, reader = (graph.groups[int(graph.units.group[unit])].name for unit in (source, reading))
+    for source, read in graph.links().tolist():
+        if source in home and read in home and home[source] != home[read]:
+            layer, reader = (graph.groups[int(graph.units.group[unit])].name for unit in (source, read))
             raise SpaceError(
-                f"spaces {home[source]!r} and {home[reading]!r}: channels of {layer!r} are read by {reader!r}, whose "
+                f"spaces {home[source]!r} and {home[read]!r}: channels of {layer!r} are read by {reader!r}, whose "
                 f"channels are removed with them. Put both layers into one space, or prune only one of the two."
             )
 

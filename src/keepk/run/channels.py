@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keepk.cut.masks import Masks
-from keepk.cut.module_edits import left_of
 from keepk.cut.record import Places
 from keepk.cut.shrink import Prepared, prepare
 from keepk.errors import RankError, ShrinkError, StateError
@@ -26,7 +25,7 @@ from keepk.graph.probe.verify import refuse_unfit
 from keepk.metrics.channels import bn_scale, channel_scores, default_metric, product, reads_scales
 from keepk.metrics.layers import Layer, Parameters, layers_of
 from keepk.metrics.statistics import Statistics, statistics_of
-from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, silencing, undone_by
+from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
 from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
 from keepk.model.weight_norm import lengths_of
 from keepk.plan.phases import Plan
@@ -458,13 +457,13 @@ class ChannelSide:
         return decision
 
     def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
-        """The units that must stay: the best of every layer up to its floor, and the best reading of every source."""
+        """The units that must stay: the best of every layer up to its floor, and the best read of every source."""
         forced, heights = np.zeros(len(values), bool), members.links.heights
-        # Readers before their sources: a kept reading also keeps its source, which then counts towards that layer's
+        # Readers before their sources: a kept read also keeps its source, which then counts towards that layer's
         # floor.
         layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
         needs = [(layer.units, self._floors[layer.name]) for layer in layers]
-        needs += [(readings, 1) for readings in members.sources]
+        needs += [(reads, 1) for reads in members.sources]
         for units, least in needs:
             living = units[~self.dead[units]]
             if not forced[living].sum() >= least:

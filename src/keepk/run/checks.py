@@ -28,8 +28,7 @@ from keepk.errors import PlanError, SpaceError
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
 from keepk.metrics.channels import channel_scores, default_metric
-from keepk.metrics.layers import Parameters, layers_of
-from keepk.metrics.weights import traits_of
+from keepk.metrics.layers import Parameters, layers_of, traits_of
 from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
 from keepk.model.names import named_parameters, named_tensors, unwrap
 from keepk.model.weight_norm import lengths_of

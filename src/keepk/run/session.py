@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from keepk.cut.holders import followed, parameters_of, refuse_mismatched_followers, zero_followers
 from keepk.cut.masks import Held, Masks, flat_history, held, restart_flat_history, state_per_weight
-from keepk.cut.module_edits import left_of
 from keepk.cut.record import (
     Certificate,
     Places,
@@ -25,7 +24,7 @@ from keepk.cut.record import (
     record_of,
 )
 from keepk.errors import KeepkError, ShrinkError, StateError
-from keepk.model.edits import Cut, Undo
+from keepk.model.edits import Cut, Undo, left_of
 from keepk.model.names import changed_model, named_parameters
 from keepk.rank.kth_largest import one_thread
 from keepk.run.channels import NO_OPERATION, ChannelSide, Event, Operation, Surgery, by_plain_name, nothing

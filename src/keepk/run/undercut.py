@@ -6,7 +6,7 @@ keeps more cannot always be met, so it is refused. For example, two layers of 4 
 have 18 weights; if 3 of the 6 channels are kept, 9 weights are left. If the first layer reads 10 inputs instead, the
 number depends on the choice: with a floor of 1 channel per layer, it is at least 10 + 2 * 3 = 16.
 
-`WeightBound` computes that bound for one weight space. `_UnitKinds` describes the weights left in each tensor as a
+`WeightBound` computes that bound for one weight space. `_KindCounts` describes the weights left in each tensor as a
 product of counts of channels, and `plan.fewest_weights.least` minimises the sum of these products.
 """
 
@@ -46,7 +46,7 @@ class WeightBound:
         self._known = dict[tuple[tuple[int, ...], int | None], int]()
         names = {parameter: name for name, parameter, is_one in named_tensors(model) if is_one}
         own = [names[parameter] for parameter in members.parameters.values()]
-        self._kinds = _UnitKinds(graph, channels, own)
+        self._kinds = _KindCounts(graph, channels, own)
         self._products = [self._kinds.product(name) for name in own]
         self.is_shared = any(factor.multiples for product in self._products for factor in product.factors)
 
@@ -60,18 +60,22 @@ class WeightBound:
         return self._known[key]
 
 
-class _UnitKinds:
-    """Units classified by the number of slices that they have in each tensor.
+class _KindCounts:
+    """How many units of each kind are kept, as variables of `least`, and how many weights these leave in a tensor.
 
-    Units of the same layer and kind are interchangeable, so only the number of them that is kept matters: one `Count`.
-    A unit outside of all spaces is kept, unless it is removed with another one: a reading with its source, or a source
-    with its last reading.
+    Two units of a layer are of one kind if they have equally many slices in each tensor of the weight space. It does
+    not matter which of them is kept, only how many, so each kind has one variable: a `Count`. For example, if the 16
+    outputs of a ``Linear(8, 16)`` are in a channel space, they are of one kind. If c of them are kept, its weight has
+    8 c entries left, which is what `product` returns.
+
+    A unit outside of all spaces is kept, unless it is removed with another one: a read with its source, or a source
+    with its last read.
     """
 
     def __init__(self, graph: Graph, spaces: Mapping[str, ChannelMembers], tensors: Sequence[str]) -> None:
         self._graph = graph
         self._counts = list[Count]()
-        self._spare = dict[int, tuple[int, int]]()  # by count: its units, and how many readings each of them has
+        self._spare = dict[int, tuple[int, int]]()  # by count: its units, and how many reads each of them has
         self._affine = list[tuple[int, float, float]]()  # by kind: its count; units left = constant + multiple * count
         self._kind = np.full(len(graph.units) + 1, -1)  # by unit; the last entry is for indices without a unit
         self._sizes = list[int]()
@@ -91,8 +95,8 @@ class _UnitKinds:
     def counts(self, gone: int) -> list[Count]:
         """The counts after `gone` channels of all spaces were removed."""
         found = list(self._counts)
-        for place, (size, readings) in self._spare.items():
-            found[place] = Count(range(max(1, size - gone // readings if readings else 1), size + 1), None)
+        for place, (size, reads) in self._spare.items():
+            found[place] = Count(range(max(1, size - gone // reads if reads else 1), size + 1), None)
         return found
 
     def product(self, tensor: str) -> Product:
@@ -182,12 +186,12 @@ class _UnitKinds:
 
 
 def _removed_with_others(graph: Graph, counted: Flags) -> Flags:
-    """Which units outside of all spaces may be removed with others: unread sources, readings of several sources."""
+    """Which units outside of all spaces may be removed with others: unread sources, reads of several sources."""
     sources, readers = graph.links().T
     used = np.isin(graph.units.classes, graph.solution.used)
     removable = np.zeros(len(counted), bool)
     removable[:-1] = (np.bincount(sources, minlength=len(used)) > 0) & ~used & ~counted[:-1]
-    for _ in range(len(graph.groups)):  # a source is kept if one of its readings is; chains take several rounds
+    for _ in range(len(graph.groups)):  # a source is kept if one of its reads is; chains take several rounds
         removable[sources[~(removable | counted)[readers]]] = False
     several = np.flatnonzero(np.bincount(readers, minlength=len(used)) > 1)
     removable[several[~counted[several]]] = True
@@ -199,7 +203,7 @@ def _leaders(graph: Graph, independent: Flags) -> Indices:
     leader = np.arange(len(independent))
     sources, readers = graph.links().T
     follows = ~independent[readers]
-    for _ in range(len(graph.groups)):  # a source may itself be a reading of another source
+    for _ in range(len(graph.groups)):  # a source may itself be a read of another source
         before = leader.copy()
         leader[readers[follows]] = leader[sources[follows]]
         if (leader == before).all():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from keepk.cut.holders import sharing_memory
 from keepk.cut.masks import Masks, refuse_foreign_state
 from keepk.errors import RankError, SpaceError, StateError
-from keepk.metrics.layers import metric_name
-from keepk.metrics.weights import magnitude, refuse_uncalled, score, traits_of
+from keepk.metrics.layers import metric_name, refuse_uncalled, traits_of
+from keepk.metrics.weights import magnitude, score
 from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
