@@ -314,3 +314,36 @@ def test_inspect_and_trace_report_a_transformed_forward_in_words_of_keepk():
         except KeepkError as error:
             assert "Hidden" in str(error)  # noqa: PT017 - both outcomes are fine; another class of error is not
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
+class LazyMapping(dict):
+    """As transformers has them: its items are made, here in vain, when they are asked for."""
+
+    def items(self):
+        raise ValueError("could not import a model that is not installed")
+
+
+LAZY, TABLES = LazyMapping(), {}
+
+
+class WithGlobals(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        key = (x.shape[1], x.device)
+        if key not in TABLES:
+            TABLES[key] = torch.linspace(0, 1, x.shape[1], device=x.device)
+        return self.two(torch.relu(self.one(x + TABLES[key])))
+
+
+def test_globals_keep_real_tensors_only_and_are_not_asked_for_their_items():
+    TABLES.clear()
+    net, example = WithGlobals(), torch.randn(3, 4)
+    for _ in range(2):  # with an empty cache, then with one that the model has filled
+        graph = keepk.trace(net, example)
+        assert len(graph.units) == 6
+        assert not graph.units.lossy.any()
+        assert not any(table.is_meta for table in TABLES.values())
+        net(example)

@@ -102,7 +102,8 @@ class Workshop:
         """
         for cache in self._globals:
             if isinstance(cache, dict):
-                for key in [key for key, value in cache.items() if self._is_of_trace(value)]:
+                # Not `cache.items()`: the lazy mappings of transformers import every model when asked for it.
+                for key in [key for key, value in dict.items(cache) if self._is_of_trace(value)]:
                     del cache[key]
             elif cache.cache_info().currsize:
                 cache.cache_clear()

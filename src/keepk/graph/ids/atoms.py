@@ -222,7 +222,7 @@ def tensors_kept_by(output: object) -> list[Tensor]:
     of another tensor. So every reference is followed, as the garbage collector does.
 
     >>> features = torch.zeros(2)
-    >>> [found is features for found in tensors_kept_by(iter([{"features": lambda: features}]))]
+    >>> [found is features for found in tensors_kept_by(iter([{"features": lambda it=features: it}]))]
     [True]
     """
     found, seen, waiting = list[Tensor](), dict[int, object](), [output]
