@@ -316,14 +316,15 @@ def test_inspect_and_trace_report_a_transformed_forward_in_words_of_keepk():
     assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
 
 
-class LazyMapping(dict):
+class LazyMapping(dict[str, type]):
     """As transformers has them: its items are made, here in vain, when they are asked for."""
 
     def items(self):
         raise ValueError("could not import a model that is not installed")
 
 
-LAZY, TABLES = LazyMapping(), {}
+LAZY = LazyMapping()
+TABLES: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 class WithGlobals(nn.Module):
