@@ -180,12 +180,19 @@ def _run_recipes(
     """Run every recipe with seeds 1, 2, ..., append the points to the experiment's result file and return its path.
 
     A killed seed resumes from its last epoch, and a finished one is skipped. `jobs` seeds run at a time, each in a
-    process with `threads` threads. A recipe waits for the recipes that it needs. If `recipes` is None, those that two
+    process with `threads` threads. A recipe waits for the recipes that it needs; one whose numbers suffice is not
+    trained again if the result file has it. If `recipes` is None, those that two
     cores can train are run, or with `full` those of the paper's size.
     """
     for name, value in (("seeds", seeds), ("jobs", jobs), ("threads", threads)):
         count(value, f"experiment {experiment!r}: {name}", DataError, least=1)
-    chosen = _with_starts(experiment, recipes or _usual(experiment, full))
+    training = Training(device, amp)
+    recorded = {} if quick else _recorded(results / f"{experiment}.jsonl", training)
+
+    def known(recipe: str) -> bool:
+        return all((recipe, seed) in recorded for seed in range(1, seeds + 1))
+
+    chosen = _with_needed(experiment, recipes or _usual(experiment, full), known)
     DATA[experiment](data)  # download once, before several workers try to
     where: dict[str, Any] = {"data": data, "results": results, "runs": runs}
     work = partial(_one_seed, experiment, threads=threads, device=device, amp=amp, quick=quick, **where)
@@ -250,23 +257,29 @@ def _usual(experiment: str, full: bool) -> list[str]:
     return [name for name in names if name.startswith(FULL) is full]
 
 
-def _with_starts(experiment: str, names: Sequence[str]) -> list[str]:
-    """The named recipes, preceded by the recipes that they need."""
-    known = EXPERIMENTS[experiment]
+def _with_needed(experiment: str, names: Sequence[str], known: Callable[[str], bool]) -> list[str]:
+    """The named recipes, preceded by the recipes that must be trained first.
+
+    A run continues from the weights of its `start`. Of the others that it needs it reads only the numbers, so that
+    recipes in the result file (`known`) are left out.
+    """
+    recipes = EXPERIMENTS[experiment]
     for name in names:
-        if name not in known:
+        if name not in recipes:
             raise DataError(
-                f"experiment {experiment!r}: no recipe {name!r}. Nearest names: {nearest(name, list(known))}."
+                f"experiment {experiment!r}: no recipe {name!r}. Nearest names: {nearest(name, list(recipes))}."
             )
-    needed = list(dict.fromkeys(other for name in names for other in known[name].needs if other not in names))
-    return [*_with_starts(experiment, needed), *names] if needed else list(dict.fromkeys(names))
+    every = dict.fromkeys((name, other) for name in names for other in recipes[name].needs)
+    needed = [other for name, other in every if other == recipes[name].start or not known(other)]
+    missing = [name for name in dict.fromkeys(needed) if name not in names]
+    return [*_with_needed(experiment, missing, known), *names] if missing else list(dict.fromkeys(names))
 
 
 def _in_turn(experiment: str, names: Sequence[str]) -> list[list[str]]:
     """The recipes in groups; each group needs only recipes of earlier groups."""
-    known, done, groups = EXPERIMENTS[experiment], set[str](), list[list[str]]()
+    recipes, done, groups = EXPERIMENTS[experiment], set[str](), list[list[str]]()
     while left := [name for name in dict.fromkeys(names) if name not in done]:
-        groups.append([name for name in left if not {*known[name].needs} - done])
+        groups.append([name for name in left if not {*recipes[name].needs} & {*left}])
         assert groups[-1]  # no recipe needs itself
         done |= {*groups[-1]}
     return groups
@@ -298,7 +311,12 @@ def _one_seed(
         _tell(Report(who, note=f"finished before; remove {folder} to run it again"))
         return
     start = runs / experiment / f"{chosen.start}-{seed}" if chosen.start else None
-    needed = {name: _finished_point(runs / experiment, name, seed, training) for name in chosen.needs}
+    recorded = {} if quick else _recorded(results / f"{experiment}.jsonl", training)
+    needed = {
+        # The weights of `start` are needed as well, which only a checkpoint has.
+        name: _finished_point(runs / experiment, {} if name == chosen.start else recorded, name, seed, training)
+        for name in chosen.needs
+    }
     trained = chosen
     if chosen.like is not None:
         trained = settled(chosen, needed[chosen.like], needed.get(chosen.control or ""))
@@ -318,10 +336,16 @@ def _one_seed(
         commits.append(commit)
     points = run_of_seed.finish(lambda progress, pruner: _tell(_report(who, progress, pruner)))
     shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
+    if chosen.control is not None:
+        try:
+            dense = _finished_point(runs / experiment, recorded, chosen.control, seed, training)
+            dense_error = float(dense["test_error"])
+        except DataError:
+            dense_error = None  # the control may be trained later
+    else:
+        dense_error = float((needed[chosen.start] if chosen.start else points[0])["test_error"])
     about = {
-        "dense_test_error": _dense_error(
-            needed[chosen.start] if chosen.start else points[0], runs / experiment, chosen.control, seed, training
-        ),
+        "dense_test_error": dense_error,
         "threads": threads,
         "versions": versions,
         "commits": commits,
@@ -339,38 +363,37 @@ def _finished_mark(recipe: Recipe, training: Training) -> str:
     return " ".join([recipe.fingerprint(), *([str(training)] if training != USUAL else [])])
 
 
-def _dense_error(
-    first: Mapping[str, Any], runs: Path, control: str | None, seed: int, training: Training
-) -> float | None:
-    """The test error of the control, or without one of the dense network at the start.
-
-    None if the control is not finished, or was trained on another device or in another precision.
-    """
-    if control is None:
-        return float(first["test_error"])
-    found = _finished(runs / f"{control}-{seed}")
-    return float(found.points[-1]["test_error"]) if found and found.training == training else None
-
-
 def _finished(folder: Path) -> Progress | None:
     """The progress of a finished run; None if it is not finished."""
     return Progress(**load_checkpoint(folder)) if (folder / "finished").exists() else None
 
 
-def _finished_point(runs: Path, recipe: str, seed: int, training: Training) -> dict[str, Any]:
-    """The last point of a finished run that was trained in the same way."""
+def _recorded(path: Path, training: Training) -> dict[tuple[str, int], dict[str, Any]]:
+    """The last point of every run in a result file that was trained in this way, by recipe and seed."""
+    lines = [line for line in result_files.read(path) if Training.of(line) == training]
+    # A run that reports several points has one line for each.
+    lines.sort(key=lambda line: int(line.get("epochs", 0)))
+    return {(line["recipe"], line["seed"]): line for line in lines}
+
+
+def _finished_point(
+    runs: Path, recorded: Mapping[tuple[str, int], dict[str, Any]], recipe: str, seed: int, training: Training
+) -> dict[str, Any]:
+    """The last point of a finished run that was trained in the same way: of its checkpoint, else of its result line."""
     folder = runs / f"{recipe}-{seed}"
     found = _finished(folder)
+    if found is not None and found.training == training:
+        return found.points[-1]
+    if (recipe, seed) in recorded:
+        return recorded[recipe, seed]
     if found is None:
         raise DataError(
             f"{folder}: no finished run of recipe {recipe!r} with seed {seed}, which is needed. Run it first."
         )
-    if found.training != training:
-        raise DataError(
-            f"{folder}: the finished run of recipe {recipe!r} with seed {seed} was trained in {found.training}, but it "
-            f"is needed in {training}. Train both alike, or give another folder with --runs."
-        )
-    return found.points[-1]
+    raise DataError(
+        f"{folder}: the finished run of recipe {recipe!r} with seed {seed} was trained in {found.training}, but it "
+        f"is needed in {training}. Train both alike, or give another folder with --runs."
+    )
 
 
 def _report(who: str, progress: Progress, pruner: Pruner) -> Report:

@@ -1,6 +1,7 @@
 """The recipes of `one_run`, their controls and rivals: epochs of events, and matched widths, costs and lengths."""
 
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -191,8 +192,27 @@ def test_a_run_of_another_precision_is_neither_needed_nor_a_control(seed_of):
     assert seed_of("one-run-scratch-blend-70", amp=True)["one-run-scratch-blend-70"]["amp"] is True
 
 
+@pytest.mark.filterwarnings("ignore::keepk.KeepkWarning")  # rankings of untrained networks give warnings
+def test_the_result_line_of_a_needed_run_suffices_without_its_checkpoint(seed_of, tmp_path):
+    lines = seed_of("one-run-dense", "one-run-blend-70")
+    shutil.rmtree(tmp_path / "runs")
+    lines = seed_of("one-run-scratch-blend-70", "seconds-blend-70")
+    assert filters(lines["one-run-scratch-blend-70"]) == filters(lines["one-run-blend-70"])
+    assert lines["seconds-blend-70"]["dense_test_error"] == lines["one-run-dense"]["test_error"]
+    with pytest.raises(DataError, match=r"no finished run of recipe 'one-run-blend-70' with seed 1"):
+        seed_of("narrow-blend-70", amp=True)  # the lines are of runs in float32
+
+
+def test_only_recipes_without_results_are_trained_first():
+    names = ["seconds-taylor-70", "trained-blend-60"]
+    chosen = experiments._with_needed("vgg16-cifar10", names, {"one-run-taylor-70", "dense"}.__contains__)
+    # The start of a run is needed with its weights, which a result line does not have.
+    assert {*chosen} == {*names, "one-run-dense", "dense"}
+    assert experiments._in_turn("vgg16-cifar10", chosen) == [["one-run-dense", "dense"], names]
+
+
 def test_recipes_wait_for_those_they_need():
-    chosen = experiments._with_starts("vgg16-cifar10", ["seconds-taylor-70", "trained-blend-60"])
+    chosen = experiments._with_needed("vgg16-cifar10", ["seconds-taylor-70", "trained-blend-60"], lambda _: False)
     assert {*chosen} == {
         *("one-run-taylor-70", "one-run-dense", "dense"),
         *("seconds-taylor-70", "trained-blend-60"),
