@@ -639,6 +639,30 @@ def test_a_projection_stays_narrower_than_the_state():
     assert model.rnn.hidden_size == 4
 
 
+class NormAfterBranch(nn.Module):
+    """The channels of `a` are exact and scaled by a number that depends on their width; those of `m` are lossy."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.m, self.norm, self.b = nn.Linear(7, 16), nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        return self.b(self.norm(self.m(h * (2.0 if h.shape[1] < 6 else 1.0))))
+
+
+def test_numbers_that_depend_on_exact_widths_are_compared_beside_lossy_cuts():
+    model = NormAfterBranch()
+    spaces = [keepk.channels("a", keep=4), keepk.channels("m", keep=10, lossy=True)]
+    before = state(model)
+    with pytest.raises(ShrinkError, match=r"with 4 of 'a', forward would not do what it did when it was traced"):
+        keepk.Pruner(model, spaces, example=vectors()).step()
+    assert same_state(before, model)
+    wide = [keepk.channels("a", keep=8), keepk.channels("m", keep=10, lossy=True)]
+    keepk.Pruner(model, wide, example=vectors()).step()
+    assert (model.a.out_features, model.m.out_features) == (8, 10)
+
+
 # Repeatable
 
 

@@ -147,14 +147,35 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shri
         return
     _refuse_wide_projection(model, edits, verb)
     workshop = Workshop(model, replays.runs[0][0].example, replays.device)
+    for part in (*_exact_part(graph, edits), edits):
+        _refuse_mismatch(workshop, graph, part, replays, verb)
+    replays.fitting.add(shapes)
+
+
+def _exact_part(graph: Graph, edits: Edits) -> list[Edits]:
+    """The exact units of a cut that removes lossy units as well; nothing if it removes units of one kind only.
+
+    Lossy units may change numbers in forward, such as a scale that depends on the width, so a cut with lossy units is
+    replayed without comparing numbers. Exact units may not, so they are replayed alone first.
+    """
+    lossy = graph.units.lossy[edits.units]
+    if not lossy.any() or lossy.all():
+        return []
+    try:
+        return [graph.edits(edits.units[~lossy])]
+    except ShrinkError:  # they cannot be removed alone: some lossy units must lose equal numbers
+        return []
+
+
+def _refuse_mismatch(workshop: Workshop, graph: Graph, edits: Edits, replays: Replays, verb: str) -> None:
+    """Refuse a cut whose replay differs from the trace, unless the cause of the difference is harmless."""
     found = replays.mismatch(workshop, graph, edits, lenient=True)
     if (
         found is None
         or found.step < 0  # a module refuses its new size before any operation; the cut itself will raise that
-        or _is_torchs_shortcut(model, graph, edits, found)
+        or _is_torchs_shortcut(workshop.model, graph, edits, found)
         or _has_changed_since(workshop, graph, edits, found)
     ):
-        replays.fitting.add(shapes)
         return
     step = replays.steps[max(found.step, 0)]
     where = Reason("", step.name, step.module, step.place)
