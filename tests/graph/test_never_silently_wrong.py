@@ -663,6 +663,156 @@ def test_numbers_that_depend_on_exact_widths_are_compared_beside_lossy_cuts():
     assert (model.a.out_features, model.m.out_features) == (8, 10)
 
 
+# Models that change after their trace
+
+
+class Anneals(Hidden):
+    """Divides by a temperature that the training loop changes; some paths double the channels where few are left."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature, self.rate = 1.0, 0.0
+
+    def between(self, h, x):
+        h = F.dropout(h / self.temperature, self.rate, self.training)
+        if self.training and h.shape[1] < 6:
+            return h * 2
+        return h * 3 if x.sum() > 1e3 and h.shape[1] < 6 else h
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("temperature", 0.97), ("rate", 0.1)])
+def test_a_model_that_changed_since_its_trace_is_compared_with_itself_as_it_is_now(attribute, value):
+    model, example = Anneals(), vectors()
+    graph = keepk.trace(model, example)
+    setattr(model, attribute, value)
+    before = state(model)
+    with pytest.raises(ShrinkError, match=r"with 4 of 'a', forward would not do what it did when it was traced"):
+        keepk.shrink(model, graph, range(12))
+    assert same_state(before, model)
+    keepk.shrink(model, graph, range(9))
+    assert model.a.out_features == 7
+
+
+class LazyMask(nn.Module):
+    """Builds a mask in the first forward; in train mode, `squeeze` drops the axis of a single remaining channel."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.a, self.o, self.aux = nn.Linear(7, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.dtype, self.mask = dtype, None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[1], x.shape[1], dtype=self.dtype).tril()
+        h = F.relu(self.a(x))
+        scores = h @ h.transpose(1, 2)
+        scores = scores.masked_fill(~self.mask, 0.0) if self.dtype is torch.bool else self.mask @ scores
+        y = self.o(scores @ h)
+        return (y, self.aux(h.sum(1).squeeze())) if self.training else y
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_cache_that_the_first_forward_fills_neither_hides_nor_causes_a_refusal(dtype):
+    model, example = LazyMask(dtype), torch.randn(4, 5, 7)
+    graph = keepk.trace(model, example)
+    model(example)
+    with pytest.raises(ShrinkError, match="in train mode"):
+        keepk.shrink(model, graph, range(7))
+    keepk.shrink(model, graph, range(4))
+    assert model.train()(example)[1].shape == (4, 3)
+
+
+class ScaledAttention(nn.Module):
+    """Lossy channels of `q` and `k`, whose number scales the scores, and exact ones of `m`."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(7, 8), nn.Linear(7, 8), nn.Linear(7, 6)
+        self.m, self.o = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        q, k = self.q(x), self.k(x)
+        h = F.relu(self.m((q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).softmax(-1) @ self.v(x)))
+        return self.o(h * 2 if self.training and h.shape[-1] < 5 else h)
+
+
+def test_a_lossy_cut_that_changes_a_number_does_not_hide_later_changes_of_exact_layers():
+    model, example = ScaledAttention(), torch.randn(3, 5, 7)
+    graph = keepk.trace(model, example)
+    lossy, exact = (next(it.units for it in graph.groups if bool(it.lossy) is kind) for kind in (True, False))
+    exact = next(it.units for it in graph.groups if it.name == "m")
+    keepk.shrink(model, graph, lossy[:3])
+    with pytest.raises(ShrinkError, match=r"with 4 of 'm', .*\(in train mode\)"):
+        keepk.shrink(model, graph, exact[:8])
+    keepk.shrink(model, graph, exact[:6])
+    assert model.m.out_features == 6
+
+
+class NormThenSqueeze(Hidden):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.temperature = nn.LayerNorm(16), 1.0
+
+    def between(self, h, _x):
+        return self.norm(h).squeeze() / self.temperature
+
+
+def test_a_lossy_cut_of_a_changed_model_is_refused_if_forward_would_fail():
+    model = NormThenSqueeze()
+    graph = keepk.trace(model, vectors())
+    model.temperature = 0.9
+    with pytest.raises(ShrinkError, match=r"with 1 of 'a'"):
+        keepk.shrink(model, graph, range(15))
+    keepk.shrink(model, graph, range(12))
+    assert model(vectors()).shape == (4, 3)
+
+
+def test_exact_channels_that_have_become_lossy_are_refused():
+    class MaySoftmax(Hidden):
+        softens = False
+
+        def between(self, h, _x):
+            return h.softmax(1) if self.softens else h
+
+    model = MaySoftmax()
+    graph = keepk.trace(model, vectors())
+    model.softens = True
+    with pytest.raises(ShrinkError, match=r"changed since it was traced: removing channels of 'a' now changes more"):
+        keepk.shrink(model, graph, range(4))
+
+
+class OneChannelEinsum(nn.Module):
+    """torch multiplies in an `einsum` over one channel, instead of calling `bmm`."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.a, self.w, self.aux = nn.Linear(7, 8), nn.Parameter(torch.randn(8, 3)), nn.Linear(8, 3)
+        self.case = case
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        if self.case == "dropout":
+            h = F.dropout(h, 0.3, self.training)
+        if self.case == "width" and x.sum() > 1e3 and h.shape[-1] == 1:
+            h = h * 3
+        if self.case == "branch" and x.sum() > 1e3:
+            h = h * 3
+        y = torch.einsum("bti,io->bto", h, self.w)
+        return (y, self.aux(h.sum(1).squeeze())) if self.case == "squeeze" and self.training else y
+
+
+@pytest.mark.parametrize("case", ["dropout", "branch", "width", "squeeze"])
+def test_every_pass_is_compared_where_torch_itself_differs_for_one_channel(case):
+    model, example = OneChannelEinsum(case), torch.randn(4, 5, 7)
+    graph = keepk.trace(model, example)
+    if case in ("width", "squeeze"):
+        with pytest.raises(ShrinkError, match="forward would not do what it did when it was traced"):
+            keepk.shrink(model, graph, range(7))
+        return
+    keepk.shrink(model, graph, range(7))
+    assert model.train()(example).shape == (4, 5, 3)
+
+
 # Repeatable
 
 

@@ -580,3 +580,23 @@ def test_a_state_of_another_model_is_told_in_short():
     ) as refused:
         keepk.Pruner(small, keepk.weights("*", keep=3, name="all")).load_state_dict(state)
     assert len(str(refused.value)) < 800
+
+
+@pytest.mark.parametrize("normed", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+def test_a_direction_of_weight_norm_keeps_a_weight(normed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the older of torch's two implementations
+        model = nn.Sequential(normed(nn.Linear(5, 8)), nn.ReLU(), nn.Linear(8, 2))
+    direction = next(parameter for name, parameter in model.named_parameters() if parameter.shape == (8, 5))
+    with torch.no_grad():
+        direction[3] *= 1e-3
+    before = copy.deepcopy(model.state_dict())
+    pruner = keepk.Pruner(model, keepk.weights("*", keep=60))
+    with pytest.raises(RankError, match=r"all weights of 1 of the 8 directions in '0\..*weight norm divides"):
+        pruner.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    pruner.close()
+    with torch.no_grad():
+        direction[3] *= 1e3
+    keepk.Pruner(model, keepk.weights("0.*", keep=50)).step()
+    assert model(torch.randn(4, 5)).isfinite().all()

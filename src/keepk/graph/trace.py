@@ -393,7 +393,7 @@ class _Watched:
     @property
     def replays(self) -> Replays:
         """All passes that a cut model must repeat before the cut is applied."""
-        return Replays((*self.runs, *self.spare), tuple(self.echoes))
+        return Replays((*self.runs, *self.spare), tuple(self.echoes), inputs=self.inputs)
 
     def is_repeated_by_others(self, workshop: Workshop, graph: Graph) -> bool:
         """Whether cut copies repeat the spare passes; one that differs becomes a run, to be probed like the others.

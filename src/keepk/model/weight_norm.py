@@ -50,12 +50,20 @@ def weight_grad_of(direction: Tensor, length: Tensor) -> Tensor | None:
     return length.grad * unit + along * direction.grad
 
 
+def dims_of_length(direction: Tensor, length: Tensor) -> list[int]:
+    """The dims of a direction over which its norm is taken: those that share one length.
+
+    >>> dims_of_length(torch.zeros(2, 3), torch.zeros(2, 1)), dims_of_length(torch.zeros(2, 3), torch.zeros(()))
+    ([1], [0, 1])
+    """
+    return [dim for dim in range(direction.ndim) if length.ndim == 0 or length.shape[dim] == 1]
+
+
 def _unit(direction: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """The unit vector v / |v|, and |v|, over the dims that share one length."""
     # In half precision a sum of squares overflows at 65,504 and loses small entries.
     wide = direction if direction.dtype == torch.float64 else direction.float()
-    dims = [dim for dim in range(wide.ndim) if length.ndim == 0 or length.shape[dim] == 1]
-    norm = torch.linalg.vector_norm(wide, dim=dims, keepdim=True)
+    norm = torch.linalg.vector_norm(wide, dim=dims_of_length(wide, length), keepdim=True)
     return wide / norm.where(norm > 0, 1), norm
 
 

@@ -20,6 +20,7 @@ from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
 from keepk.model.names import named_parameters, refuse_other_parameters
+from keepk.model.weight_norm import dims_of_length, lengths_of
 from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
 from keepk.plan.spaces import WeightSpace
@@ -253,7 +254,32 @@ class WeightSide:
                 self._warn_of_ranking(self.members[name], left[name], found)
                 cuts += zip(ranked, found, strict=True)
         masks = {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
+        self._refuse_empty_directions(masks, before)
         return replace(event, masks=masks, due=due)
+
+    def _refuse_empty_directions(self, masks: Masks, removed: Masks) -> None:
+        """Refuse an event that prunes every weight of a direction of weight norm: its weight would be 0 / 0.
+
+        Args:
+            masks: The new masks.
+            removed: Masks of the weights in channels that are removed. A direction may lose all weights with its
+                channel.
+        """
+        lengths, own = lengths_of(self._model), self.parameters
+        for name, mask in masks.items():
+            if (length := lengths.get(own[name])) is None:
+                continue
+            dims = dims_of_length(own[name], length)
+            empty = mask.all(dims)
+            if name in removed:
+                empty &= ~removed[name].all(dims)
+            if empty.any():
+                space = next(it for it, members in self.members.items() if name in members.parameters)
+                raise RankError(
+                    f"space {space!r}: all weights of {int(empty.sum())} of the {empty.numel()} directions in {name!r} "
+                    f"would be pruned, but weight norm divides by their norm. Remove weight norm before pruning "
+                    f"(torch.nn.utils.parametrize.remove_parametrizations), exclude {name!r}, or keep more weights."
+                )
 
     def apply(self, event: Event) -> Undo:
         """Store the masks of an event; `Session` zeroes the weights, and undoes this by its snapshot."""

@@ -42,7 +42,7 @@ from keepk.graph.tracer import MAY_DIFFER, Numbers, Recorded, Step, Tracer, cons
 from keepk.graph.values import CREATED, Answers
 from keepk.model.copies import META, Workshop
 from keepk.model.edits import Edits, Indices, Selection
-from keepk.model.example import Example
+from keepk.model.example import Example, TraceInputs
 from keepk.model.layers import SELECTED
 
 # torch computes a linear layer as one operation or two (a product and a sum), and the product with or without a batch
@@ -524,12 +524,14 @@ class Replays:
         echoes: Passes in train mode that repeat one of the runs except for dropout, each with its record.
         device: Where cut copies run: the meta device, or None for the model's own device if sizes depend on values.
         fitting: A cache for callers: the shapes of all tensors with which a cut model repeated every pass.
+        inputs: The inputs of the trace, with which a model that has changed is traced again.
     """
 
     runs: tuple[tuple[Run, Recorded], ...]
     echoes: tuple[tuple[Run, Recorded], ...] = ()
     device: torch.device | None = META
     fitting: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)
+    inputs: TraceInputs | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
         return self  # immutable apart from the cache, and large
@@ -544,6 +546,15 @@ class Replays:
     ) -> Mismatch | None:
         """The first difference between a cut copy and the traces; None if the copy repeats every pass.
 
+        See `mismatches` for the arguments.
+        """
+        return next(self.mismatches(workshop, graph, edits, lenient=lenient, modes=modes), None)
+
+    def mismatches(
+        self, workshop: Workshop, graph: Graph, edits: Edits, *, lenient: bool = False, modes: Modes = "all"
+    ) -> Iterator[Mismatch]:
+        """For each pass that a cut copy does not repeat, the first difference.
+
         Args:
             workshop: Makes the copy.
             graph: The graph of the model.
@@ -552,8 +563,8 @@ class Replays:
             modes: The passes to repeat: "all"; "runs", without the echoes; or "trained", each run replaced by its echo
                 where it has one, which covers train mode in the time of the runs alone.
 
-        Returns:
-            The mismatch; its `step` counts through `steps`, the operations of all passes.
+        Yields:
+            Mismatches; their `step` counts through `steps`, the operations of all passes.
         """
         passes = (*self.runs, *(self.echoes if modes == "all" else ()))
         if modes == "trained":
@@ -563,8 +574,7 @@ class Replays:
             if found is not None:
                 found.run = run
                 found.step += self._offset(recorded) if found.step >= 0 else 0
-                return found
-        return None
+                yield found
 
     def _echo_of(self, run: Run) -> list[tuple[Run, Recorded]]:
         same = (it for it in self.echoes if it[0].example is run.example and it[0].answers == run.answers)

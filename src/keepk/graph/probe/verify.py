@@ -1,23 +1,26 @@
 """Checks of a cut on copies of the model: compare outputs (`verify`), or replay forward (`refuse_unfit`)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from keepk.errors import ShrinkError
+from keepk.errors import ShrinkError, TraceError
 from keepk.graph.graph import Graph
 from keepk.graph.ids.atoms import tensors_kept_by
 from keepk.graph.ids.facts import Reason
 from keepk.graph.probe.repairs import passing_through
-from keepk.graph.probe.replay import Mismatch, Replays
+from keepk.graph.probe.replay import Mismatch, Replays, Run
+from keepk.graph.trace import trace_inputs
+from keepk.graph.tracer import Tracer
 from keepk.model.copies import Workshop
 from keepk.model.edits import Edits, Indices, doomed, silencing
 from keepk.model.example import Example, not_a_model
 from keepk.model.names import named_tensors, sharded, unwrap
-from keepk.model.torch_internals import tree_map
+from keepk.model.torch_internals import TorchDispatchMode, tree_map
 from keepk.model.weight_norm import lengths_of
 
 TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
@@ -73,14 +76,14 @@ def verify(model: nn.Module, graph: Graph, example: Any, *, share: float = 0.5, 
 
 
 class _Trial:
-    """Compares cut and masked copies of one model."""
+    """Compares cut and masked copies of one model in one pass; by default, the example of the workshop in eval mode."""
 
-    def __init__(self, workshop: Workshop, graph: Graph) -> None:
-        self._workshop, self._graph = workshop, graph
+    def __init__(self, workshop: Workshop, graph: Graph, run: Run | None = None) -> None:
+        self._workshop, self._graph, self._run = workshop, graph, run or Run(workshop.example)
 
     def difference(self, edits: Edits) -> float:
         """The largest difference between the outputs of a cut and a masked copy, relative to the largest output."""
-        cut, masked = (self._workshop.copy(it).double() for it in (edits, None))
+        cut, masked = (self._workshop.copy(it, training=self._run.training).double() for it in (edits, None))
         _silence(masked, edits)
         return _largest_difference(*(self._outputs(twin) for twin in (masked, cut)))
 
@@ -92,10 +95,27 @@ class _Trial:
         return [repr(self._graph.groups[number].name) for number in np.unique(names)]
 
     def _outputs(self, twin: nn.Module) -> list[Tensor]:
-        with self._workshop.running() as example:
+        run, without_dropout = self._run, _WithoutDropout()  # type: ignore[no-untyped-call]  # torch's own
+        with self._workshop.running(run.example, gradients=run.gradients) as example, without_dropout:
             torch.manual_seed(0)  # so that both copies draw the same numbers; `running` restores the user's state
-            output = twin(*example.arguments, **example.by_name)
-        return tensors_kept_by(output)
+            if run.answers:  # a tracer gives them to Python in place of the real values
+                tracer = Tracer(twin, {}, run.answers)
+                tracer.label_tensors()
+                output = tracer.follow(example.arguments, example.by_name)
+            else:
+                output = twin(*example.arguments, **example.by_name)
+        return [tensor.detach() for tensor in tensors_kept_by(output)]
+
+
+class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Makes dropout keep everything: a cut copy would draw other numbers than a masked one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bernoulli_.float:  # then divided by the probability, which gives ones
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        return func(*args, **(kwargs or {}))
 
 
 def _in_float64(example: Example) -> Example:
@@ -146,9 +166,15 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shri
     if shapes in replays.fitting:
         return
     _refuse_wide_projection(model, edits, verb)
-    workshop = Workshop(model, replays.runs[0][0].example, replays.device)
-    for part in (*_exact_part(graph, edits), edits):
-        _refuse_mismatch(workshop, graph, part, replays, verb)
+    standard, parts = graph, [*_exact_part(graph, edits), edits]
+    found = _first_harmful(model, standard, parts)
+    if found is not None and _has_changed_since(model, graph):
+        # The old trace is no longer the standard for the cut model. The uncut model as it is now is.
+        standard = _traced_again(model, graph, verb)
+        parts = [_with_units_of(standard, graph, part, verb) for part in parts]
+        found = _first_harmful(model, standard, parts)
+    if found is not None:
+        raise _unfit(standard, *found, verb)
     replays.fitting.add(shapes)
 
 
@@ -167,22 +193,72 @@ def _exact_part(graph: Graph, edits: Edits) -> list[Edits]:
         return []
 
 
-def _refuse_mismatch(workshop: Workshop, graph: Graph, edits: Edits, replays: Replays, verb: str) -> None:
-    """Refuse a cut whose replay differs from the trace, unless the cause of the difference is harmless."""
-    found = replays.mismatch(workshop, graph, edits, lenient=True)
-    if (
-        found is None
-        or found.step < 0  # a module refuses its new size before any operation; the cut itself will raise that
-        or _is_torchs_shortcut(workshop.model, graph, edits, found)
-        or _has_changed_since(workshop, graph, edits, found)
-    ):
-        return
+def _first_harmful(model: nn.Module, graph: Graph, parts: Sequence[Edits]) -> tuple[Edits, Mismatch] | None:
+    """The first part of a cut whose replay differs from the trace in a way that is not harmless, and the difference."""
+    replays = graph.replays
+    assert replays is not None
+    workshop = Workshop(model, replays.runs[0][0].example, replays.device)
+    for part in parts:
+        for found in replays.mismatches(workshop, graph, part, lenient=True):
+            if found.step < 0:  # a module refuses its new size before any operation; the cut itself will raise that
+                break
+            if not _is_torchs_shortcut(model, graph, part, found):
+                return part, found
+    return None
+
+
+def _unfit(graph: Graph, edits: Edits, found: Mismatch, verb: str) -> ShrinkError:
+    replays = graph.replays
+    assert replays is not None
     step = replays.steps[max(found.step, 0)]
     where = Reason("", step.name, step.module, step.place)
-    raise ShrinkError(
+    return ShrinkError(
         f"{verb}: with {_widths(graph, edits, replays, found)}, forward would not do what it did when it was traced "
         f"({found.run}): {found.why}{where}. Nothing was changed. {REMEDIES[verb]}"
     )
+
+
+def _has_changed_since(model: nn.Module, graph: Graph) -> bool:
+    """Whether the uncut model does not repeat its trace: it filled a cache, or a temperature or dropout changed."""
+    replays = graph.replays
+    assert replays is not None
+    workshop = Workshop(model, replays.runs[0][0].example, replays.device)
+    return replays.mismatch(workshop, graph, graph.edits([]), lenient=True) is not None
+
+
+def _traced_again(model: nn.Module, graph: Graph, verb: str) -> Graph:
+    """A new graph of a model that has changed since it was traced.
+
+    Raises:
+        ShrinkError: The model can no longer be traced.
+    """
+    assert graph.replays is not None
+    assert graph.replays.inputs is not None  # every graph of keepk.trace has them
+    try:
+        return trace_inputs(model, graph.replays.inputs)
+    except TraceError as error:
+        raise ShrinkError(
+            f"{verb}: the model has changed since it was traced, and it cannot be traced again: {error} "
+            f"Nothing was changed."
+        ) from error
+
+
+def _with_units_of(again: Graph, graph: Graph, edits: Edits, verb: str) -> Edits:
+    """The same cut with the units of another graph of the same model.
+
+    Raises:
+        ShrinkError: The cut has exact units only, and some of them are lossy in the other graph.
+    """
+    units = again.lost(edits.cuts)
+    lossy = again.units.lossy[units]
+    if lossy.any() and not graph.units.lossy[edits.units].any():
+        layer = again.groups[int(again.units.group[units[lossy][0]])]
+        raise ShrinkError(
+            f"{verb}: the model has changed since it was traced: removing channels of {layer.name!r} now changes more "
+            f"than zeroing them would ({layer.lossy}). Nothing was changed. Trace the model again, or make a new "
+            f"Pruner."
+        )
+    return replace(edits, units=units)
 
 
 def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
@@ -200,42 +276,23 @@ def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
             )
 
 
-def _has_changed_since(workshop: Workshop, graph: Graph, edits: Edits, found: Mismatch) -> bool:
-    """Whether a mismatch is due to changes of the model since its trace: it filled a cache, or dropout was changed.
-
-    Then the uncut model does not repeat its trace either. The replay says nothing about the cut, so for exact units the
-    outputs of a cut and a masked copy are compared instead.
-    """
-    assert graph.replays is not None
-    if graph.replays.mismatch(workshop, graph, graph.edits([]), lenient=True) is None:
-        return False
-    return bool(graph.units.lossy[edits.units].any()) or _computes_the_same(workshop.model, graph, edits, found)
-
-
-def _computes_the_same(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
-    """Whether a cut and a masked copy of the model give the same outputs in eval mode."""
-    assert found.run is not None
-    trial = _Trial(Workshop(model, _in_float64(found.run.example), None), graph)
-    try:
-        return trial.difference(edits) <= TOLERANCE
-    except Exception:  # forward may raise anything on a copy that it does not fit
-        return False
-
-
 def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mismatch) -> bool:
     """Whether a mismatch comes from torch itself, which uses other operations for a single channel.
 
-    For example, `einsum` multiplies instead of calling `bmm`. The outputs of a cut and a masked copy are compared to
-    find out, which works in eval mode and for exact units.
+    For example, `einsum` multiplies instead of calling `bmm`. To find out, the same pass is run with weights on a cut
+    and on a masked copy, and their outputs are compared, which works for exact units.
     """
     alive = graph.alive.copy()
     alive[edits.units] = False
     blocks = [block for blocks in graph.choices() for block in blocks if np.isin(block, edits.units).any()]
     if all(alive[block].sum() > 1 for block in blocks) or graph.units.lossy[edits.units].any():
         return False
-    if found.run is None or found.run.training or found.run.answers:
+    assert found.run is not None
+    run = replace(found.run, example=_in_float64(found.run.example))
+    try:
+        return _Trial(Workshop(model, run.example, None), graph, run).difference(edits) <= TOLERANCE
+    except Exception:  # forward may raise anything on a copy that it does not fit
         return False
-    return _computes_the_same(model, graph, edits, found)
 
 
 def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> str:
