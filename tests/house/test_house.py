@@ -128,6 +128,7 @@ def test_the_public_names():
         "l1",
         "l1_l2",
         "l2",
+        "lamp",
         "magnitude",
         "norm",
         "outgoing",

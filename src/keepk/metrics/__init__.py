@@ -11,6 +11,19 @@ tensor([3., 1., 2.])
 
 from keepk.metrics.channels import blend, bn_scale, l1, l1_l2, l2, norm, outgoing, product
 from keepk.metrics.statistics import taylor
-from keepk.metrics.weights import magnitude, random
+from keepk.metrics.weights import lamp, magnitude, random
 
-__all__ = ["blend", "bn_scale", "l1", "l1_l2", "l2", "magnitude", "norm", "outgoing", "product", "random", "taylor"]
+__all__ = [
+    "blend",
+    "bn_scale",
+    "l1",
+    "l1_l2",
+    "l2",
+    "lamp",
+    "magnitude",
+    "norm",
+    "outgoing",
+    "product",
+    "random",
+    "taylor",
+]
