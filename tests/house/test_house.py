@@ -123,8 +123,10 @@ def test_the_public_names():
         ]
     )
     assert keepk.metrics.__all__ == [
+        "activation",
         "blend",
         "bn_scale",
+        "fisher",
         "l1",
         "l1_l2",
         "l2",
@@ -135,6 +137,7 @@ def test_the_public_names():
         "product",
         "random",
         "taylor",
+        "wanda",
     ]
     for name in keepk.__all__:
         assert getattr(keepk, name).__doc__

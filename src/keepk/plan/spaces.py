@@ -13,7 +13,7 @@ from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
 
 # The metrics of keepk.metrics as they are written in a call, for errors about metrics that are passed as strings.
-OF_WEIGHTS = ("magnitude", "lamp", "random(seed=0)")
+OF_WEIGHTS = ("magnitude", "lamp", "random(seed=0)", "fisher(statistics)", "wanda(statistics)")
 OF_CHANNELS = (
     "l1",
     "l2",
@@ -25,6 +25,8 @@ OF_CHANNELS = (
     "blend(alpha=0.5)",
     "random(seed=0)",
     "taylor(statistics)",
+    "fisher(statistics)",
+    'activation(statistics, kind="mean")',
 )
 
 
