@@ -158,9 +158,13 @@ def run(net, example, *, keep, kind="mean", seen=None, **options):
     return seen, keepk.Pruner(net, space, example=example)
 
 
+def layers_of(pruner):
+    return pruner._session.channels.layers("c")
+
+
 def scores_of(pruner, seen, kind):
     metric = keepk.metrics.activation(seen, kind=kind)
-    return {layer.name: metric(layer).tolist() for layer in pruner._session.channels.layers("c")}
+    return {layer.name: metric(layer).tolist() for layer in layers_of(pruner)}
 
 
 def test_the_activation_of_a_channel_is_what_a_loop_computes():
@@ -184,21 +188,60 @@ def test_the_activation_of_a_channel_is_what_a_loop_computes():
     assert exercised == 2 * 3 * (18 + 12 + 6 + 4 + 7)
 
 
+class Dense(nn.Module):
+    """Two BatchNorms read the first convolution: one alone, one as part of a concatenation."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm1, self.second = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3, padding=1)
+        self.norm2, self.third, self.head = nn.BatchNorm2d(7), nn.Conv2d(7, 5, 3), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(self.third(self.read(x)["norm2"]).relu().mean((2, 3)))
+
+    def read(self, x):
+        first = self.first(x)
+        one = self.norm1(first).relu()
+        return {"norm1": one, "norm2": self.norm2(torch.cat([first, self.second(one)], 1)).relu()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reads_of_a_batchnorm_are_separate_units(kind):
+    """A channel counts once for each BatchNorm that reads it, with the activation that this BatchNorm makes of it."""
+    net = made(Dense).eval()
+    seen = keepk.Statistics(net)
+    metric = keepk.metrics.activation(seen, kind=kind)
+    space = keepk.channels(["norm1", "norm2"], keep=6, metric=metric, name="c", at="input")
+    pruner = keepk.Pruner(net, space, example=PICTURES[0])
+    with torch.no_grad():
+        for batch in PICTURES:
+            net(batch)
+        twin = copy.deepcopy(net)
+        read = {name: torch.cat([twin.read(it)[name] for it in PICTURES]) for name in ("norm1", "norm2")}
+    means = {
+        "mean": lambda x: x.abs().mean((0, 2, 3)),
+        "l2": lambda x: x.square().mean((0, 2, 3)).sqrt(),
+        "apoz": lambda x: (x != 0).double().mean((0, 2, 3)),
+    }[kind]
+    wanted = sorted(float(it) for inputs in read.values() for it in means(inputs))
+    got = sorted(it for layer in layers_of(pruner) for it in metric(layer).tolist())
+    assert got == pytest.approx(wanted, rel=1e-5)
+    assert len(got) == 11
+    pruner.step()
+    assert pruner.kept == {"c": 6}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_least_active_channels_go(kind):
     net = made(Flattened)
     seen, pruner = run(net, PICTURES[0], keep=7, kind=kind)
     for batch in PICTURES:
         net(batch)
-    ranked = [(score, layer, n) for layer, row in scores_of(pruner, seen, kind).items() for n, score in enumerate(row)]
-    before = {name: net.get_parameter(f"{name}.weight").detach().clone() for name in ("conv", "fc")}
+    metric = keepk.metrics.activation(seen, kind=kind)
+    scores = {u: s for it in layers_of(pruner) for u, s in zip(it.units.tolist(), metric(it).tolist(), strict=True)}
+    best = sorted(scores, key=lambda unit: (-scores[unit], unit))[:7]
     pruner.step()
-    best = sorted(ranked)[-7:]
-    for layer in before:
-        kept = sorted(number for _, name, number in best if name == layer)
-        now = net.get_parameter(f"{layer}.weight").detach()
-        assert torch.equal(now.flatten(1)[:, :9], before[layer][kept].flatten(1)[:, :9]) or layer == "fc"
-        assert len(now) == len(kept)
+    assert sorted(best) == [unit for layer in layers_of(pruner) for unit in layer.units.tolist()]
 
 
 def test_train_and_eval_mode_with_and_without_gradients_all_count():
@@ -534,6 +577,40 @@ def test_wrong_uses_are_refused():
         keepk.Pruner(net, keepk.channels("*", keep=6, metric=keepk.metrics.wanda(seen)), example=PICTURES[0])
     with pytest.raises(SpaceError, match="reads the statistics of another model"):
         run(net, PICTURES[0], keep=6, seen=keepk.Statistics(made(Flattened)))
+
+
+def test_a_pruner_that_is_refused_leaves_no_hooks():
+    net = made(Convnet)
+    seen, other = keepk.Statistics(net), keepk.Statistics(net)
+    spaces = [
+        keepk.channels("first", keep=4, metric=keepk.metrics.activation(seen)),
+        keepk.weights("head.*", keep=3, metric=keepk.metrics.wanda(other)),
+    ]
+    with pytest.raises(RankError, match=r"'head.bias' of shape \(3,\) is not the weight"):
+        keepk.Pruner(net, spaces, example=PICTURES[0])
+    assert not hooks_of(net)
+
+
+def test_a_checkpoint_keeps_the_state(tmp_path):
+    def started():
+        net = made(Flattened)
+        seen = keepk.Statistics(net)
+        spaces = [
+            keepk.channels("*", keep=6, metric=keepk.metrics.activation(seen), name="c"),
+            keepk.weights("head.weight", keep=3, metric=keepk.metrics.fisher(seen), name="w"),
+        ]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return net, seen, optimizer, keepk.Pruner(net, spaces, optimizer, example=PICTURES[0])
+
+    net, seen, optimizer, pruner = started()
+    net(PICTURES[0]).square().mean().backward()
+    seen.update()
+    extra = {"statistics": seen.state_dict()}
+    keepk.save_checkpoint(tmp_path, model=net, optimizer=optimizer, pruner=pruner, extra=extra)
+    again, other, its_optimizer, second = started()
+    found = keepk.load_checkpoint(tmp_path, model=again, optimizer=its_optimizer, pruner=second)
+    other.load_state_dict(found["statistics"])
+    assert (other.batches, scores_of(second, other, "mean")) == (1, scores_of(pruner, seen, "mean"))
 
 
 def test_within_an_epoch_a_state_goes_on():

@@ -209,8 +209,9 @@ class Wanda:
 
     def __call__(self, weight: Tensor, name: str) -> Tensor:
         """One score for each weight of a parameter."""
-        norms = self.statistics.input_norms(name)
-        return weight.abs().to(norms) * norms.to(weight.device)
+        # A product in half precision could overflow.
+        wide = weight if weight.dtype == torch.float64 else weight.float()
+        return wide.abs() * self.statistics.input_norms(name).to(wide)
 
 
 @makes_metrics("keepk.metrics.wanda(statistics)")

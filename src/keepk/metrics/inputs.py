@@ -196,16 +196,17 @@ class InputSums:
         if not others:  # one unbatched row
             wide, others = wide[None], [0]
         # abs().sum() writes a temporary, and is still several times as fast as vector_norm(1).
-        sizes = wide.abs()
-        first = sizes.sum(others)
-        found = {1: first}
+        found = dict[int, Tensor]()
         if 2 in self.orders:
             found[2] = wide.square().sum(others)
-        if 0 in self.orders:
-            found[0] = sizes.sign_().sum(others)
+        if self.orders != (2,):
+            sizes = wide.abs()
+            found[1] = sizes.sum(others)  # also without order 1: sign() turns NaN into 0, so a count does not show it
+            if 0 in self.orders:
+                found[0] = sizes.sign_().sum(others)
+        # A tensor, because bool() would wait for the device.
+        counts = torch.stack([*found.values()]).isfinite().all().to(self._sums.device)
         parts = torch.stack([found[order] for order in self.orders]).to(self._sums)
-        # A tensor, because bool() would wait for the device. The first order is always computed: sign() turns NaN to 0.
-        counts = first.isfinite().all().to(self._sums.device) & parts.isfinite().all()
         self._sums += torch.where(counts, parts, 0)
         self._values += counts * (wide.numel() // self._features)
         self._calls += counts

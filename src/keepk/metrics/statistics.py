@@ -116,10 +116,12 @@ class Statistics:
     scaler skips, is not counted. Under DDP, gradients are averaged, so all processes have the same statistics.
 
     **Activations.** Every forward pass of the model counts, in train or eval mode, with or without gradients; `update`
-    is not needed. Use `paused` for passes that should not count, such as validation. They are collected by forward
-    hooks, which exist from the time the Pruner is made until its plan ends, the Pruner is closed, or `close` is called.
-    The hooks change nothing, except that torch's fused kernel for a whole `nn.TransformerEncoderLayer` in eval mode is
-    not used while there are any. In a distributed run, `Pruner.step` sums over all processes.
+    is not needed. Use `paused` for passes that should not count, such as validation, `keepk.recalibrate` and
+    `keepk.latency`. Passes of copies, and those that activation checkpointing repeats, do not count. A pass in which
+    the input of a layer is NaN or infinite is not counted for this layer. Activations are collected by forward hooks,
+    which exist from the time the Pruner is made until its plan ends, the Pruner is closed, or `close` is called. The
+    hooks change nothing, except that torch does not use its fused kernel for a whole `nn.TransformerEncoderLayer` in
+    eval mode while there are any. In a distributed run, `Pruner.step` sums over all processes.
 
     Nothing in the model changes. After each `Pruner.step`, and after a state was loaded into the Pruner, the statistics
     start over with the remaining units. A checkpoint written right after an event therefore does not need them. For a
@@ -434,21 +436,21 @@ class Statistics:
                     f"that is passed to the Pruner: Statistics(model)."
                 )
         gates = [_gates(use, layer) for use in uses if use.reads == "products" for layer in use.layers]
-        self._squares = {key: it for use in uses if use.reads == "squares" for key, it in _squares(use)}
+        squares = {key: it for use in uses if use.reads == "squares" for key, it in _squares(use)}
         self._follow_inputs([use for use in uses if use.reads == "inputs"], collect=collect)
-        self._gates = tuple(gates)
+        self._gates, self._squares = tuple(gates), squares
         self._units = np.concatenate([it.layer.units for it in gates]) if gates else np.zeros(0, np.int64)
         self.reset()
 
     def _follow_inputs(self, uses: Sequence[Use], *, collect: bool) -> None:
         """Hook the layers whose inputs metrics read, in place of the layers that are hooked now."""
-        self.release()
         owners = layers_by_weight(self._model) if uses else {}
         wanted = dict[nn.Parameter, set[Order]]()
-        self._weights = {name: it for use in uses for name, it in use.parameters.items()}
         for use in uses:
             for weight in _readers(use, owners):
                 wanted.setdefault(weight, set()).add(getattr(use.metric, "order", 2))
+        self.release()
+        self._weights = {name: it for use in uses for name, it in use.parameters.items()}
         self._inputs = {
             weight: [InputSums(name, weight, it, [*orders], self._switch) for name, it in owners[weight]]
             for weight, orders in wanted.items()
@@ -483,7 +485,7 @@ class Statistics:
         """
         return {
             "version": VERSION,
-            "units": torch.from_numpy(self._units.copy()),
+            "units": torch.tensor(self._units.tolist(), dtype=torch.int64),
             "batches": int(self._batches),
             "with_gradient": list(self._with_gradient),
             "sums": self._sums.clone(),

@@ -178,7 +178,12 @@ class Session:
         self.channels.warn_of_uncounted()
         self.frozen: tuple[nn.Parameter, ...] = ()
         self.enter_epoch(0)
-        self.follow_statistics()
+        try:
+            self.follow_statistics()
+        except Exception:
+            for statistics in self.statistics:  # no Pruner is made, so no hooks may stay
+                statistics.release()
+            raise
 
     # Counts and masks ------------------------------------------------------------------------------------------------
 
