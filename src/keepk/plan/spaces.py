@@ -277,8 +277,9 @@ def _refuse_non_metric(called: str, metric: object, metrics: Sequence[str]) -> N
         calls = {call.partition("(")[0]: call for call in metrics}
         likely = get_close_matches(metric, calls, n=1 if metric in calls else 3, cutoff=0.4) or list(calls)[:3]
         remedy += f": {' or '.join(f'keepk.metrics.{calls[it]}' for it in likely)}"
-        if metric not in calls and metric in names_of(OF_CHANNELS):
-            remedy += f"; keepk.metrics.{metric} ranks channels"
+        for kind, others in (("channels", OF_CHANNELS), ("weights", OF_WEIGHTS)):
+            if metric not in calls and metric in names_of(others):
+                remedy += f"; keepk.metrics.{metric} ranks {kind}"
     raise SpaceError(f"space {called!r}: metric={shown(metric)} is not callable. {remedy}.")
 
 
