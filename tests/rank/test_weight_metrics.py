@@ -83,5 +83,5 @@ def test_lamp_says_how_it_can_be_used():
         keepk.Pruner(net, keepk.channels("0", keep=3, metric=keepk.metrics.lamp), example=torch.zeros(2, 12))
     with pytest.raises(keepk.errors.SpaceError, match=r"is not callable. Pass a function, .*: keepk.metrics.lamp"):
         keepk.weights("*", keep=3, metric=untyped("lamp"))
-    with pytest.raises(keepk.errors.SpaceError, match="is not callable.*; keepk.metrics.wanda ranks weights"):
+    with pytest.raises(keepk.errors.SpaceError, match=r"is not callable.*; keepk.metrics.wanda ranks weights"):
         keepk.channels("*", keep=3, metric=untyped("wanda"))
