@@ -54,6 +54,7 @@ docs: $(DOCS_INSTALLED)  ## build the documentation into site/, with warnings as
 bench: $(INSTALLED)  ## repeat the benchmarks that need only keepk; writes to results/benchmarks/
 	$(BIN)/python benchmarks/select_event.py --limit-gb 16 --out results/benchmarks/select_event.json
 	$(BIN)/python benchmarks/hold_masks.py --out results/benchmarks/hold_masks.json
+	$(BIN)/python benchmarks/collect_statistics.py --out results/benchmarks/collect_statistics.json
 	$(BIN)/python benchmarks/annealed_run.py --threads 1 --out results/benchmarks/annealed_run.json
 	$(BIN)/python benchmarks/inference.py --threads 1 --out results/benchmarks/inference.json
 	$(BIN)/python benchmarks/paper_sizes.py --out results/benchmarks/paper_sizes.json

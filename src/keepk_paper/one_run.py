@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from keepk.metrics.channels import blend, bn_scale, l1
-from keepk.metrics.statistics import taylor
+from keepk.metrics.from_statistics import taylor
 from keepk.metrics.weights import random
 from keepk.model.costs import layer_costs
 from keepk.plan.schedules import Annealing, OneShot

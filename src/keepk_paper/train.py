@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from keepk.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from keepk.errors import DataError
-from keepk.metrics.statistics import Statistics, taylor
+from keepk.metrics.from_statistics import taylor
+from keepk.metrics.statistics import Statistics
 from keepk.metrics.weights import random
 from keepk.model.costs import layer_costs
 from keepk.model.names import named_parameters

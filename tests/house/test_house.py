@@ -123,17 +123,21 @@ def test_the_public_names():
         ]
     )
     assert keepk.metrics.__all__ == [
+        "activation",
         "blend",
         "bn_scale",
+        "fisher",
         "l1",
         "l1_l2",
         "l2",
+        "lamp",
         "magnitude",
         "norm",
         "outgoing",
         "product",
         "random",
         "taylor",
+        "wanda",
     ]
     for name in keepk.__all__:
         assert getattr(keepk, name).__doc__

@@ -36,7 +36,7 @@ from keepk.plan.names import shortened, shown
 
 At = Literal["output", "input"]
 Ranks = Literal["weights", "channels"]
-Needs = Literal["weights", "gradients"]
+Needs = Literal["weights", "gradients", "activations"]
 Over = Literal["space", "layer"]
 Metric = TypeVar("Metric", bound=Callable[..., Any])
 ALLOWED = {"ranks": get_args(Ranks), "needs": get_args(Needs), "over": get_args(Over)}
@@ -188,8 +188,36 @@ class Slices:
     @property
     def grad(self) -> Tensor | None:
         """The gradient in the same shape, or None."""
+        grad = self.whole_grad
+        return None if grad is None else self._places.take(grad)
+
+    @property
+    def whole_grad(self) -> Tensor | None:
+        """The gradient of the whole parameter, including entries of other channels, or None."""
         grad = self._parameter.grad if self._length is None else weight_grad_of(self._parameter, self._length)
-        return None if grad is None else self._places.take(grad.detach())
+        return None if grad is None else grad.detach()
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The entries of the channels in a tensor of the parameter's shape, channels first like `tensor`."""
+        return self._places.take(whole)
+
+    def inputs(self, axis: int, groups: int = 1) -> NDArray[np.int64] | None:
+        """The input features that the channels are, for a weight that reads them: an array of shape [channels, ...].
+
+        Args:
+            axis: The axis of the weight that belongs to the layer's input.
+            groups: The number of groups, if the layer is a convolution.
+
+        Returns:
+            The positions in the layer's input; None if the channels are not on this axis.
+        """
+        places, per_group = self._places, self._parameter.shape[axis]
+        if places.axis != axis:
+            return None
+        if places.rows is not None:  # a grouped convolution, whose rows read different channels
+            return places.rows // (self._parameter.shape[0] // groups) * per_group + places.index
+        by_group = places.index[:, None, :] + np.arange(groups)[None, :, None] * per_group
+        return by_group.reshape(len(places.index), -1)
 
     @property
     def versions(self) -> tuple[int, int]:

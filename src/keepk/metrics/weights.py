@@ -40,6 +40,44 @@ def magnitude(weight: Tensor) -> Tensor:
     return weight.abs()
 
 
+@describes(ranks=("weights",), needs=("weights",), over="layer")
+def lamp(weight: Tensor) -> Tensor:
+    r"""LAMP, the layer-adaptive magnitude (Lee et al. 2021): a weight's share of the weights at least as large.
+
+    .. math:: R(w_u) = w_u^2 \Big/ \sum_{v:\, |w_v| \ge |w_u|} w_v^2
+
+    The sum is over the same tensor, so the order within a tensor is that of the magnitudes, and scores of different
+    tensors are comparable: one ranking over all layers finds a suitable share for each. Equal magnitudes have equal
+    scores. Pruned weights are 0.0, so they add nothing to a sum and score 0.
+
+    The largest weight of a tensor scores 1 (or 1/n, if n weights are tied). A short bias therefore ranks above most
+    weights; leave biases out of the space, as the authors do.
+
+    Args:
+        weight: A parameter, of any shape.
+
+    Returns:
+        The scores, of the same shape, in float64 (float32 on MPS).
+
+    >>> lamp(torch.tensor([[0.0, -2.0], [1.0, 2.0]]))
+    tensor([[0.0000, 0.5000],
+            [0.1111, 0.5000]], dtype=torch.float64)
+    """
+    # MPS has no float64.
+    sizes = weight.abs().to(torch.float32 if weight.device.type == "mps" else torch.float64).flatten()
+    if not len(sizes):
+        return sizes.reshape(weight.shape)
+    largest = sizes.max()
+    # Scores do not depend on the scale. Relative to the largest weight, squares neither overflow nor vanish.
+    ascending, order = (sizes / torch.where(largest > 0, largest, 1)).square().sort(stable=True)
+    at_least = ascending.flip(0).cumsum(0).flip(0)
+    # Tied weights share the sum that begins with the first of them, so that their scores are exactly equal.
+    at_least = at_least[torch.searchsorted(ascending, ascending)]
+    scores = torch.empty_like(ascending)
+    scores[order] = ascending / torch.where(at_least > 0, at_least, 1)
+    return scores.reshape(weight.shape)
+
+
 @dataclass(frozen=True)
 class Random:
     """Random scores of weights or channels; see `random`."""

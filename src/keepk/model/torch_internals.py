@@ -8,6 +8,7 @@ import torch
 
 try:
     from torch._C import DisableTorchFunction
+    from torch._C import _current_graph_task_id as current_graph_task_id
     from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
     from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]  # missing in torch's types
     from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
@@ -35,6 +36,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "WeightNormParametrization",
+    "current_graph_task_id",
     "disable_current_modes",
     "get_mkldnn_enabled",
     "make_subclass",

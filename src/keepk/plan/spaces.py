@@ -13,7 +13,7 @@ from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
 
 # The metrics of keepk.metrics as they are written in a call, for errors about metrics that are passed as strings.
-OF_WEIGHTS = ("magnitude", "random(seed=0)")
+OF_WEIGHTS = ("magnitude", "lamp", "random(seed=0)", "fisher(statistics)", "wanda(statistics)")
 OF_CHANNELS = (
     "l1",
     "l2",
@@ -25,6 +25,8 @@ OF_CHANNELS = (
     "blend(alpha=0.5)",
     "random(seed=0)",
     "taylor(statistics)",
+    "fisher(statistics)",
+    'activation(statistics, kind="mean")',
 )
 
 
@@ -275,8 +277,9 @@ def _refuse_non_metric(called: str, metric: object, metrics: Sequence[str]) -> N
         calls = {call.partition("(")[0]: call for call in metrics}
         likely = get_close_matches(metric, calls, n=1 if metric in calls else 3, cutoff=0.4) or list(calls)[:3]
         remedy += f": {' or '.join(f'keepk.metrics.{calls[it]}' for it in likely)}"
-        if metric not in calls and metric in names_of(OF_CHANNELS):
-            remedy += f"; keepk.metrics.{metric} ranks channels"
+        for kind, others in (("channels", OF_CHANNELS), ("weights", OF_WEIGHTS)):
+            if metric not in calls and metric in names_of(others):
+                remedy += f"; keepk.metrics.{metric} ranks {kind}"
     raise SpaceError(f"space {called!r}: metric={shown(metric)} is not callable. {remedy}.")
 
 

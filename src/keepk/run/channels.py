@@ -23,8 +23,9 @@ from keepk.graph.graph import Graph
 from keepk.graph.ids.maps import Flags
 from keepk.graph.probe.verify import refuse_unfit
 from keepk.metrics.channels import bn_scale, channel_scores, default_metric, product, reads_scales
+from keepk.metrics.from_statistics import collected_terms
 from keepk.metrics.layers import Layer, Parameters, layers_of
-from keepk.metrics.statistics import Statistics, statistics_of
+from keepk.metrics.statistics import Use
 from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
 from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
 from keepk.model.weight_norm import lengths_of
@@ -242,10 +243,6 @@ class ChannelSide:
         self._floors = {
             layer.name: it.space.floor_of(len(layer.units)) for it in members.values() for layer in it.layers
         }
-        self._statistics = dict[Statistics, list[str]]()  # by object, the spaces whose metrics read it
-        for name, it in members.items():
-            for statistics in statistics_of(it.space.metric):
-                self._statistics.setdefault(statistics, []).append(name)
         # Where the counts of layers depend on each other, keep a chain of splits that leads to K; see `plan.portions`.
         self._chains = dict[str, tuple[Split, ...]]()
         for name, it in members.items():
@@ -264,10 +261,11 @@ class ChannelSide:
             layers = [(u.layer, u.channels, u.width, u.why) for u in it.uncounted]
             self._watch.uncounted(name, it.keep, it.total, layers)
 
-    def follow_statistics(self) -> None:
-        """Restart the statistics that metrics read, for the channels that are left now."""
-        for statistics, names in self._statistics.items():
-            statistics.follow({name: self.layers(name) for name in names})
+    @property
+    def uses(self) -> list[Use]:
+        """The metrics that read statistics, with the channels that are left now."""
+        found = {name: collected_terms(it.space.metric) for name, it in self.members.items()}
+        return [Use(name, term, layers=self.layers(name)) for name, terms in found.items() for term in terms]
 
     @property
     def kept(self) -> dict[str, int]:

@@ -81,6 +81,29 @@ def carried_out(act: Callable[[], Undo], device: torch.device) -> None:
         raise
 
 
+def summed(own: Tensor, device: torch.device) -> Tensor:
+    """The sum over all processes of a vector that has the same length in each of them.
+
+    Args:
+        own: The vector of this process, in a float dtype.
+        device: The device on which vectors are exchanged.
+
+    Raises:
+        DisagreementError: The lengths differ.
+    """
+    # A reduction of vectors with different lengths would hang or crash, so the lengths are compared first.
+    lengths = _exchange(len(own), device)
+    differing = [rank for rank, length in enumerate(lengths) if length != lengths[0]]
+    if differing:
+        raise DisagreementError(
+            f"rank {_listed(differing)}: collected statistics of other layers than rank 0. Nothing was pruned. Make "
+            f"the same Pruner with the same spaces and metrics in all processes."
+        )
+    total = own.to(device, copy=True)
+    dist.all_reduce(total)
+    return total.to(own.device)
+
+
 def are_several() -> bool:
     """Whether the run has more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -28,6 +28,8 @@ from the result, a frozen `RunSpec`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -44,7 +46,7 @@ from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.channels import Event
 from keepk.run.checks import Shrink, register_live, run_spec
-from keepk.run.distributed import agreed, are_several, carried_out
+from keepk.run.distributed import agreed, are_several, carried_out, summed
 from keepk.run.session import Session
 
 if TYPE_CHECKING:
@@ -275,7 +277,11 @@ class Pruner:
             return wrapper
         before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
         device = next(self._spec.model.parameters()).device
-        event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.flags, device)
+        with ExitStack() as stack:
+            # Every process gets here, whatever it decides below, so that none of them waits for a sum in vain.
+            for statistics in session.statistics if are_several() else ():
+                stack.enter_context(statistics.summed(partial(summed, device=device)))
+            event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.flags, device)
         # DDP allocates gradient buckets for the shapes that it was built with, so it has to be rebuilt after a cut.
         old: Any = wrapper if event.cuts else None
         try:
@@ -287,7 +293,7 @@ class Pruner:
                 disarm(old, TAKEN_BACK)  # it would silently stop averaging gradients
             raise
         session.watch.event(fell=any(now[name] < before[name] for name in now))
-        session.channels.follow_statistics()  # the next epoch collects them for the remaining channels
+        session.follow_statistics()  # the next epoch collects them for the remaining units
         if old is None:
             return wrapper
         disarm(old)
@@ -403,10 +409,15 @@ class Pruner:
             self._session.take_masks(state)
 
     def close(self) -> None:
-        """Remove the hooks from the optimizer, so that nothing is kept at zero or frozen; weights do not change."""
+        """Remove the hooks from the optimizer, so that nothing is kept at zero or frozen; weights do not change.
+
+        Hooks of a `keepk.Statistics` that the metrics read are removed as well.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for statistics in self._session.statistics:
+            statistics.release()
         self._session.closed = True
 
     def __enter__(self) -> "Pruner":

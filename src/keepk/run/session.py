@@ -4,7 +4,7 @@ A `Side` handles one kind of units, and the `Session` combines both. It always v
 space counts weights in the remaining channels only, so channels have to be decided before weights are ranked.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from keepk.cut.record import (
     record_of,
 )
 from keepk.errors import KeepkError, ShrinkError, StateError
+from keepk.metrics.from_statistics import collected_terms
+from keepk.metrics.statistics import Use
 from keepk.model.edits import Cut, Undo, left_of
 from keepk.model.names import changed_model, named_parameters
 from keepk.rank.kth_largest import one_thread
@@ -56,6 +58,10 @@ class Side(Protocol):
     @property
     def counted(self) -> Mapping[str, int]:
         """By space: the number of units left, counted in the model's tensors."""
+
+    @property
+    def uses(self) -> Sequence[Use]:
+        """The metrics of this side that read statistics."""
 
     @property
     def zeroed(self) -> Masks:
@@ -99,12 +105,10 @@ class NoChannels:
         self.masks: Masks = {}
         self.sizes = dict[str, Any]()
         self.places = dict[str, Places]()
+        self.uses = list[Use]()
 
     def warn_of_uncounted(self) -> None:
         """There is nothing to warn about."""
-
-    def follow_statistics(self) -> None:
-        """No channel metric reads statistics."""
 
     def decide(self, event: Event) -> Event:
         """No channels are pruned."""
@@ -149,6 +153,7 @@ class Session:
         channels: The channel spaces.
         weights: The weight spaces.
         sides: Both, channels first.
+        statistics: The statistics that metrics read, in an order that is the same in all processes.
         epoch: The number of past events.
         frozen: The parameters that get no update in the coming epoch.
         held: The masks, ready to be applied after every optimizer step.
@@ -165,13 +170,20 @@ class Session:
             )
         self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch)
         self.sides: tuple[Side, ...] = (self.channels, self.weights)
+        metrics = [it.space.metric for side in self.sides for it in side.members.values()]
+        self.statistics = tuple(dict.fromkeys(it.statistics for metric in metrics for it in collected_terms(metric)))
         self.held: list[Held] = []
         self._record = record_of(spec.model)  # of the model as it was when the masks were made
         self._cut_elsewhere: str | None = None  # a tensor that was cut outside of this run
         self.channels.warn_of_uncounted()
-        self.channels.follow_statistics()
         self.frozen: tuple[nn.Parameter, ...] = ()
         self.enter_epoch(0)
+        try:
+            self.follow_statistics()
+        except Exception:
+            for statistics in self.statistics:  # no Pruner is made, so no hooks may stay
+                statistics.release()
+            raise
 
     # Counts and masks ------------------------------------------------------------------------------------------------
 
@@ -389,7 +401,17 @@ class Session:
             side.follow_cuts(made, follow)
         self._hold_masks()  # without zeroing: `kept` calls this and must not change weights
         self._certify()
-        self.channels.follow_statistics()
+        self.follow_statistics()
+
+    # Statistics ------------------------------------------------------------------------------------------------------
+
+    def follow_statistics(self) -> None:
+        """Restart the statistics that metrics read, for the units that are left now."""
+        uses = [use for side in self.sides for use in side.uses]
+        ended = self.epoch >= len(next(iter(self.spec.plan.values())))
+        for statistics in self.statistics:
+            mine = [use for use in uses if use.metric.statistics is statistics]
+            statistics.follow(mine, collect=not ended)  # no event will read them after the last one
 
     # States ----------------------------------------------------------------------------------------------------------
 
@@ -433,7 +455,7 @@ class Session:
             self._hold()
             self.enter_epoch(saved.epoch)
             self.watch.restart()
-            self.channels.follow_statistics()
+            self.follow_statistics()
             self._certify(undos)
             return undos.pop_all().close
 

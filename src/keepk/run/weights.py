@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from keepk.cut.holders import sharing_memory
 from keepk.cut.masks import Masks, refuse_foreign_state
 from keepk.errors import RankError, SpaceError, StateError
+from keepk.metrics.from_statistics import collected_terms
 from keepk.metrics.layers import metric_name, refuse_uncalled, traits_of
+from keepk.metrics.statistics import Use
 from keepk.metrics.weights import magnitude, score
 from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
@@ -211,6 +213,12 @@ class WeightSide:
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter of a space, by name."""
         return {name: p for members in self.members.values() for name, p in members.parameters.items()}
+
+    @property
+    def uses(self) -> list[Use]:
+        """The metrics that read statistics, with the parameters of their spaces."""
+        found = ((name, it, collected_terms(it.space.metric)) for name, it in self.members.items())
+        return [Use(name, term, parameters=it.parameters) for name, it, terms in found for term in terms]
 
     @property
     def masks(self) -> Masks:

@@ -53,6 +53,23 @@ def hold_masks(folder: Path) -> Table:
     return Table(("network", "weights", "threads", "step, CPU ms", "cost of masks", "quartiles", "hook alone"), rows)
 
 
+def collect_statistics(folder: Path) -> Table:
+    """The cost of collecting statistics in a training step."""
+    report = _read(folder / "collect_statistics.json")
+    rows = tuple(
+        (
+            row["metric"],
+            row["memory_format"].removesuffix("_format").replace("_", " "),
+            f"{1000 * row['step_cpu_seconds']:.0f}",
+            f"{row['cost_percent']:.1f} %",
+            "{:.1f} to {:.1f} %".format(*row["cost_percent_quartiles"]),
+            f"{row['alone_percent']:.1f} %",
+        )
+        for row in report["rows"]
+    )
+    return Table(("metric", "memory format", "step, CPU ms", "cost", "quartiles", "collector alone"), rows)
+
+
 def paper_sizes(folder: Path) -> Table:
     """Parameters and MACs of the paper's networks at full width and the paper's counts, beside the printed ones."""
     rows = tuple(

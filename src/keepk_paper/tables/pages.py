@@ -115,6 +115,7 @@ def _named(name: str, result_folder: Path) -> Table:
     makers: dict[str, Callable[[], Table]] = {
         "benchmarks/select_event": lambda: benchmark_tables.select_event(result_folder / "benchmarks"),
         "benchmarks/hold_masks": lambda: benchmark_tables.hold_masks(result_folder / "benchmarks"),
+        "benchmarks/collect_statistics": lambda: benchmark_tables.collect_statistics(result_folder / "benchmarks"),
         "benchmarks/annealed_run": lambda: benchmark_tables.annealed_run(result_folder / "benchmarks"),
         "benchmarks/inference": lambda: benchmark_tables.inference(result_folder / "benchmarks"),
         "benchmarks/paper_sizes": lambda: benchmark_tables.paper_sizes(result_folder / "benchmarks"),
