@@ -70,6 +70,53 @@ def test_maps_that_pool_features_are_not_called_exact():
     assert model.feat.out_channels == 3
 
 
+# Results that nothing uses
+
+
+class AveragesWeights(nn.Module):
+    """`nn.MultiheadAttention` returns the mean of its weights over the heads, unless it is told not to."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.i, self.attention = nn.Linear(5, 16), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.o, self.use, self.last = nn.Linear(16, 3), use, None
+
+    def forward(self, x):
+        x = self.i(x)
+        y, weights = self.attention(x, x, x)
+        if self.use == "stored":
+            self.last = weights.detach()
+        if self.use == "in a closure":
+            self.last = lambda: weights
+        if self.use == "computed with":
+            y = y * weights.mean()
+        if self.use == "read" and weights.sum() > 0:
+            y = y * 2
+        if self.use == "in train mode" and self.training:
+            y = y * weights.mean()
+        return (self.o(y), weights) if self.use == "returned" else self.o(y)
+
+
+def heads_of(model):
+    graph = keepk.trace(model, torch.randn(2, 6, 5))
+    return next(group for group in graph.groups if group.name.startswith("attention.in_proj"))
+
+
+def test_a_mean_over_heads_that_is_discarded_does_not_make_them_lossy():
+    model, example = AveragesWeights("discarded").double(), torch.randn(2, 6, 5).double()
+    heads = heads_of(copy.deepcopy(model).float())
+    assert not heads.lossy
+    graph = keepk.trace(model, example)
+    assert keepk.verify(model, graph, example) < 1e-12
+    keepk.shrink(model, graph, heads.units[:3])
+    assert model.train()(example).shape == (2, 6, 3)
+
+
+@pytest.mark.parametrize("use", ["returned", "stored", "in a closure", "computed with", "read", "in train mode"])
+def test_a_mean_over_heads_that_is_used_makes_them_lossy(use):
+    assert "mean over the axis" in str(heads_of(AveragesWeights(use)).lossy)
+
+
 # Values
 
 

@@ -279,6 +279,7 @@ class _Watched:
             tracer.facts.add_pin(index_map, Reason(why, place=place))
         for index_map in output_maps(output):
             tracer.facts.add_pin(index_map, Reason("is an output of the model", place=place))
+        tracer.forget_unused()
         self.tracers.append(tracer)
         self._touched |= tracer.touched
         self.facts.extend(tracer.facts)

@@ -29,6 +29,7 @@ Where maps meet, atoms are equated: rows with entries of the bias, and rows with
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ from keepk.graph.ids.atoms import (
     set_origin,
     tensors_kept_by,
 )
-from keepk.graph.ids.facts import Facts, Reason
+from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import Map, along
 from keepk.graph.rules.call import Call, base_name
 from keepk.graph.rules.registry import rule_for
@@ -208,6 +209,15 @@ class UnseenOperation(Exception):  # noqa: N818 - the trace turns it into a Trac
     """Raised when an operation gets a tensor that another thread computed, where a dispatch mode sees nothing."""
 
 
+@dataclass(frozen=True)
+class _LossyResult:
+    """An operation that marked channels as lossy: its number, the facts, and its results while they exist."""
+
+    step: int
+    bounds: tuple[Bound, ...]
+    tensors: tuple["weakref.ref[Tensor]", ...]
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     """Follows index maps through a forward pass, collecting facts and steps.
 
@@ -228,7 +238,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self.tensors: dict[str, tuple[Map, ...]] = {}
         self.touched: set[str] = set()
         self._names: dict[int, str] = {}
+        self._named: list[Tensor] = []  # a buffer that forward replaces stays alive, so that its id is not used again
         self._written: dict[int, Written] = {}
+        self._lossy: list[_LossyResult] = []
+        self._read: set[int] = set()  # the numbers of steps whose results Python has read
         self.is_detaching = False  # whether the model itself is detaching a tensor
         self._stack = [""]
         self._modules = dict(model.named_modules())
@@ -265,6 +278,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             found = self._fresh(name, tensor) if maps is None else maps[name]
             self.tensors[name] = found
             self._names[id(tensor)] = name
+            self._named.append(tensor)
             set_label(tensor, Label(found, from_parameters=True, zeros=(parameter,) * len(found)))
             set_origin(tensor, name)
         for tensor in plain_tensors(self.model):
@@ -295,9 +309,22 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         with self._watching_modules(), WatchedValues(self), self:
             return self.model(*arguments, **by_name)
 
+    def forget_unused(self) -> None:
+        """Drop the lossy facts of results that nothing uses: no operation, no value that Python reads, no object.
+
+        `nn.MultiheadAttention` averages its weights over the heads, and most models discard the average. Such a result
+        does not exist any more at the end of the pass, and no removal can change anything through it. Call this while
+        the output of the model is still referenced.
+        """
+        used = {number for step in self.steps for origin in step.origins for number in _steps_in(origin)} | self._read
+        for found in self._lossy:
+            if found.step not in used and all(tensor() is None for tensor in found.tensors):
+                self.facts.lossy = [bound for bound in self.facts.lossy if not any(bound is it for it in found.bounds)]
+
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
         """The value that Python reads from tensors, which is recorded: the real one, or the answer from `answers`."""
         place = self.place()
+        self._read |= {number for tensor in tensors for number in _steps_in(origin_of(tensor))}
         value: Any = self._answers.answer_to(self.reads, place) if boolean else None
         if value is None:
             values = [known for tensor in tensors if (known := value_of(tensor)) is not None]
@@ -373,9 +400,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._refresh_views(call.inputs)
         self.touched.update(self._names[id(tensor)] for tensor in call.inputs if id(tensor) in self._names)
         if call.name.removeprefix("aten::") in MAKES_ATOMS or any(map(is_labelled, call.inputs)):
+            known = len(self.facts.lossy)
             self._apply_rule(call)
             if func._schema.is_mutable:
                 self._note_written(call.outputs)
+            elif len(self.facts.lossy) > known:
+                tensors = tuple(map(weakref.ref, call.outputs))
+                self._lossy.append(_LossyResult(len(self.steps), tuple(self.facts.lossy[known:]), tensors))
         self.record(call)
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
@@ -455,6 +486,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if call.name == "aten::detach" and known is not None:
                 known = ("detached", known)  # a detached tensor has the same values and different gradients
             set_origin(tensor, (*known, place) if not moved and isinstance(known, tuple) else known)
+
+
+def _steps_in(origin: Any) -> Iterator[int]:
+    """The numbers in an origin, which include that of the step it names.
+
+    >>> list(_steps_in(("detached", (12, 0)))), list(_steps_in("conv.weight"))
+    ([12, 0], [])
+    """
+    if isinstance(origin, tuple):
+        for entry in origin:
+            yield from _steps_in(entry)
+    elif isinstance(origin, int):
+        yield origin
 
 
 def _memory(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ A contraction (convolution, matrix product) is a merge in the joint index space,
 dim. Two 1x1 convolutions of 3 channels and a residual add, ``y = w2 @ h + h`` with ``h = w1 @ x``:
 
 >>> atoms, facts = Atoms(), Facts()
->>> algebra = Algebra(atoms, facts, Reason)
+>>> algebra = Algebra(atoms, facts)
 >>> out1 = atoms.new(3, "conv1.weight", dim=0)  # the filters of conv1, hence the channels of h
 >>> out2, in2 = atoms.new(3, "conv2.weight", dim=0), atoms.new(3, "conv2.weight", dim=1)
 
@@ -33,7 +33,7 @@ The residual add pairs the channels of h with the filters of conv2. With the pai
 [[(4, 1), (5, 2), (6, 3)]]
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
@@ -95,11 +95,14 @@ class Algebra:
     Args:
         atoms: Hands out fresh ids.
         facts: The facts are added to it.
-        reason: Turns a few words into a `Reason` with the operation and its place in the user's program.
     """
 
-    def __init__(self, atoms: Atoms, facts: Facts, reason: Callable[[str], Reason]) -> None:
-        self.atoms, self.facts, self._reason = atoms, facts, reason
+    def __init__(self, atoms: Atoms, facts: Facts) -> None:
+        self.atoms, self.facts = atoms, facts
+
+    def reason(self, why: str) -> Reason:
+        """A `Reason` from a few words; a subclass adds the operation and its place in the user's program."""
+        return Reason(why)
 
     def merge(
         self, operands: Sequence[Operand], why: str, nested: Line = Line.SHARE, contracted: int | None = None
@@ -204,7 +207,7 @@ class Algebra:
         This is what a reshape or a split into equal parts needs.
         """
         for matrix in row_matrices(index_map):
-            self.facts.even.append(Bound(matrix, self._reason(why)))
+            self.facts.even.append(Bound(matrix, self.reason(why)))
 
     def require_grid(self, index_map: Map, why: str) -> None:
         """Require that only whole rows or whole columns of a map over two or more dims are removed.
@@ -213,7 +216,7 @@ class Algebra:
         loses the same positions. Equal counts at different positions would interleave the survivors in another order.
         """
         if len(support(index_map)) > 1:
-            self.facts.grids.append(Bound(squeeze(index_map), self._reason(why)))
+            self.facts.grids.append(Bound(squeeze(index_map), self.reason(why)))
 
     def require_aligned(self, index_map: Map, dims: Sequence[int], why: str) -> None:
         """Require that the summands of a sum over outer `dims` stay aligned, by whole rows or columns."""
@@ -224,14 +227,14 @@ class Algebra:
 
     def pin(self, index_map: Map, why: str) -> None:
         """Record that the atoms of a map cannot be removed."""
-        self.facts.add_pin(index_map, self._reason(why))
+        self.facts.add_pin(index_map, self.reason(why))
 
     def mark_lossy(self, index_map: Map, dims: Iterable[int], why: str) -> None:
         """Record that removing part of the entries along `dims` changes the others, as in a softmax or a mean."""
         over = [dim for dim in support(index_map) if dim in set(dims)]
         if over:
             others = [dim for dim in support(index_map) if dim not in over]
-            self.facts.lossy.append(Bound(fibres(index_map, others), self._reason(why)))
+            self.facts.lossy.append(Bound(fibres(index_map, others), self.reason(why)))
 
     def _meet(self, index_map: Map, other: Operand, merge: _Merge, *, first: bool, folded: bool) -> bool:
         """Record what another operand says about a map; returns whether the result can have the map.

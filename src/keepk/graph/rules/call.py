@@ -146,7 +146,7 @@ class Call(Algebra):
     def __init__(
         self, trace: "Recorder", operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], result: Any
     ) -> None:
-        super().__init__(trace.atoms, trace.facts, self.reason)
+        super().__init__(trace.atoms, trace.facts)
         self._trace, self.operation, self._arguments = trace, operation, arguments
         self.name = base_name(operation)
         self.inputs = list(tensors_in(list(arguments)))
