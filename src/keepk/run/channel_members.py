@@ -347,7 +347,7 @@ def _choices(
         floors = [space.floor_of(len(layer.units)) for layer, _ in loose]
         needed = links.needed([own for _, own in loose], floors)
         least = sum(needed) + _count_read(graph, sources, members)
-        yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))))
+        yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))), free=True)
     for (layer, members), step in zip(free, steps, strict=True):
         if step > 1:
             least = space.floor_of(len(layer.units)) + _count_read(graph, sources, members)
