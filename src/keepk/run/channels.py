@@ -492,7 +492,7 @@ class ChannelSide:
             assert self._costs is not None
             predicted = self._costs.of(budget.cost, dead)
             if budget.cost == "macs":
-                counted = self._costs.counted_macs(dead)
+                counted = self._costs.counted_macs(operation.edits)
             else:
                 removed = sum(prod(cut.before) - prod(cut.after) for cut in operation.cuts.values())
                 counted = sum(parameter.numel() for parameter in self._model.parameters()) - removed

@@ -23,7 +23,7 @@ from keepk.graph.ids.maps import Flags
 from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Layer, Parameters, layers_of, traits_of
 from keepk.model.costs import model_costs, per_what
-from keepk.model.edits import Indices
+from keepk.model.edits import Edits, Indices
 from keepk.plan.budgets import WORDS, Budget, Cost
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split, chain, has_even_steps
@@ -96,9 +96,9 @@ class RunCosts:
             )
         return counted
 
-    def counted_macs(self, removed: Flags) -> int:
+    def counted_macs(self, edits: Edits) -> int:
         """The MACs that torch counts on a cut copy, to compare them with those that the trace predicts."""
-        return self._model.counted_macs(removed)
+        return self._model.counted_macs(edits)
 
     def shown(self, cost: Cost, amount: int) -> str:
         """An amount with its unit, for errors and reports."""
