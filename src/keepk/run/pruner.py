@@ -207,6 +207,26 @@ class Pruner:
             return self._session.channels.implied
 
     @property
+    def budgets(self) -> dict[str, dict[str, Any]]:
+        """By budget, under its name in `plan`: what it bounds, by how much, and the cost that the last event reached.
+
+        The entries are ``cost`` ("macs", per sample, or "parameters"), ``spaces``, ``dense``, ``planned``, the bound
+        after the last event, ``asked``, the bound at the end, and ``reached``. Masked channels count as removed.
+        """
+        planned, reached = self._session.planned(self.epoch), self._session.channels.reached
+        return {
+            it.name: {
+                "cost": it.cost,
+                "spaces": list(it.spaces),
+                "dense": it.dense,
+                "planned": planned[it.name],
+                "asked": it.target,
+                "reached": reached[it.name],
+            }
+            for it in self._spec.budgets
+        }
+
+    @property
     def epochs(self) -> int:
         """The number of events in the plan."""
         return len(next(iter(self._spec.plan.values())))
@@ -244,6 +264,9 @@ class Pruner:
         no longer zero. In the second case ``kept`` has the larger number too, and a `KeepkWarning` is issued. Channel
         spaces also have ``masked``, the number of channels that are masked but not removed, and ``fixed``, the number
         of channels in the same layers that cannot be removed and are not counted.
+
+        Of a space with a budget, ``asked`` is the bound on the cost of the whole model, in the unit that ``budget``
+        names; ``dense`` is the cost that the run began with, and ``reached`` the cost after the last event.
         """
         return self.counted_certificate("certificate")
 
