@@ -301,6 +301,18 @@ def test_budgets_in_two_phases_and_weights_after_them():
     assert pruner.kept["w"] == 100
 
 
+def test_a_later_budget_counts_on_the_channels_that_an_earlier_one_leaves():
+    """Alone, the space '2' reaches 4 * 6 + 6 * 1 + 1 * 2 = 32 MACs; after the first budget, fewer."""
+    phases = [keepk.Phase(1, prune="0"), keepk.Phase(1, prune="2")]
+    pruner = keepk.Pruner(small(), [channels("0", macs=30), channels("2", macs=20)], example=inputs(), phases=phases)
+    run_to_the_end(pruner)
+    assert pruner.certificate["2"]["reached"] == model_costs(pruner.model, inputs()).macs <= 20
+    words = r"space '2': macs=\d+ is below the (\d+) MACs"
+    with pytest.raises(SpaceError, match=words) as refused:
+        keepk.Pruner(small(), [channels("0", macs=30), channels("2", macs=3)], example=inputs(), phases=phases)
+    assert "is below the 12 MACs" in str(refused.value)  # 2 hidden units in '0' are left: 4 * 2 + 2 * 1 + 1 * 2
+
+
 def test_a_bound_that_the_ranking_of_an_event_cannot_meet_is_refused_and_nothing_changes():
     """With reads, the cost of the floors depends on the ranking, which is not known before the run."""
     pruner = keepk.Pruner(small(), [channels(macs=19)], example=inputs())

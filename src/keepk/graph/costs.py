@@ -152,14 +152,21 @@ class CostModel:
             found[step.module] += FORMULAS[step.name](inputs, output, dict(step.numbers))
         return dict(found)
 
-    def counted_macs(self, edits: Edits) -> int:
+    def counted_macs(self, edits: Edits) -> int | None:
         """The MACs after a removal, counted in a forward pass of a cut copy of the model.
 
         Args:
             edits: The removal.
+
+        Returns:
+            The MACs; None if forward reads values, which the copy does not have.
         """
         assert self._model is not None  # without the model there is nothing to copy
-        return sum(flops // 2 // self._batch for flops in self._flops_of_copy(self._model, edits).values())
+        try:
+            counted = self._flops_of_copy(self._model, edits)
+        except Exception:  # forward may raise anything on the meta device and still work with weights
+            return None
+        return sum(flops // 2 // self._batch for flops in counted.values())
 
     def _counted_flops(self, model: nn.Module, removed: Flags) -> dict[str, int]:
         """The same as `flops`, counted on a cut copy of the model."""

@@ -172,14 +172,16 @@ def refuse_unreachable(chooser: Chooser, budgets: Sequence[RunBudget], costs: Ru
         budgets: Its budgets.
         costs: The cost of its model.
     """
-    for epoch in range(len(budgets[0].plan)):
+    # A later bound is lower, so only the last one matters, unless other spaces are cut on the way.
+    alone = len(budgets) == 1 and not chooser.counts
+    length = len(budgets[0].plan)
+    for epoch in range(length - 1 if alone else 0, length):
         chooser.counted(epoch)
         for it in budgets:
-            # A later bound is lower, so only the last one matters, unless spaces with counts are cut on the way.
-            if epoch + 1 < len(it.plan) and (not chooser.counts or it.plan[epoch] == it.dense):
-                continue
-            if (least := chooser.least(it)) > it.plan[epoch]:
+            if it.plan[epoch] < it.dense and (least := chooser.least(it)) > it.plan[epoch]:
                 raise SpaceError(_unreachable(it, costs, it.plan[epoch], least, epoch))
+            if len(budgets) > 1:  # a later budget starts from the channels that this one leaves
+                chooser.within(it, epoch)
 
 
 def _unreachable(budget: RunBudget, costs: RunCosts, bound: int, least: int, epoch: int) -> str:

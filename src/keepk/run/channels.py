@@ -491,12 +491,13 @@ class ChannelSide:
         for budget in self.budgets if self._surgery.replays else ():
             assert self._costs is not None
             predicted = self._costs.of(budget.cost, dead)
+            counted: int | None
             if budget.cost == "macs":
                 counted = self._costs.counted_macs(operation.edits)
             else:
                 removed = sum(prod(cut.before) - prod(cut.after) for cut in operation.cuts.values())
                 counted = sum(parameter.numel() for parameter in self._model.parameters()) - removed
-            if counted != predicted:
+            if counted is not None and counted != predicted:
                 raise RankError(
                     f"{budget.where}: {budget.asked}: the cut model would have {counted:,} {WORDS[budget.cost]}, but "
                     f"the trace predicts {predicted:,}, so the budget cannot be met exactly. Nothing was pruned. "

@@ -96,8 +96,12 @@ class RunCosts:
             )
         return counted
 
-    def counted_macs(self, edits: Edits) -> int:
-        """The MACs that torch counts on a cut copy, to compare them with those that the trace predicts."""
+    def counted_macs(self, edits: Edits) -> int | None:
+        """The MACs that torch counts on a cut copy, to compare them with those that the trace predicts.
+
+        None if forward reads values, which the copy does not have. The replay of the cut has then compared the shapes
+        of all operations with the trace, on the path that the example takes.
+        """
         return self._model.counted_macs(edits)
 
     def shown(self, cost: Cost, amount: int) -> str:
@@ -220,19 +224,25 @@ class Chooser:
         """
         self.counted(epoch)
         for budget in self._budgets:
-            bound = budget.plan[epoch]
-            if self._cost(budget) <= bound:
-                continue
-            sequence = self._sequence(budget)
-            number = shortest(sequence, lambda units, it=budget: self._cost(it, units), bound)  # type: ignore[misc]
-            if number is None:
+            if not self.within(budget, epoch):
                 assert self._costs is not None
                 raise RankError(
-                    f"{budget.where}: {budget.asked} allows {self._costs.shown(budget.cost, bound)} after epoch "
-                    f"{epoch + 1}, but the channels that the floors keep cost {self.least(budget):,}. Nothing was "
-                    f"pruned. Lower layer_floor= or raise the budget."
+                    f"{budget.where}: {budget.asked} allows {self._costs.shown(budget.cost, budget.plan[epoch])} after "
+                    f"epoch {epoch + 1}, but the channels that the floors keep cost {self.least(budget):,}. Nothing "
+                    f"was pruned. Lower layer_floor= or raise the budget."
                 )
-            self.dead[sequence.prefix(number)] = True
+
+    def within(self, budget: RunBudget, epoch: int) -> bool:
+        """Choose only the channels of one budget; returns whether its bound can be met."""
+        bound = budget.plan[epoch]
+        if self._cost(budget) <= bound:
+            return True
+        sequence = self._sequence(budget)
+        number = shortest(sequence, lambda units: self._cost(budget, units), bound)
+        if number is None:
+            return False
+        self.dead[sequence.prefix(number)] = True
+        return True
 
     def counted(self, epoch: int) -> None:
         """Choose only the channels of spaces with a count."""
