@@ -136,7 +136,7 @@ class Oracle:
 
 
 class Units:
-    """What a metric of a table reads of a layer."""
+    """A stand-in for a layer, of which the metric of a table reads only the units."""
 
     def __init__(self, units):
         self.units = units

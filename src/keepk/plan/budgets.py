@@ -26,7 +26,7 @@ class Budget:
     """A bound on the cost of the whole model, as the user wrote it.
 
     Attributes:
-        cost: What is bounded: "macs", per sample, or "parameters".
+        cost: The bounded cost: "macs", per sample, or "parameters".
         amount: A share of the dense model's cost, between 0 and 1, or the bound itself, an int of at least 2.
     """
 
@@ -51,7 +51,7 @@ def checked_budget(where: str, macs: object, parameters: object) -> Budget | Non
     """The budget that a user passed as ``macs=`` or ``parameters=``; None if neither was passed.
 
     Args:
-        where: What it was passed to, for errors.
+        where: The function or space that it was passed to, for errors.
         macs: The value of ``macs=``.
         parameters: The value of ``parameters=``.
 

@@ -457,16 +457,10 @@ class ChannelSide:
     def notes(self, name: str, revived: int) -> dict[str, Any]:
         """For the certificate of a space: channels that are masked and zero, those not counted, and its budget."""
         budget = next((it for it in self.budgets if name in it.spaces), None)
-        bounded = (
-            {}
-            if budget is None
-            else {
-                "budget": budget.cost,
-                "dense": budget.dense,
-                "asked": budget.target,
-                "reached": self.reached[budget.name],
-            }
-        )
+        bounded = dict[str, Any]()
+        if budget is not None:
+            costs = {"dense": budget.dense, "asked": budget.target, "reached": self.reached[budget.name]}
+            bounded = {"budget": budget.cost, **costs}
         masked = int((self.dead & self.graph.alive)[self.members[name].units].sum()) - max(0, revived)
         fixed = self._fixed[name]
         return {**bounded, **({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}

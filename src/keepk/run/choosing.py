@@ -54,7 +54,7 @@ class RunBudget:
 
     @property
     def cost(self) -> Cost:
-        """What is bounded."""
+        """The bounded cost."""
         return self.asked.cost
 
     @property

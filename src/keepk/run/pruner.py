@@ -208,7 +208,7 @@ class Pruner:
 
     @property
     def budgets(self) -> dict[str, dict[str, Any]]:
-        """By budget, under its name in `plan`: what it bounds, by how much, and the cost that the last event reached.
+        """By budget, under its name in `plan`: the bounds, and the cost that the last event reached.
 
         The entries are ``cost`` ("macs", per sample, or "parameters"), ``spaces``, ``dense``, ``planned``, the bound
         after the last event, ``asked``, the bound at the end, and ``reached``. Masked channels count as removed.

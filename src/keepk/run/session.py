@@ -459,7 +459,7 @@ class Session:
 
     @property
     def _budgets(self) -> dict[str, Any]:
-        """By budget: what a saved state must have had."""
+        """By budget: the entries that a saved state must have."""
         return {
             it.name: {"cost": it.cost, "dense": it.dense, "target": it.target, "spaces": list(it.spaces)}
             for it in self.spec.budgets
