@@ -24,10 +24,11 @@ from keepk.plan.phases import Plan
 from keepk.plan.schedules import AnySchedule, Schedule
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.reports.inspection import Inspection
-from keepk.reports.run import RunReport, SpaceReport
+from keepk.reports.run import BudgetReport, RunReport, SpaceReport
 
 __all__ = [
     "AnySchedule",
+    "BudgetReport",
     "Call",
     "ChannelSpace",
     "Compaction",

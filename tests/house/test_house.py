@@ -149,6 +149,7 @@ def test_the_types_for_annotations():
         == keepk.typing.__all__
         == [
             "AnySchedule",
+            "BudgetReport",
             "Call",
             "ChannelSpace",
             "Compaction",
@@ -186,6 +187,8 @@ def test_the_types_are_those_of_the_public_functions(tmp_path):
     with keepk.Pruner(net, [space], example=example) as pruner:
         pruner.step()
         report = keepk.report(pruner)
+    with keepk.Pruner(net, [keepk.channels("0", macs=0.6)], example=example) as pruner:
+        budget = keepk.report(pruner).budgets[0]
     graph = keepk.trace(net, example)
     found, measured = keepk.inspect(net, example), keepk.latency(net, example, batches=1, repeats=1)
     for value, type_name in (
@@ -196,6 +199,7 @@ def test_the_types_are_those_of_the_public_functions(tmp_path):
         (seen[0].producer[0], "Slices"),
         (report, "RunReport"),
         (report.spaces[0], "SpaceReport"),
+        (budget, "BudgetReport"),
         (graph, "Graph"),
         (graph.groups[0], "Group"),
         (found, "Inspection"),

@@ -325,3 +325,36 @@ def test_a_plan_is_a_plain_dict(tmp_path):
     assert type(pruner.plan) is dict
     keepk.save_checkpoint(tmp_path, model=pruner.model, extra={"plan": pruner.plan})
     assert keepk.load_checkpoint(tmp_path, model=pruner.model) == {"plan": {"<0&>": (8, 8, 3)}}
+
+
+def test_a_budget_is_reported_with_what_it_asks_and_reached():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))  # 66 MACs, 11 for each hidden neuron
+    space = keepk.channels("0", macs=0.5, metric=keepk.metrics.l2, schedule=[50, 33])
+    pruner = keepk.Pruner(net, [space], example=torch.zeros(2, 8))
+    pruner.step()
+    found = keepk.report(pruner)
+    cells = [line.split() for line in str(found).splitlines()]
+    assert ["space", "kind", "total", "planned", "kept", "kept", "%", "asked", "implied"] in cells
+    assert ["0", "channels", "6", "4", "4", "66.67%", "-", "3"] in cells
+    told = "budget 44 of at most 50, 33 at the end (66 MACs per sample at first)"
+    assert str(found).splitlines()[-1] == f"51 parameters, 44 MACs per sample; {told}"
+    assert found.line.endswith(told)
+    data = found.data()
+    assert json.loads(json.dumps(data)) == data
+    budget = {"cost": "macs", "spaces": ["0"], "dense": 66, "planned": 50, "asked": 33, "reached": 44}
+    assert data["budgets"] == [{"name": "0", **budget}]
+    assert pruner.budgets == {"0": budget}
+    assert (data["spaces"][0]["asked"], data["spaces"][0]["implied"], data["spaces"][0]["planned"]) == (None, 3, 4)
+    pruner.step()
+    assert keepk.report(pruner).line.endswith("budget 33 of at most 33 (66 MACs per sample at first)")
+
+
+def test_a_budget_of_masked_channels_counts_them_as_removed():
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    pruner = keepk.Pruner(net, [keepk.channels("0")], example=torch.zeros(2, 8), shrink="never", parameters=0.6)
+    pruner.step()
+    found = keepk.report(pruner)
+    assert found.parameters == 75
+    assert found.budgets[0].reached == 39 <= found.budgets[0].asked == 45  # 12 for each of 3 neurons, and 3
+    assert found.line.endswith("budget 39 of at most 45 (75 parameters at first)")

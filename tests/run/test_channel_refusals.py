@@ -40,7 +40,6 @@ def refused(kind, words, model, spaces, **arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "space 'f': got neither keep= nor prune=. Pass exactly one"),
         ({"keep": 3, "prune": 0.5}, "both keep=3 and prune=0.5"),
         ({"keep": 2.0}, "space 'f': keep=2.0: got float. Pass an int of at least 1"),
         ({"keep": 0}, "keep=0: too small"),

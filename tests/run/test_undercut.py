@@ -2,6 +2,7 @@
 
 import copy
 from itertools import combinations, product
+from typing import cast
 
 import numpy as np
 import pytest
@@ -169,7 +170,7 @@ def test_the_bound_is_the_least_of_all_choices_of_channels(name, globs):
     assert isinstance(side, ChannelSide)
     bounds_of = find_bounds(model, weights.members, side.graph, side.members)["weights"]
     tried = 0
-    for kept in product(*(range(it.keep, it.total + 1) for it in side.members.values())):
+    for kept in product(*(range(cast(int, it.keep), it.total + 1) for it in side.members.values())):
         wanted = dict(zip(side.members, kept, strict=True))
         left = [weights_left(weights.parameters, edits) for edits in every_choice(side, wanted)]
         if left:

@@ -94,6 +94,16 @@ def grouped_spaces():
     return [kept, keepk.weights("out.weight", keep=3, schedule=[30, 30, 8, 7, 5, 3])]
 
 
+def budget_spaces():
+    """A budget that anneals, beside a space with a count; 4,338 MACs at first."""
+    bounded = keepk.channels("conv*", macs=0.3, name="channels", metric=keepk.metrics.l2, schedule=IN_STEPS)
+    return [bounded, keepk.channels("hidden", keep=5, schedule=[10, 8, 7, 6, 5])]
+
+
+def read_budget_spaces():
+    return [keepk.channels("norm*", at="input", parameters=0.5, name="channels", schedule=IN_STEPS)]
+
+
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
@@ -174,6 +184,8 @@ SCENARIOS = {
     "never": partial(Training, shrink="never"),
     "reads": partial(Training, Densenet, densenet_spaces, adam),
     "bound": partial(Training, Grouped, grouped_spaces),
+    "budget": partial(Training, spaces=budget_spaces),
+    "budget_of_reads_masked": partial(Training, Densenet, read_budget_spaces, adam, "end"),
 }
 
 

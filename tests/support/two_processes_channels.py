@@ -151,6 +151,28 @@ def all_ranks_stay_the_same(rank):
     assert model.conv1.out_channels + model.conv2.out_channels == 7
 
 
+def all_ranks_meet_a_budget(rank):
+    """They remove the same blocks; a rank with another ranking is named, and nothing changes."""
+    model = net()
+    ddp = DistributedDataParallel(model)
+    optimizer, sign = sgd(ddp), {"of": 1}
+
+    def own_mind(layer):
+        return torch.arange(float(len(layer.units))) * sign["of"]
+
+    spaces = [keepk.channels("conv1", metric=own_mind), keepk.channels("conv2", metric=own_mind)]
+    pruner = keepk.Pruner(ddp, spaces, optimizer, example=EXAMPLE, macs=0.5)
+    train(ddp, optimizer, 0, rank)
+    sign["of"] = 1 - 2 * rank
+    with Unchanged(ddp, optimizer, pruner), pytest.raises(DisagreementError, match="rank 1: selected different"):
+        pruner.step(ddp)
+    sign["of"] = 1
+    ddp = pruner.step(ddp)
+    train(ddp, optimizer, 1, rank)
+    assert_same_everywhere([[*model.parameters()], pruner.state_dict(), pruner.certificate])
+    assert pruner.certificate["conv1"]["reached"] <= pruner.plan["macs"][-1]
+
+
 def buffers_of_a_rank_stay_its_own(rank):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch renames the option
@@ -356,6 +378,7 @@ def a_checkpoint_is_loaded_before_the_model_is_wrapped(rank):
 CHECKS = (
     gradients_are_averaged_after_every_event,
     all_ranks_stay_the_same,
+    all_ranks_meet_a_budget,
     buffers_of_a_rank_stay_its_own,
     a_wrapper_around_a_compiled_model,
     a_wrapper_that_was_deleted_is_not_kept_alive,

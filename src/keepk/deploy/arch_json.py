@@ -24,6 +24,7 @@ from keepk.cut.record import Places, packed
 from keepk.deploy.arch import Description, Entry, setting_of
 from keepk.errors import FileError
 from keepk.model.edits import Indices, Setting
+from keepk.plan.budgets import COSTS
 
 ABOUT = {
     "file": "A model that keepk.save wrote, with model.safetensors. Read it with keepk.load(YourModel(), folder).",
@@ -181,10 +182,16 @@ def _attributes(settings: Sequence[Setting]) -> dict[str, Any]:
 
 
 def _certificate(name: str, written: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = ["total", "asked", "kept", *(key for key in ("alive", "cut_since", "masked", "fixed") if key in written)]
+    # Of a space with a budget, "asked" is a cost, as are "dense" and "reached".
+    costs = ["dense", "asked", "reached"] if "budget" in written else []
+    counts = ["total", "kept", *(key for key in ("alive", "cut_since", "masked", "fixed") if key in written)]
+    counts += [] if costs else ["asked"]
+    numbers = counts + costs
     wrong = [key for key in numbers if type(written[key]) is not int or written[key] < 0]  # `type`, to refuse a bool
-    wrong = wrong or [key for key in numbers if key not in ("cut_since", "fixed") and written[key] > written["total"]]
+    wrong = wrong or [key for key in counts if key not in ("cut_since", "fixed") and written[key] > written["total"]]
+    wrong = wrong or [key for key in costs if written[key] > written["dense"]]
     wrong += [] if written["kind"] in KINDS else ["kind"]
+    wrong += [] if not costs or written["budget"] in COSTS else ["budget"]
     if wrong:
         raise ValueError(f"{wrong[0]} of the certificate of {name!r} is {written[wrong[0]]!r}")
     for key in ("select", "exclude"):

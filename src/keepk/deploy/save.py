@@ -59,7 +59,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     description = describe(inner)
     if certificate:
         pruner = live_pruner(inner)
-        description = replace(description, certificate=recounted(inner, pruner.plan if pruner else ()))
+        description = replace(description, certificate=recounted(inner, pruner.spaces if pruner else ()))
     else:
         description = replace(description, certificate={}, masked={})
     # Always contiguous, so that other readers of safetensors get each tensor in its shape; arch.json has the strides.
@@ -72,7 +72,7 @@ def _refuse_untrue(model: nn.Module) -> None:
     pruner, untrue, kept_by = live_pruner(model), untrue_weights(model), certificate_of(model)
     for space, back in revived_channels(model).items():
         # An open Pruner counts its own spaces, below, by its masks instead of by zeros.
-        if pruner is not None and space in pruner.plan:
+        if pruner is not None and space in pruner.spaces:
             continue
         if back is None:
             raise FileError(

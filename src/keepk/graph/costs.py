@@ -22,6 +22,7 @@ matrix products and convolutions are counted; `uncounted_operations` lists the o
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -30,12 +31,15 @@ from torch import nn
 
 from keepk.errors import ShrinkError
 from keepk.graph.graph import Graph
-from keepk.graph.ids.maps import Flags, Map, restrict_all, shape_left
+from keepk.graph.ids.maps import Flags, Map, restrict_all, shape_left, support
 from keepk.graph.remaining import Left, closure
 from keepk.graph.solve.solve import alive_atoms
 from keepk.graph.tracer import MAY_DIFFER, Step
 from keepk.model.copies import Workshop
 from keepk.model.costs import FORMULAS, Shape, module_flops
+from keepk.model.edits import Edits, Indices
+
+NO_ATOMS = np.zeros(0, np.int32)
 
 
 class CostModel:
@@ -52,25 +56,27 @@ class CostModel:
 
     def __init__(self, graph: Graph, batch: int | None, model: nn.Module | None = None) -> None:
         self._graph, self._batch, self._model = graph, batch or 1, model
-        self._moving = _removable(graph)
+        self._moving, self._axes = _removable(graph), _Axes()
         self._fixed_parameters = 0
-        self._parameters = list[str]()
+        self._parameters = list[tuple[str, _Sized | None]]()
         for name in (it for it in graph.wiring.tensors if it in graph.wiring.parameters):
-            if self._changes(graph.wiring.tensors[name]):
-                self._parameters.append(name)
+            maps, shape = graph.wiring.tensors[name], graph.wiring.shapes[name]
+            if self._changes(maps):
+                self._parameters.append((name, self._sized(shape, maps)))
             else:
-                self._fixed_parameters += prod(graph.wiring.shapes[name])
+                self._fixed_parameters += prod(shape)
         assert graph.replays is not None  # every graph of keepk.trace has them
         # The first pass is that of the first example in eval mode, the one that `model_costs` counts.
         _, recorded = graph.replays.runs[0]
         self._fixed_flops = Counter[str]()  # by module, of the operations that no removal changes
-        self._products = list[tuple[Step, int]]()  # the other products, each with its number of tensor inputs
+        self._products = list[tuple[Step, list[_Sized | None]]]()  # the others, with their inputs and the output
         for step in recorded.steps:
             if (formula := FORMULAS.get(step.name)) is None:
                 continue
             count = len(step.origins)  # the inputs that follow are counts among the arguments
             if any(self._changes(maps) for _, maps in (*step.outputs, *step.inputs[:count])):
-                self._products.append((step, count))
+                tensors = [*step.inputs[:count], step.outputs[0]]
+                self._products.append((step, [self._sized(shape, maps) for shape, maps in tensors]))
             else:
                 self._fixed_flops[step.module] += formula(
                     [shape for shape, _ in step.inputs[:count]], step.outputs[0][0], dict(step.numbers)
@@ -79,6 +85,19 @@ class CostModel:
     def _changes(self, maps: Sequence[Map]) -> bool:
         """Whether any of the maps has a channel that can be removed."""
         return any(self._moving[index_map].any() for index_map in maps)
+
+    def _sized(self, shape: Shape, maps: Sequence[Map]) -> "_Sized | None":
+        """A tensor whose axes are independent of each other; None if its shape follows from several maps together."""
+        found, dims = list[tuple[int, int]](), [support(index_map) for index_map in maps]
+        for index_map, own in zip(maps, dims, strict=True):
+            if not self._moving[index_map].any():
+                continue
+            if len(own) != 1 or dims.count(own) > 1:
+                return None
+            found.append((own[0], self._axes.number(index_map.ravel())))
+        if any(len(own) > 1 for own in dims):
+            return None
+        return _Sized(shape, tuple(found))
 
     def gone(self, removed: Flags) -> Flags:
         """By unit, whether it is gone once the units in `removed` are: those removed with them are gone too."""
@@ -97,8 +116,10 @@ class CostModel:
 
     def parameters(self, removed: Flags) -> int:
         """The number of parameters once units are removed; shared ones count once."""
-        left = Left(self._graph.wiring, self._alive(removed))
-        return self._fixed_parameters + sum(prod(left.shape(name)) for name in self._parameters)
+        alive = self._alive(removed)
+        left, sizes = Left(self._graph.wiring, alive), self._axes.sizes(alive)
+        shapes = ((sized and sized.after(sizes)) or left.shape(name) for name, sized in self._parameters)
+        return self._fixed_parameters + sum(map(prod, shapes))
 
     def flops(self, removed: Flags) -> dict[str, int]:
         """By path of a module, the FLOPs of its forward, without those of the modules inside it."""
@@ -118,25 +139,95 @@ class CostModel:
                 )
             return predicted
 
-        for step, count in self._products:
-            inputs = [after(shape, maps, step) for shape, maps in step.inputs[:count]]
+        sizes = self._axes.sizes(alive)
+        for step, tensors in self._products:
+            known = [*step.inputs[: len(tensors) - 1], step.outputs[0]]
+            *inputs, output = (
+                (sized and sized.after(sizes))
+                or after(*it, step)  # the second one refuses an axis of which none is left
+                for it, sized in zip(known, tensors, strict=True)
+            )
             if step.name == "aten::bmm" and self._model is not None and inputs[0][-1] == 1 < step.inputs[0][0][-1]:
                 return self._counted_flops(self._model, removed)
-            output = after(*step.outputs[0], step)
             found[step.module] += FORMULAS[step.name](inputs, output, dict(step.numbers))
         return dict(found)
 
+    def counted_macs(self, edits: Edits) -> int | None:
+        """The MACs after a removal, counted in a forward pass of a cut copy of the model.
+
+        Args:
+            edits: The removal.
+
+        Returns:
+            The MACs; None if forward reads values, which the copy does not have.
+        """
+        assert self._model is not None  # without the model there is nothing to copy
+        try:
+            counted = self._flops_of_copy(self._model, edits)
+        except Exception:  # forward may raise anything on the meta device and still work with weights
+            return None
+        return sum(flops // 2 // self._batch for flops in counted.values())
+
     def _counted_flops(self, model: nn.Module, removed: Flags) -> dict[str, int]:
         """The same as `flops`, counted on a cut copy of the model."""
-        graph, replays = self._graph, self._graph.replays
+        graph = self._graph
+        return self._flops_of_copy(model, graph.edits(np.flatnonzero(self.gone(removed) & graph.alive)))
+
+    def _flops_of_copy(self, model: nn.Module, edits: Edits) -> dict[str, int]:
+        replays = self._graph.replays
         assert replays is not None
-        edits = graph.edits(np.flatnonzero(self.gone(removed) & graph.alive))
         return module_flops(Workshop(model, replays.runs[0][0].example, replays.device), edits)
 
     def _alive(self, removed: Flags) -> Flags:
         graph = self._graph
         gone = np.flatnonzero(self.gone(removed))
         return alive_atoms(graph.solution.classes, graph.units.classes[gone])
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """The shape of a tensor before a removal, and the axes that shrink: pairs of a dim and a number of `_Axes`."""
+
+    shape: Shape
+    axes: tuple[tuple[int, int], ...]
+
+    def after(self, sizes: Sequence[int]) -> Shape | None:
+        """The shape after a removal; None if nothing is left of an axis."""
+        shape = list(self.shape)
+        for dim, number in self.axes:
+            if not sizes[number]:
+                return None
+            shape[dim] = sizes[number]
+        return tuple(shape)
+
+
+class _Axes:
+    """The distinct axes of all tensors, for counting what is left of all of them in one pass.
+
+    Most tensors have few distinct axes between them: the output of a layer is the input of the next one, and every
+    evaluation of a cost needs the sizes of all of them.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = dict[bytes, int]()
+        self._atoms = list[Map]()
+        self._together: tuple[Map, Indices] | None = None
+
+    def number(self, atoms: Map) -> int:
+        """The number of an axis with these atoms."""
+        found = self._numbers.setdefault(atoms.tobytes(), len(self._atoms))
+        if found == len(self._atoms):
+            self._atoms.append(atoms)
+        return found
+
+    def sizes(self, alive: Flags) -> list[int]:
+        """By number of an axis, how many of its atoms are alive."""
+        if self._together is None:
+            lengths = np.array([len(it) for it in self._atoms], np.int64)
+            self._together = np.concatenate([NO_ATOMS, *self._atoms]), np.cumsum(lengths) - lengths
+        atoms, starts = self._together
+        found: list[int] = np.add.reduceat(alive[atoms], starts, dtype=np.int64).tolist() if len(starts) else []
+        return found
 
 
 def _removable(graph: Graph) -> Flags:

@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any, ClassVar, Literal
 
 from keepk.errors import SpaceError
+from keepk.plan.budgets import Budget, checked_budget
 from keepk.plan.names import as_globs, shown
 from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
@@ -37,8 +38,8 @@ class Space:
     Attributes:
         select: Globs over the names of parameters or modules.
         exclude: Globs over the same names, which are left out.
-        keep: K, the number of units to keep; None if `prune` is set.
-        prune: The share of units to prune; None if `keep` is set.
+        keep: K, the number of units to keep; None if `prune` or a budget says how many.
+        prune: The share of units to prune; None if `keep` or a budget says how many.
         name: The name of the space.
         metric: The function that scores the units; None for the default.
         schedule: The number of units to keep after each epoch.
@@ -70,7 +71,7 @@ class Space:
                     f"Prune less, or pass keep=."
                 )
             return keep
-        assert self.keep is not None  # a space has exactly one of the two
+        assert self.keep is not None  # asked only of spaces without a budget, which have exactly one of the two
         if self.keep > total:
             raise SpaceError(
                 f"space {self.name!r}: keep={self.keep}, but {list(self.select)} matches only {total} {self.units}. "
@@ -95,12 +96,20 @@ class ChannelSpace(Space):
         at: "output" or "input", the side on which channels are counted.
         round_to: The width of each layer that loses channels is a multiple of this number.
         lossy: Whether lossy channels are selected too.
+        budget: The bound on the model's cost that says how many channels are kept, in place of `keep` and `prune`.
+            Without any of the three, the budget is that of the `Pruner`.
     """
 
     at: Literal["output", "input"]
     round_to: int | None
     lossy: bool
+    budget: Budget | None = None
     units: ClassVar[str] = "channels"
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether a budget says how many channels are kept: its own, or that of the `Pruner`."""
+        return self.keep is None and self.prune is None
 
     def floor_of(self, width: int) -> int:
         """The least number of channels to keep in a layer that had `width` of them when the run began.
@@ -166,6 +175,8 @@ def channels(
     *,
     keep: int | None = None,
     prune: float | None = None,
+    macs: float | None = None,
+    parameters: float | None = None,
     exclude: str | Sequence[str] = (),
     at: Literal["output", "input"] = "output",
     metric: Callable[..., Any] | None = None,
@@ -186,12 +197,18 @@ def channels(
             counts. Channels that cannot be removed (one that the model selects by index, the only one of a layer) are
             not counted: they stay in addition to K, and a `keepk.KeepkWarning` lists them.
         prune: The share of channels to prune, in place of `keep`: K = floor(M (1 - prune)), computed in decimals.
+        macs: A budget in place of `keep`: a bound on the multiply-accumulates of the whole model, per sample. A float
+            below 1 is a share of the dense model, which is the model given to the `Pruner`; an int is the number
+            itself. Each event removes the channels that rank lowest until the model is within the budget, and none
+            after that. The schedule lowers the bound from the dense cost to the budget.
+        parameters: The same for the number of parameters of the whole model.
         exclude: Globs over the same names; the channels of the modules that they match are left out of the space.
         at: "output" selects the channels that the modules produce, "input" those that they read. With "input", a
             channel that several BatchNorms of a DenseNet read counts once for each of them.
         metric: The function that scores the channels, see `keepk.metrics`. None means the paper's blend where every
             layer has a BatchNorm, and `product` otherwise.
-        schedule: The number of channels to keep after each epoch: a schedule, a callable or a list of ints.
+        schedule: The number of channels to keep after each epoch: a schedule, a callable or a list of ints. With a
+            budget, the bound on the cost after each epoch.
         name: The name of the space in plans, reports and phases. Default: the globs.
         layer_floor: The least number of channels to keep in each layer. An int is a count; a float below 1 is a share
             of the layer's width when the `Pruner` was made, rounded up. K is still met.
@@ -199,14 +216,19 @@ def channels(
         lossy: Also select channels whose removal changes the output more than zeroing them would, such as channels
             that a LayerNorm normalises.
 
+    Pass exactly one of `keep`, `prune`, `macs` and `parameters`. A space without any of them gets its number from a
+    budget of the `Pruner`.
+
     Returns:
         A frozen description of the space, for `Pruner` and `Phase`. It is matched with a model when a `Pruner` is made.
 
     Raises:
-        SpaceError: An argument has the wrong type or value, or `keep` and `prune` are both given or both missing.
+        SpaceError: An argument has the wrong type or value, or more than one of the four numbers is given.
 
     >>> channels("features.*", keep=1_267).name
     'features.*'
+    >>> channels("features.*", macs=0.5).budget
+    Budget(cost='macs', amount=0.5)
     >>> channels("features.*", keep=64, at="middle")
     Traceback (most recent call last):
         ...
@@ -215,7 +237,10 @@ def channels(
     """
     globs, excluded = _globs("channels", select, exclude, such_as="features.*")
     called = _called("channels", name, globs)
-    keep = _checked_count(called, keep, prune)
+    _refuse_several_numbers(called, keep=keep, prune=prune, macs=macs, parameters=parameters)
+    budget = checked_budget(f"space {called!r}", macs, parameters)
+    if keep is not None or prune is not None:  # a space without any number gets that of the Pruner
+        keep = _checked_count(called, keep, prune)
     _refuse_non_metric(called, metric, OF_CHANNELS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
     if not (isinstance(layer_floor, float) and 0 < layer_floor < 1):
@@ -226,7 +251,9 @@ def channels(
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
     if not isinstance(lossy, bool):
         raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Pass True or False.")
-    return ChannelSpace(globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy)
+    return ChannelSpace(
+        globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy, budget
+    )
 
 
 def _or_a_share(message: str) -> SpaceError:
@@ -249,6 +276,13 @@ def _called(function: str, name: object, globs: tuple[str, ...]) -> str:
     if not isinstance(name, str) or not name:
         raise SpaceError(f"{function}(name={shown(name)}): not a name. Pass a string.")
     return name
+
+
+def _refuse_several_numbers(called: str, **numbers: Any) -> None:
+    given = [f"{option}={shown(value)}" for option, value in numbers.items() if value is not None]
+    if len(given) > 1:
+        listed = f"both {given[0]} and {given[1]}" if len(given) == 2 else f"{', '.join(given[:-1])} and {given[-1]}"
+        raise SpaceError(f"space {called!r}: got {listed}. Pass exactly one of them.")
 
 
 def _checked_count(called: str, keep: Any, prune: Any) -> int | None:

@@ -109,10 +109,13 @@ class Choice:
         blocks: The units. If there are several blocks (groups of a convolution, halves of a chunk), they lose equal
             numbers.
         portion: How many units may be kept in all blocks together.
+        free: Whether any unit may be removed that no floor forces to stay. The least count of `portion` then has room
+            for every set of forced units, so a particular one may leave fewer units.
     """
 
     blocks: tuple[Indices, ...]
     portion: Portion
+    free: bool = False
 
     def __repr__(self) -> str:
         sizes = " + ".join(str(len(block)) for block in self.blocks)

@@ -24,11 +24,13 @@ class SpaceReport:
         name: The name of the space.
         kind: "weights" or "channels".
         total: M, the units before the first event.
-        planned: M_e, the plan's count after the last event.
+        planned: M_e, the plan's count after the last event; with a budget, the units that this event kept.
         kept: The units left now, counted in the tensors. Fewer than planned if channels or dead neurons were removed
             with their weights; more if pruned weights are no longer zero.
-        asked: K, the number of units to keep.
+        asked: K, the number of units to keep; None with a budget.
         fixed: Channels of the same layers that cannot be removed; no other count includes them.
+        implied: With a budget, the number of units at the end if later events ranked as the present one; None without
+            a budget, or if the units cannot be ranked now.
     """
 
     name: str
@@ -36,8 +38,32 @@ class SpaceReport:
     total: int
     planned: int
     kept: int
-    asked: int
+    asked: int | None
     fixed: int = 0
+    implied: int | None = None
+
+
+@dataclass(frozen=True)
+class BudgetReport:
+    """A budget of a run. Masked channels count as removed.
+
+    Attributes:
+        name: Its name in the plan.
+        cost: "macs", per sample, or "parameters".
+        spaces: The spaces that are cut to meet it.
+        dense: The cost of the model given to the Pruner.
+        planned: The bound after the last event.
+        asked: The bound at the end.
+        reached: The cost after the last event.
+    """
+
+    name: str
+    cost: str
+    spaces: tuple[str, ...]
+    dense: int
+    planned: int
+    asked: int
+    reached: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,6 +81,7 @@ class RunReport:
         batch: The batch size of the Pruner's example, by which MACs were divided. None without an example, or if the
             batch size could not be determined; MACs are then those of the whole example.
         error: The error that the user passed, in percent.
+        budgets: The budgets of the run.
 
     Parameters and MACs count tensors as they are, as `keepk.inspect` does. Weights that are only masked are counted in
     `masked`; removing channels, or `keepk.compact`, lowers parameters and MACs.
@@ -68,6 +95,7 @@ class RunReport:
     macs: int | None
     batch: int | None
     error: float | None
+    budgets: tuple[BudgetReport, ...] = ()
 
     @property
     def line(self) -> str:
@@ -80,7 +108,11 @@ class RunReport:
 
     def data(self) -> dict[str, Any]:
         """The report as plain dicts, lists, strings and numbers, which survive a round trip through JSON."""
-        return {**asdict(self), "spaces": [asdict(space) for space in self.spaces]}
+        spaces = [asdict(space) for space in self.spaces]
+        for space in (it for it in spaces if it["asked"] is not None):
+            del space["implied"]  # only budgets imply a count
+        budgets = [{**asdict(it), "spaces": list(it.spaces)} for it in self.budgets]
+        return {**asdict(self), "spaces": spaces, "budgets": budgets}
 
     def __str__(self) -> str:
         return f"{self._title()}\n{self._table()}\n{self._costs()}"
@@ -112,10 +144,17 @@ class RunReport:
         masked = f" ({self.masked:,} masked)" if self.masked else ""
         macs = "" if self.macs is None else f", {self.macs:,} MACs {per_what(self.batch)}"
         error = "" if self.error is None else f", error {self.error:.2f} %"
-        return f"{self.parameters:,} parameters{masked}{macs}{error}"
+        budgets = "".join(f"; {self._budget(it)}" for it in self.budgets)
+        return f"{self.parameters:,} parameters{masked}{macs}{error}{budgets}"
+
+    def _budget(self, budget: BudgetReport) -> str:
+        unit = f"MACs {per_what(self.batch)}" if budget.cost == "macs" else "parameters"
+        later = "" if budget.planned == budget.asked else f", {budget.asked:,} at the end"
+        return f"budget {budget.reached:,} of at most {budget.planned:,}{later} ({budget.dense:,} {unit} at first)"
 
     def _table(self) -> Table:
         any_fixed = any(space.fixed for space in self.spaces)
+        any_budget = bool(self.budgets)
         rows = tuple(
             (
                 space.name,
@@ -124,7 +163,8 @@ class RunReport:
                 f"{space.planned:,}",
                 f"{space.kept:,}",
                 percent(space.kept, space.total),
-                f"{space.asked:,}",
+                "-" if space.asked is None else f"{space.asked:,}",
+                *(["-" if space.implied is None else f"{space.implied:,}"] if any_budget else []),
                 *([f"{space.fixed:,}"] if any_fixed else []),
             )
             for space in self.spaces
@@ -137,6 +177,7 @@ class RunReport:
             "kept",
             "kept %",
             "asked",
+            *(["implied"] if any_budget else []),
             *(["not counted"] if any_fixed else []),
         )
         return Table(columns, rows)
@@ -175,21 +216,31 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
         raise KeepkError(f"report: got {type(pruner).__name__}. Pass the keepk.Pruner of the run.")
     if error is not None:
         error = float(exact_number(error, "report: error", KeepkError))
-    plan, epoch = pruner.plan, pruner.epoch
+    plan, epoch, implied = pruner.plan, pruner.epoch, _implied(pruner)
     spaces = tuple(
         SpaceReport(
             name,
             space["kind"],
             space["total"],
-            plan[name][epoch - 1] if epoch else space["total"],
+            space["kept"] if "budget" in space else plan[name][epoch - 1] if epoch else space["total"],
             space["alive"] if "alive" in space else space["kept"],
-            space["asked"],
+            None if "budget" in space else space["asked"],
             space.get("fixed", 0),
+            implied.get(name),
         )
         for name, space in pruner.counted_certificate("report").items()
     )
+    budgets = tuple(BudgetReport(name, **it | {"spaces": tuple(it["spaces"])}) for name, it in pruner.budgets.items())
     # Counted on a copy without weights wherever the model allows it, so a report is cheap enough for every epoch.
     parameters, masked = sum(it.numel() for it in pruner.model.parameters()), count_masked(pruner.masks, pruner.model)
     costs = None if pruner.example is None else model_costs(pruner.model, pruner.example)
     macs, batch = (None, None) if costs is None else (costs.macs, costs.batch)
-    return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error)
+    return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error, budgets)
+
+
+def _implied(pruner: Pruner) -> dict[str, int]:
+    """By space with a budget, the units at the end if later events ranked as the present one."""
+    try:
+        return {name: counts[-1] for name, counts in pruner.implied.items()}
+    except KeepkError:  # a metric has seen no data since the last event, or the model was cut elsewhere
+        return {}

@@ -46,7 +46,7 @@ class ChannelMembers:
         layers: The groups of the graph that it selects, one per layer.
         units: The units of these groups.
         total: M, the number of units.
-        keep: K, the number of units to keep.
+        keep: K, the number of units to keep; None if a budget says how many.
         choices: The sets of units that are chosen from together.
         sources: One set of reads for each layer that several BatchNorms read. At least one unit of each set must
             stay, so that the layer is still read.
@@ -58,7 +58,7 @@ class ChannelMembers:
     layers: tuple[Group, ...]
     units: Indices
     total: int
-    keep: int
+    keep: int | None
     choices: tuple[Choice, ...]
     sources: tuple[Indices, ...]
     links: Links
@@ -234,17 +234,25 @@ def _refuse_no_channels(graph: Graph, space: ChannelSpace, glob: str, lossy: Seq
 def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> ChannelMembers:
     units = np.sort(np.concatenate([layer.units for layer in layers]))
     total = len(units)
-    keep = space.count_kept(total)
+    keep = None if space.has_budget else space.count_kept(total)
     sources = tuple(_sources(graph, units)) if space.at == "input" else ()
     links = find_links(graph, space, layers)
     choices = tuple(_choices(graph, space, layers, units, sources, links))
-    portions = [choice.portion for choice in choices]
+    members = ChannelMembers(space, layers, units, total, keep, choices, sources, links)
+    if keep is not None:
+        _refuse_impossible_keep(graph, members, keep)
+    return members
+
+
+def _refuse_impossible_keep(graph: Graph, members: ChannelMembers, keep: int) -> None:
+    """Refuse a K that the floors or the counts of the layers do not allow."""
+    space, layers, portions = members.space, members.layers, members.portions
     least = sum(portion.counts[0] for portion in portions)  # counts are in ascending order
     if keep < least:
         needs = [f"layer_floor={space.layer_floor} in {len(layers)} layers"]
         needs += [f"round_to={space.round_to}"] if space.round_to else []
-        needs += [f"a reader for each of {len(sources)} sources"] if sources else []
-        needs += ["the channels that these read"] if len(links.pairs) else []
+        needs += [f"a reader for each of {len(members.sources)} sources"] if members.sources else []
+        needs += ["the channels that these read"] if len(members.links.pairs) else []
         raise SpaceError(
             f"space {space.name!r}: keep={keep}, but {' with '.join(needs)} needs {least} channels. "
             f"Choose keep >= {least}{' or a lower floor' if space.layer_floor != 1 else ''}."
@@ -252,10 +260,9 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> Ch
     possible = nearest_totals(portions, keep)
     if possible != [keep]:
         raise SpaceError(
-            f"space {space.name!r}: keep={keep} of {total} channels cannot be met: {_why_not(graph, space, units)}. "
-            f"Nearest possible: {' and '.join(map(str, possible))}."
+            f"space {space.name!r}: keep={keep} of {members.total} channels cannot be met: "
+            f"{_why_not(graph, space, members.units)}. Nearest possible: {' and '.join(map(str, possible))}."
         )
-    return ChannelMembers(space, layers, units, total, keep, choices, sources, links)
 
 
 def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group]) -> Iterator[Uncounted]:
@@ -347,7 +354,7 @@ def _choices(
         floors = [space.floor_of(len(layer.units)) for layer, _ in loose]
         needed = links.needed([own for _, own in loose], floors)
         least = sum(needed) + _count_read(graph, sources, members)
-        yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))))
+        yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))), free=True)
     for (layer, members), step in zip(free, steps, strict=True):
         if step > 1:
             least = space.floor_of(len(layer.units)) + _count_read(graph, sources, members)
@@ -443,4 +450,4 @@ def _refuse_sources_beside_reads(graph: Graph, found: dict[str, ChannelMembers])
 
 def snapped_plans(channels: Mapping[str, ChannelMembers], plan: Plan) -> dict[str, tuple[int, ...]]:
     """The plans of the channel spaces, with each count moved to the nearest one that can be met."""
-    return {name: snapped(it.portions, plan[name]) for name, it in channels.items()}
+    return {name: snapped(it.portions, plan[name]) for name, it in channels.items() if it.keep is not None}

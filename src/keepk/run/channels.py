@@ -8,11 +8,11 @@ processes can compare their decisions before any of them changes a tensor.
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from keepk.cut.masks import Masks
@@ -22,17 +22,18 @@ from keepk.errors import RankError, ShrinkError, StateError
 from keepk.graph.graph import Graph
 from keepk.graph.ids.maps import Flags
 from keepk.graph.probe.verify import refuse_unfit
-from keepk.metrics.channels import bn_scale, channel_scores, default_metric, product, reads_scales
+from keepk.metrics.channels import bn_scale, channel_scores, product, reads_scales
 from keepk.metrics.from_statistics import collected_terms
 from keepk.metrics.layers import Layer, Parameters, layers_of
 from keepk.metrics.statistics import Use
 from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
 from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
 from keepk.model.weight_norm import lengths_of
+from keepk.plan.budgets import WORDS
 from keepk.plan.phases import Plan
-from keepk.plan.portions import Split, chain, has_even_steps
-from keepk.rank.channels import Decision, keep_best, rank_values
+from keepk.plan.portions import Split
 from keepk.run.channel_members import ChannelMembers
+from keepk.run.choosing import Chooser, Ranking, RunBudget, RunCosts, first_chains, ranked
 from keepk.run.counting import count_channels, masked_places
 from keepk.run.state import Saved
 from keepk.run.warnings import Watch
@@ -166,6 +167,11 @@ class Surgery:
         self._parameters = named_parameters(model)
         self._lengths = lengths_of(model)
 
+    @property
+    def replays(self) -> bool:
+        """Whether removals are tried on a copy first."""
+        return self._replayed != "none"
+
     def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
         """Prepare the removal of the units `going`, and of the units in `dead` that are still masked.
 
@@ -187,7 +193,7 @@ class Surgery:
                 optimizer=list(self._optimizers),
                 followers=self._followers,
                 wrapper=wrapper,
-                replay=self._replayed != "none",
+                replay=self.replays,
             )
             cuts = by_plain_name(self._model, prepared.edits)
             return Operation(prepared.edits, cuts, prepared, self._parameters, self._lengths)
@@ -221,6 +227,8 @@ class ChannelSide:
         zeroed: By parameter, a mask of the entries of masked channels; empty once they are removed.
         certified: By space, the number of channels left by the last event, before `keepk.compact` or `keepk.shrink`
             removed more.
+        budgets: The budgets of the run.
+        reached: By budget, the cost of the model after the last event.
     """
 
     kind = "channels"
@@ -234,26 +242,21 @@ class ChannelSide:
         plan: Plan,
         shrink: str,
         watch: Watch,
+        budgets: Sequence[RunBudget] = (),
+        costs: RunCosts | None = None,
     ) -> None:
-        self.graph, self.members = graph, members
+        self.graph, self.members, self.budgets, self._costs = graph, members, budgets, costs
         self._model, self._surgery, self._shrink, self._watch = model, surgery, shrink, watch
         self._parameters = Parameters.of(model)
-        self._plan = {name: plan[name] for name in members}
+        self._plan = {name: plan[name] for name, it in members.items() if it.keep is not None}
         self._fixed = {name: it.fixed for name, it in members.items()}
-        self._floors = {
-            layer.name: it.space.floor_of(len(layer.units)) for it in members.values() for layer in it.layers
-        }
-        # Where the counts of layers depend on each other, keep a chain of splits that leads to K; see `plan.portions`.
-        self._chains = dict[str, tuple[Split, ...]]()
-        for name, it in members.items():
-            if not has_even_steps(it.portions):
-                found = chain(it.portions, self._plan[name])
-                assert found is not None  # the plan was snapped to a chain
-                self._chains[name] = found
+        self._chains = first_chains(members, self._plan)
         self.dead: Flags = np.zeros(len(graph.units), bool)
         self.zeroed: Masks = {}
         self._cut_elsewhere: str | None = None  # a tensor that was cut outside of this run
         self.certified = self.kept
+        self.reached = {it.name: it.dense for it in budgets}
+        self._history: dict[str, tuple[int, ...]] = {name: () for it in budgets for name in it.spaces}
 
     def warn_of_uncounted(self) -> None:
         """Warn about layers with channels that their space does not count."""
@@ -306,24 +309,45 @@ class ChannelSide:
                 f"parameter {self._cut_elsewhere!r}: was cut by keepk.compact or keepk.shrink, so the channels no "
                 f"longer fit the plan. Cut the model before the Pruner is made, or after its plan has ended."
             )
-        removed, chains, kept = [np.zeros(0, np.int64)], dict[str, tuple[Split, ...]](), self.kept
-        for name, counts in self._plan.items():
-            known = self._chains.get(name, ())
-            if counts[event.epoch] < kept[name]:
-                decision = self._decide(self.members[name], counts[event.epoch :], known)
-                removed.append(decision.removed)
-                chains[name] = decision.chain
-            else:
-                chains[name] = tuple(known[1:])  # the first split is the one of this event
-        going = np.sort(np.concatenate(removed))
+        chooser = self._chooser()
+        chooser.event(event.epoch)
+        going = np.flatnonzero(chooser.dead & ~self.dead)
+        for name, ranking in chooser.rankings.items():
+            self._warn_of_ranking(self.members[name], ranking, going)
+        chains = chooser.chains
         ends = all(counts[event.epoch] == self.members[name].keep for name, counts in self._plan.items())
+        ends &= all(it.plan[event.epoch] == it.target for it in self.budgets)
         physical = self._shrink == "each" or (self._shrink == "end" and ends)
         waiting = (self.dead & self.graph.alive).any()  # masked by an earlier event, and not removed yet
         if not len(going) and not (physical and waiting):
             return replace(event, chains=chains)
         operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper)
         self._refuse_other_counts(going, operation.gone)
+        if operation.prepared is not None:
+            self._refuse_other_costs(chooser.dead, operation)
         return replace(event, chains=chains, operation=operation)
+
+    @property
+    def implied(self) -> dict[str, tuple[int, ...]]:
+        """By space of a budget: the channels kept after each event, as today's ranking implies for those to come."""
+        chooser, found = self._chooser(), dict(self._history)
+        past = min((len(counts) for counts in found.values()), default=0)
+        for epoch in range(past, len(self.budgets[0].plan) if found else 0):
+            chooser.event(epoch)
+            found = {name: (*counts, chooser.kept(name)) for name, counts in found.items()}
+        return found
+
+    def _chooser(self) -> Chooser:
+        """Chooses the channels of the next events by the present ranking."""
+        return Chooser(
+            self.members,
+            self._plan,
+            self.budgets,
+            self._costs,
+            lambda name: ranked(self.graph, self._parameters, self.members[name], self.dead),
+            self.dead,
+            self._chains,
+        )
 
     def apply(self, event: Event) -> Undo:
         """Remove the channels of an event, or store their masks; returns the undo of the removal."""
@@ -333,7 +357,9 @@ class ChannelSide:
             self._chains = dict(event.chains)
             if len(event.operation.gone):
                 self.zeroed = {} if event.cuts else event.operation.doomed()
-            self.certified = self.kept
+            self.certified = kept = self.kept
+            self._history = {name: (*counts, kept[name]) for name, counts in self._history.items()}
+            self.reached = self._reached(self.dead)
             return undo
 
     def follow_cuts(self, cuts: Mapping[str, Cut], follow: Callable[[Masks], Masks]) -> None:
@@ -347,10 +373,10 @@ class ChannelSide:
 
     def snapshot(self) -> Undo:
         """A function that restores the current flags, masks and counts; the undo of a removal restores the graph."""
-        present = self.dead, self.zeroed, self._chains, self.certified
+        present = self.dead, self.zeroed, self._chains, self.certified, self.reached, self._history
 
         def restore() -> None:
-            self.dead, self.zeroed, self._chains, self.certified = present
+            self.dead, self.zeroed, self._chains, self.certified, self.reached, self._history = present
 
         return restore
 
@@ -362,6 +388,8 @@ class ChannelSide:
                 "gone": np.flatnonzero(self.dead).tolist(),
                 "removed": np.flatnonzero(~self.graph.alive).tolist(),
                 "chains": {name: [list(counts) for counts in found] for name, found in self._chains.items()},
+                # By space of a budget, the channels kept after each event. Older states have no such entry.
+                **({"kept": {name: list(it) for name, it in self._history.items()}} if self.budgets else {}),
             }
         }
 
@@ -377,6 +405,8 @@ class ChannelSide:
                 not found or [sum(counts) for counts in found] == list(self._plan[name][saved.epoch :])
                 for name, found in saved.channels["chains"].items()
             )
+            history = {name: saved.channels["kept"][name] for name in self._history}
+            fits &= all(len(kept) == saved.epoch for kept in history.values())
         except (KeyError, TypeError, ValueError):
             fits = chains_fit = False
         if not fits or not chains_fit:
@@ -387,11 +417,19 @@ class ChannelSide:
         after[gone] = True
         for name, it in self.members.items():
             kept = it.total - int(after[it.units].sum())
-            planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
+            counts = self._plan[name] if name in self._plan else saved.channels["kept"][name]
+            planned = counts[saved.epoch - 1] if saved.epoch else it.total
             if kept != planned:
                 raise StateError(
                     f"pruner state: space {name!r} keeps {kept} channels, the plan says {planned}. "
                     f"The state is damaged."
+                )
+        for budget in self.budgets:
+            reached, bound = self._reached(after)[budget.name], budget.plan[saved.epoch - 1] if saved.epoch else None
+            if bound is not None and reached > bound:
+                raise StateError(
+                    f"pruner state: its channels cost {reached:,} {WORDS[budget.cost]}, the budget of "
+                    f"{budget.name!r} is {bound:,} at epoch {saved.epoch}. The state is damaged."
                 )
         if (self.dead & ~after).any():
             raise StateError(
@@ -410,14 +448,20 @@ class ChannelSide:
         self.dead[np.asarray(saved.channels["gone"], np.int64)] = True
         chains = saved.channels["chains"]
         self._chains = {name: tuple(tuple(counts) for counts in found) for name, found in chains.items()}
-        self.certified = self.kept
+        self._history = {name: tuple(saved.channels["kept"][name]) for name in self._history}
+        self.certified, self.reached = self.kept, self._reached(self.dead)
         self.zeroed = self._as_saved(self.dead, (), physical=False).doomed()
 
     def notes(self, name: str, revived: int) -> dict[str, Any]:
-        """For the certificate of a space: how many channels are masked and zero, and how many are not counted."""
+        """For the certificate of a space: channels that are masked and zero, those not counted, and its budget."""
+        budget = next((it for it in self.budgets if name in it.spaces), None)
+        bounded = dict[str, Any]()
+        if budget is not None:
+            costs = {"dense": budget.dense, "asked": budget.target, "reached": self.reached[budget.name]}
+            bounded = {"budget": budget.cost, **costs}
         masked = int((self.dead & self.graph.alive)[self.members[name].units].sum()) - max(0, revived)
         fixed = self._fixed[name]
-        return {**({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}
+        return {**bounded, **({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}
 
     def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
         try:
@@ -428,46 +472,29 @@ class ChannelSide:
                 f"Load the state into a freshly built model, before it is wrapped or changed."
             ) from error
 
-    def _decide(self, members: ChannelMembers, rest: Sequence[int], known: Sequence[Split]) -> Decision:
-        """Rank the channels of one space and keep the best ``rest[0]``, in numbers per layer that the model allows.
+    def _reached(self, dead: Flags) -> dict[str, int]:
+        """By budget, the cost of the model without the units in `dead`, whether they are removed or masked."""
+        if self._costs is None:
+            return {}
+        return {it.name: self._costs.of(it.cost, dead) for it in self.budgets}
 
-        Args:
-            members: The space.
-            rest: The plan from this event on, down to K.
-            known: A chain of splits for `rest`; see `plan.portions`.
-        """
-        layers = self.layers(members.space.name)
-        metric = members.space.metric or default_metric(layers)
-        scores = channel_scores(metric, layers)
-        units = np.concatenate([layer.units for layer in layers])
-        values = rank_values(units, scores, np.zeros(len(self.dead), bool), members.links)
-        # A first ranking finds the best units of each layer. Up to the floor they are forced to stay, and the second
-        # ranking puts forced units above all others.
-        forced = self._forced(members, values)
-        if forced.any():
-            values = rank_values(units, scores, forced, members.links)
-        decision = keep_best(members.choices, ~self.dead, values, rest, known)
-        assert not forced[decision.removed].any()  # every allowed count leaves room for the forced units
-        self._warn_of_ranking(members, metric, units, scores, decision.removed)
-        if reads_scales(metric):
-            scales = channel_scores(bn_scale, layers)
-            self._watch.alike_scales(members.space.name, float(scales.mean()), float(scales.std()))
-        return decision
-
-    def _forced(self, members: ChannelMembers, values: np.ndarray) -> Flags:
-        """The units that must stay: the best of every layer up to its floor, and the best read of every source."""
-        forced, heights = np.zeros(len(values), bool), members.links.heights
-        # Readers before their sources: a kept read also keeps its source, which then counts towards that layer's
-        # floor.
-        layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
-        needs = [(layer.units, self._floors[layer.name]) for layer in layers]
-        needs += [(reads, 1) for reads in members.sources]
-        for units, least in needs:
-            living = units[~self.dead[units]]
-            if not forced[living].sum() >= least:
-                forced[living[np.argsort(-values[living], kind="stable")[:least]]] = True
-                forced = members.links.raised(forced)
-        return forced
+    def _refuse_other_costs(self, dead: Flags, operation: Operation) -> None:
+        """Refuse a removal after which the model would not have the cost that the trace predicts."""
+        for budget in self.budgets if self._surgery.replays else ():
+            assert self._costs is not None
+            predicted = self._costs.of(budget.cost, dead)
+            counted: int | None
+            if budget.cost == "macs":
+                counted = self._costs.counted_macs(operation.edits)
+            else:
+                removed = sum(prod(cut.before) - prod(cut.after) for cut in operation.cuts.values())
+                counted = sum(parameter.numel() for parameter in self._model.parameters()) - removed
+            if counted is not None and counted != predicted:
+                raise RankError(
+                    f"{budget.where}: {budget.asked}: the cut model would have {counted:,} {WORDS[budget.cost]}, but "
+                    f"the trace predicts {predicted:,}, so the budget cannot be met exactly. Nothing was pruned. "
+                    f"Use keep= or prune=."
+                )
 
     def _refuse_other_counts(self, going: Indices, gone: Indices) -> None:
         """Refuse a removal that also removes channels of a space that were not chosen."""
@@ -482,18 +509,19 @@ class ChannelSide:
                     f"could not be met. Exclude the layers that they belong to."
                 )
 
-    def _warn_of_ranking(
-        self, members: ChannelMembers, metric: object, units: Indices, scores: NDArray[np.float64], removed: Indices
-    ) -> None:
-        """Warn if most channels are tied at the cut, or if a layer keeps almost nothing."""
-        name, stays = members.space.name, ~self.dead
+    def _warn_of_ranking(self, members: ChannelMembers, ranking: Ranking, removed: Indices) -> None:
+        """Warn if most channels are tied at the cut, if scales hardly differ, or if a layer keeps almost nothing."""
+        name, stays, units = members.space.name, ~self.dead, ranking.units
         stays[removed] = False
-        values, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
+        values, group, sizes = np.unique(ranking.scores, return_inverse=True, return_counts=True)
         kept = np.bincount(group, weights=stays[units], minlength=len(sizes))
         split = (kept > 0) & (kept < sizes)
-        if metric is product:
+        if ranking.metric is product:
             split &= values != 0  # a product of 0 means dead already, so it does not matter which of them are pruned
         self._watch.tied_scores(name, "channels", int(sizes[split].sum()), len(units))
         if members.space.layer_floor == 1:  # by setting a higher floor, the user has decided how thin layers may get
             layers = [(layer.name, int(stays[layer.units].sum()), len(layer.units)) for layer in members.layers]
             self._watch.thin_layers(name, "channels", layers)
+        if reads_scales(ranking.metric):
+            scales = channel_scores(bn_scale, ranking.layers)
+            self._watch.alike_scales(name, float(scales.mean()), float(scales.std()))

@@ -32,12 +32,23 @@ from keepk.metrics.layers import Parameters, layers_of, traits_of
 from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
 from keepk.model.names import named_parameters, named_tensors, unwrap
 from keepk.model.weight_norm import lengths_of
+from keepk.plan.budgets import Budget
 from keepk.plan.names import shown
 from keepk.plan.numbers import count
 from keepk.plan.phases import Goal, Phase, Plan, check_phases, timeline
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
+from keepk.run.budgets import (
+    AskedBudget,
+    after_budgets,
+    asked_budgets,
+    budget_goals,
+    plan_within_budgets,
+    planned_budgets,
+    run_budgets,
+)
 from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, snapped_plans
 from keepk.run.channels import Replayed
+from keepk.run.choosing import RunBudget, RunCosts
 from keepk.run.undercut import find_bounds, late_goals, refuse_undercut
 from keepk.run.weights import Members, find_frozen, find_members
 
@@ -60,8 +71,14 @@ class RunSpec:
         weights: The weight spaces by name, with their parameters.
         channels: The channel spaces by name, with their units of `graph`.
         graph: The traced model; None without channel spaces.
+        names: The spaces in the user's order.
         totals: By space, M, the number of its units before the first event.
-        plan: By space, in the user's order, the counts after epochs 1, 2, ...
+        plan: By space, in the user's order, the counts after epochs 1, 2, ...; for a space with a budget, the bounds.
+            A budget of the `Pruner` has an entry of its own, and its spaces have none.
+        starts: By entry of the plan, where it starts: M, or the cost of the dense model.
+        budgets: The budgets.
+        costs: The cost of the model without any of its channels; None without budgets.
+        late: The weight spaces that are pruned after a budget has cut their tensors.
         optimizers: The optimizers that train the model.
         followers: Copies of the weights that are cut and zeroed with the model.
         frozen_by_epoch: For each epoch of the phases, the frozen parameters; empty without phases.
@@ -74,8 +91,13 @@ class RunSpec:
     weights: Mapping[str, Members]
     channels: Mapping[str, ChannelMembers]
     graph: Graph | None
+    names: tuple[str, ...]
     totals: Mapping[str, int]
     plan: Plan
+    starts: Mapping[str, int]
+    budgets: tuple[RunBudget, ...]
+    costs: RunCosts | None
+    late: frozenset[str]
     optimizers: tuple[torch.optim.Optimizer, ...]
     followers: Sequence[Follower]
     frozen_by_epoch: Sequence[tuple[nn.Parameter, ...]]
@@ -98,6 +120,7 @@ def run_spec(
     shrink: Shrink,
     replay: bool,
     followers: Sequence[Follower],
+    budget: Budget | None,
 ) -> RunSpec:
     """Check the arguments of a `Pruner` (see there) and resolve them; nothing is changed."""
     refuse_wrong_types(model, spaces, phases, shrink)
@@ -105,13 +128,14 @@ def run_spec(
     if epochs is not None:
         count(epochs, "Pruner: epochs", PlanError, least=1)
     of_weights, of_channels = listed_spaces(spaces)
+    asked = asked_budgets(of_channels, budget, phases)
     inner, first = unwrap(model), examples[0] if example is None and examples else example
 
     # Match names with the model, the optimizers and the followers.
     weights = find_members(model, of_weights)
-    parameters = {name: parameter for it in weights.values() for name, parameter in it.parameters.items()}
+    of_spaces = {name: parameter for it in weights.values() for name, parameter in it.parameters.items()}
     frozen = frozen_by_epoch(model, phases or ())
-    names = {parameter: name for name, parameter in parameters.items()}
+    names = {parameter: name for name, parameter in of_spaces.items()}
     optimizers = checked_optimizers(model, optimizer, names, any(frozen))
     refuse_mismatched_followers(followers, named_parameters(model))
 
@@ -121,28 +145,83 @@ def run_spec(
         inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
     graph, channels = traced_channels(inner, inputs, of_channels)
     refuse_second(model)
-    refuse_unfit_followers(followers, parameters, touched_tensors(inner, channels))
+    refuse_unfit_followers(followers, of_spaces, touched_tensors(inner, channels))
 
     # Make the plan of each space, then check the plans against each other.
-    found: dict[str, Members | ChannelMembers] = {**weights, **channels}
-    totals = {name: it.total for name, it in found.items()}
-    goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in found.items()}
-    bounds = find_bounds(inner, weights, graph, channels)
-    if phases is not None and channels:
-        check_phases(goals, epochs, phases)
-        goals |= late_goals(goals, channels, bounds, phases)
-    plan = timeline(goals, epochs=epochs, phases=phases)
-    plan |= snapped_plans(channels, plan)
-    plan = {space.name: plan[space.name] for space in (spaces if isinstance(spaces, Sequence) else [spaces])}
-    refuse_weights_that_end_before_channels(plan, weights, channels)
-    refuse_undercut(plan, bounds)
+    planned = make_plan(inner, graph, first, weights, channels, asked, epochs, phases)
     if channels and shrink != "each":
         refuse_masked_directions(inner, weights)
     # Channels that stay masked until the end are replayed when they are masked: at the end, refusing is too late.
     replayed: Replayed = "none" if not replay else "masks" if shrink == "end" else "cuts"
+    order = tuple(space.name for space in (spaces if isinstance(spaces, Sequence) else [spaces]))
+    found: dict[str, Members | ChannelMembers] = {**weights, **channels}
+    totals = {name: it.total for name, it in found.items()}
+    dense = {it.name: it.dense for it in planned.budgets}
+    of_run = {it.name: it.spaces for it in planned.budgets if it.name not in order}
+    shared = {name for names in of_run.values() for name in names}
+    plan = {name: planned.plan[name] for name in [*order, *of_run] if name not in shared}
     return RunSpec(
-        inner, first, weights, channels, graph, totals, plan, optimizers, followers, tuple(frozen), shrink, replayed
+        model=inner,
+        example=first,
+        weights=weights,
+        channels=channels,
+        graph=graph,
+        names=order,
+        totals=totals,
+        plan=plan,
+        starts={**totals, **dense},
+        budgets=planned.budgets,
+        costs=planned.costs,
+        late=planned.late,
+        optimizers=optimizers,
+        followers=followers,
+        frozen_by_epoch=tuple(frozen),
+        shrink=shrink,
+        replayed=replayed,
     )
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of a run; see `RunSpec`."""
+
+    plan: Plan
+    budgets: tuple[RunBudget, ...]
+    costs: RunCosts | None
+    late: frozenset[str]
+
+
+def make_plan(
+    model: nn.Module,
+    graph: Graph | None,
+    example: Any,
+    weights: Mapping[str, Members],
+    channels: Mapping[str, ChannelMembers],
+    asked: Sequence[AskedBudget],
+    epochs: int | None,
+    phases: Sequence[Phase] | None,
+) -> RunPlan:
+    """The plan of every space and budget; refuses plans that cannot be met or contradict each other."""
+    counted = {name: it for name, it in channels.items() if it.keep is not None}
+    costs = RunCosts(model, graph, example) if asked and graph is not None else None
+    budgets, starts = run_budgets(asked, costs, phases)
+    goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in weights.items()}
+    goals |= {name: Goal(it.total, it.keep, it.space.schedule) for name, it in counted.items() if it.keep is not None}
+    goals |= budget_goals(budgets, starts, [it.space for it in channels.values()])
+    if phases is not None and channels:
+        check_phases(goals, epochs, phases)
+    late = after_budgets(model, graph, channels, budgets, weights, phases) if graph is not None else set[str]()
+    bounds = find_bounds(model, {name: it for name, it in weights.items() if name not in late}, graph, counted)
+    if phases is not None and channels:
+        goals |= late_goals(goals, counted, bounds, phases)
+    plan = timeline(goals, epochs=epochs, phases=phases)
+    plan |= snapped_plans(channels, plan)
+    budgets = planned_budgets(budgets, plan)
+    if graph is not None and costs is not None:
+        plan |= plan_within_budgets(model, graph, costs, channels, weights, plan, goals, budgets, late, phases)
+    refuse_weights_that_end_before_channels(plan, weights, counted)
+    refuse_undercut(plan, bounds)
+    return RunPlan(plan, tuple(budgets), costs, frozenset(late))
 
 
 def refuse_wrong_types(model: object, spaces: object, phases: object, shrink: object) -> None:
@@ -248,7 +327,7 @@ def refuse_second(model: nn.Module) -> None:
     if at_work():
         gc.collect()  # a Pruner and its hooks refer to each other, so only this deletes an unreferenced one
     for other in at_work():
-        spaces = other.plan
+        spaces = other.spaces
         named = ", ".join(f"{name!r}" for name in spaces)
         where = "at the end of its plan" if other.done else f"at epoch {other.epoch} of {other.epochs}"
         raise SpaceError(
@@ -273,6 +352,7 @@ def refuse_weights_that_end_before_channels(
 ) -> None:
     """Refuse a plan in which weights reach K before the last channels that contain some of them are removed."""
     for name, it in channels.items():
+        assert it.keep is not None  # the plan of a budget is refused before, see `after_budgets`
         last = plan[name].index(it.keep) if it.keep < it.total else -1
         touched = {tensor for layer in it.layers for tensor, _, _ in layer.axes}
         for other, members in weights.items():

@@ -42,6 +42,7 @@ from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
+from keepk.plan.budgets import WORDS, checked_budget
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.channels import Event
@@ -84,6 +85,11 @@ class Pruner:
             masked.
         followers: Copies of the model's weights, to be cut and zeroed with it at every event: an `AveragedModel`, a
             copy of the model, dicts of tensors.
+        macs: One budget for all channel spaces that have no `keep`, `prune`, `macs` or `parameters` of their own: a
+            bound on the multiply-accumulates of the whole model, per sample. A float below 1 is a share of `model` as
+            it is given, an int is the number itself. Each of these spaces keeps the same share of its channels, to the
+            block. They need equal schedules, which lower the bound.
+        parameters: The same for the number of parameters of the whole model.
 
     Raises:
         SpaceError: A space matches nothing, asks for more than there is, overlaps another space, or the model has an
@@ -122,7 +128,7 @@ class Pruner:
 
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but three by name; a budget is a number of the run, as in keepk.channels
         self,
         model: nn.Module,
         spaces: Space | Sequence[Space],
@@ -138,6 +144,8 @@ class Pruner:
         shrink: Shrink = "each",
         replay: bool = True,
         followers: Sequence[Follower] = (),
+        macs: float | None = None,
+        parameters: float | None = None,
     ) -> None:
         self._spec = run_spec(
             model,
@@ -153,6 +161,7 @@ class Pruner:
             shrink=shrink,
             replay=replay,
             followers=followers,
+            budget=checked_budget("Pruner", macs, parameters),
         )
         self._session = Session(self._spec)
         self._handles: list[RemovableHandle] = []
@@ -164,9 +173,60 @@ class Pruner:
 
     @property
     def plan(self) -> dict[str, tuple[int, ...]]:
-        """By space: how many units are left after epochs 1, 2, ... of the run."""
+        """By space: how many units are left after epochs 1, 2, ... of the run.
+
+        For a space with a budget these are the bounds on the cost of the whole model, in MACs per sample or parameters.
+        A budget of the `Pruner` has an entry named ``"macs"`` or ``"parameters"``, and its spaces have none. See
+        `implied` for the number of channels.
+        """
         # A plain dict, so that it can be pickled, written as JSON and put into a checkpoint's extra.
         return dict(self._spec.plan)
+
+    @property
+    def spaces(self) -> tuple[str, ...]:
+        """The names of the spaces."""
+        return self._spec.names
+
+    @property
+    def implied(self) -> dict[str, tuple[int, ...]]:
+        """By space with a budget: how many channels are left after epochs 1, 2, ... of the run.
+
+        Past events have the numbers that they kept. For those to come, the plan fixes the cost and not the number of
+        channels, so these are the numbers that the present ranking implies. They change as the model trains.
+
+        Raises:
+            RankError: The channels cannot be ranked now, for example because a metric has seen no gradients.
+
+        >>> import keepk
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+        >>> spaces = [keepk.channels("0", macs=0.5, schedule=[50, 33])]
+        >>> with Pruner(model, spaces, example=torch.zeros(2, 8)) as pruner:
+        ...     pruner.plan, pruner.implied  # a hidden neuron has 8 + 3 MACs
+        ({'0': (50, 33)}, {'0': (4, 3)})
+        """
+        with torch.no_grad():
+            return self._session.channels.implied
+
+    @property
+    def budgets(self) -> dict[str, dict[str, Any]]:
+        """By budget, under its name in `plan`: the bounds, and the cost that the last event reached.
+
+        The entries are ``cost`` ("macs", per sample, or "parameters"), ``spaces``, ``dense``, ``planned``, the bound
+        after the last event, ``asked``, the bound at the end, and ``reached``. Masked channels count as removed.
+        """
+        planned, reached = self._session.planned(self.epoch), self._session.channels.reached
+        return {
+            it.name: {
+                "cost": it.cost,
+                "spaces": list(it.spaces),
+                "dense": it.dense,
+                "planned": planned[it.name],
+                "asked": it.target,
+                "reached": reached[it.name],
+            }
+            for it in self._spec.budgets
+        }
 
     @property
     def epochs(self) -> int:
@@ -206,6 +266,9 @@ class Pruner:
         no longer zero. In the second case ``kept`` has the larger number too, and a `KeepkWarning` is issued. Channel
         spaces also have ``masked``, the number of channels that are masked but not removed, and ``fixed``, the number
         of channels in the same layers that cannot be removed and are not counted.
+
+        Of a space with a budget, ``asked`` is the bound on the cost of the whole model, in the unit that ``budget``
+        names; ``dense`` is the cost that the run began with, and ``reached`` the cost after the last event.
         """
         return self.counted_certificate("certificate")
 
@@ -358,17 +421,23 @@ class Pruner:
             return {}
         # `keepk.save` calls this before it writes anything, and a save must not change the run.
         claimed, found = session.kept, session.counted
-        return {name: (claimed[name], found[name]) for name in self._spec.plan if claimed[name] != found[name]}
+        return {name: (claimed[name], found[name]) for name in self.spaces if claimed[name] != found[name]}
 
     def warn_of_save_before_step(self) -> None:
         """Warn, once, about a model that is saved before its first event."""
-        totals, plan = self._spec.totals, self._spec.plan
-        space = next((name for name, total in totals.items() if plan[name][-1] < total), None)
-        if self.epoch == 0 and space is not None:
+        starts, plan = self._spec.starts, self._spec.plan
+        name = next((name for name, counts in plan.items() if counts[-1] < starts[name]), None)
+        if self.epoch == 0 and name is not None:
+            budget = next((it for it in self._spec.budgets if it.name == name), None)
+            if budget is None:
+                where, left = f"space {name!r}", f"has all of its {starts[name]:,} units"
+            else:
+                where, left = budget.where, f"has all of its {starts[name]:,} {WORDS[budget.cost]}"
+            subject = where if budget is None else f"the model of {where}"
             self._session.watch.once(
                 ("unpruned",),
-                f"save: pruner.step() has not been called yet, so nothing is pruned: space {space!r} still has "
-                f"all of its {totals[space]:,} units, and its target is {plan[space][-1]:,}. Call pruner.step() first. "
+                f"save: pruner.step() has not been called yet, so nothing is pruned: {subject} still {left}, and its "
+                f"target is {plan[name][-1]:,}. Call pruner.step() first. "
                 f"To save the dense model on purpose, do it before the Pruner is made, or after pruner.close().",
             )
 
@@ -432,10 +501,15 @@ class Pruner:
         kinds = {name: side.kind for side in session.sides for name in side.members}
         kept, closed = session.kept, ", closed" if self.closed else ""
         lines = [f"Pruner(epoch {self.epoch} of {self.epochs}{closed})"]
-        for name in list(plan)[:SHOWN]:
+        budgets = self._spec.budgets
+        bounded = {name for it in budgets for name in it.spaces}
+        for name in self.spaces[:SHOWN]:
             count = f"{kept[name]:,} of {totals[name]:,} {kinds[name]} kept"
-            lines.append(f"  {name}: {count}, {plan[name][-1]:,} at the end")
-        lines += [f"  ... and {len(plan) - SHOWN} more spaces"] if len(plan) > SHOWN else []
+            lines.append(f"  {name}: {count}" + ("" if name in bounded else f", {plan[name][-1]:,} at the end"))
+        lines += [f"  ... and {len(self.spaces) - SHOWN} more spaces"] if len(self.spaces) > SHOWN else []
+        for it in budgets:
+            reached = f"{session.channels.reached[it.name]:,} of {it.dense:,} {WORDS[it.cost]}"
+            lines.append(f"  budget {it.name}: {reached}, at most {it.target:,} at the end")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -482,4 +556,4 @@ class Pruner:
         self._session.follow_cuts()
         found = self._session.counted
         self._session.watch.untrue_counts(asked_by, self._session.kept, found)
-        return {name: found[name] for name in self._spec.plan}
+        return {name: found[name] for name in self.spaces}

@@ -106,6 +106,9 @@ class NoChannels:
         self.sizes = dict[str, Any]()
         self.places = dict[str, Places]()
         self.uses = list[Use]()
+        self.budgets = ()
+        self.implied = dict[str, tuple[int, ...]]()
+        self.reached = dict[str, int]()
 
     def warn_of_uncounted(self) -> None:
         """There is nothing to warn about."""
@@ -166,9 +169,17 @@ class Session:
         if spec.graph is not None:
             surgery = Surgery(spec.model, spec.graph, spec.optimizers, spec.followers, spec.replayed)
             self.channels = ChannelSide(
-                spec.graph, spec.model, spec.channels, surgery, spec.plan, spec.shrink, self.watch
+                spec.graph,
+                spec.model,
+                spec.channels,
+                surgery,
+                spec.plan,
+                spec.shrink,
+                self.watch,
+                spec.budgets,
+                spec.costs,
             )
-        self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch)
+        self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch, spec.late)
         self.sides: tuple[Side, ...] = (self.channels, self.weights)
         metrics = [it.space.metric for side in self.sides for it in side.members.values()]
         self.statistics = tuple(dict.fromkeys(it.statistics for metric in metrics for it in collected_terms(metric)))
@@ -212,9 +223,9 @@ class Session:
         return {name: mask for side in self.sides for name, mask in side.zeroed.items()}
 
     def planned(self, epoch: int) -> dict[str, int]:
-        """By space: how many units the plan leaves after a number of events."""
-        totals = self.spec.totals
-        return {name: counts[epoch - 1] if epoch else totals[name] for name, counts in self.spec.plan.items()}
+        """By entry of the plan: how many units, or which cost, it leaves after a number of events."""
+        starts = self.spec.starts
+        return {name: counts[epoch - 1] if epoch else starts[name] for name, counts in self.spec.plan.items()}
 
     def certificate(self, left: Mapping[str, int]) -> Certificate:
         """By space: its globs, the units asked for and kept by the last event, and ``alive`` if `left` differs.
@@ -230,12 +241,12 @@ class Session:
                     "select": list(it.space.select),
                     "exclude": list(it.space.exclude),
                     "total": it.total,
-                    "asked": it.keep,
+                    "asked": it.keep,  # a budget is in the notes
                     "kept": max(certified, left[name]),
                     **({"alive": left[name]} if left[name] != certified else {}),
                     **side.notes(name, left[name] - kept[name]),
                 }
-        return {name: found[name] for name in self.spec.plan}
+        return {name: found[name] for name in self.spec.names}
 
     # An event --------------------------------------------------------------------------------------------------------
 
@@ -425,7 +436,7 @@ class Session:
                 f"so the state would not fit a fresh model. Checkpoint before that cut; after it, use keepk.save."
             )
         units = {**self.weights.state(), **self.channels.state()}
-        return pruner_state(self._sizes, self.spec.plan, self.epoch, units)
+        return pruner_state(self._sizes, self.spec.plan, self.epoch, units, self._budgets)
 
     @torch.no_grad()
     def take_shape(self, state: Mapping[str, Any]) -> Undo:
@@ -468,8 +479,16 @@ class Session:
     def _sizes(self) -> dict[str, Any]:
         return {**self.weights.sizes, **self.channels.sizes}
 
+    @property
+    def _budgets(self) -> dict[str, Any]:
+        """By budget: the entries that a saved state must have."""
+        return {
+            it.name: {"cost": it.cost, "dense": it.dense, "target": it.target, "spaces": list(it.spaces)}
+            for it in self.spec.budgets
+        }
+
     def _read(self, state: Mapping[str, Any]) -> Saved:
-        saved = read_pruner_state(state, self._sizes, self.spec.plan)
+        saved = read_pruner_state(state, self._sizes, self.spec.plan, self._budgets)
         self.channels.refuse_other_state(saved)
         return saved
 

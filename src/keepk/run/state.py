@@ -20,7 +20,9 @@ class Saved:
     channels: Mapping[str, Any]
 
 
-def pruner_state(sizes: Mapping[str, Any], plan: Plan, epoch: int, units: Mapping[str, Any]) -> dict[str, Any]:
+def pruner_state(
+    sizes: Mapping[str, Any], plan: Plan, epoch: int, units: Mapping[str, Any], budgets: Mapping[str, Any]
+) -> dict[str, Any]:
     """The state of a run.
 
     Args:
@@ -28,16 +30,22 @@ def pruner_state(sizes: Mapping[str, Any], plan: Plan, epoch: int, units: Mappin
         plan: By space, its counts.
         epoch: The number of past events.
         units: The entries of both sides: masks of weights, and pruned channels.
+        budgets: By budget, its kind, the dense cost and the target.
     """
-    return {"version": VERSION, "epoch": epoch, "spaces": _described(sizes, plan), **units}
+    state = {"version": VERSION, "epoch": epoch, "spaces": _described(sizes, plan), **units}
+    # Without budgets there is no such entry, as in the states of older versions.
+    return state | ({"budgets": dict(budgets)} if budgets else {})
 
 
-def read_pruner_state(state: Mapping[str, Any], sizes: Mapping[str, Any], plan: Plan) -> Saved:
+def read_pruner_state(
+    state: Mapping[str, Any], sizes: Mapping[str, Any], plan: Plan, budgets: Mapping[str, Any]
+) -> Saved:
     """Read a state; refuses one from a run with another model, other spaces or another plan."""
     if not isinstance(state, Mapping) or not {"version", "epoch", "spaces", "masks"} <= set(state):
         raise StateError("pruner state: not the state of a Pruner. Pass what state_dict() returned.")
     if not isinstance(state["version"], int) or state["version"] != VERSION:
         raise StateError(f"pruner state: version {shown(state['version'])}, but this keepk reads version {VERSION}.")
+    _refuse_other_budgets(state.get("budgets", {}), budgets)
     _refuse_other_run(state["spaces"], _described(sizes, plan))
     epoch = state["epoch"]
     length = len(next(iter(plan.values())))
@@ -48,7 +56,19 @@ def read_pruner_state(state: Mapping[str, Any], sizes: Mapping[str, Any], plan: 
 
 
 def _described(sizes: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    return {name: {"parameters": found, "plan": list(plan[name])} for name, found in sizes.items()}
+    # A space without a plan has a budget of the Pruner, which is compared separately.
+    return {name: {"parameters": found, "plan": list(plan.get(name, ()))} for name, found in sizes.items()}
+
+
+def _refuse_other_budgets(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if saved == own:
+        return
+    name = next(name for name in [*own, *saved] if own.get(name) != saved.get(name))
+    before, now = (f"has {shown(it[name])}" if name in it else "has no such budget" for it in (saved, own))
+    raise StateError(
+        f"pruner state: budget {name!r}: the saved run {before}, this one {now}. Load it into the same dense model "
+        f"with the same budgets."
+    )
 
 
 def _refuse_other_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

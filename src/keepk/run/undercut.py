@@ -281,6 +281,7 @@ def _epochs_of(plan: Plan, members: Members | ChannelMembers) -> int:
     """The number of epochs that the schedule of a space takes."""
     if not callable(members.space.schedule):
         return len(members.space.schedule)
+    assert members.keep is not None  # only spaces with counts have bounds
     return plan[members.space.name].index(members.keep) + 1
 
 

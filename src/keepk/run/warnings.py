@@ -55,7 +55,7 @@ class Watch:
         if thin := thin_layers(layers, share):
             self.once(("thin", space), thin_message(space, kind, thin))
 
-    def uncounted(self, space: str, keep: int, total: int, layers: Sequence[tuple[str, int, int, str]]) -> None:
+    def uncounted(self, space: str, keep: int | None, total: int, layers: Sequence[tuple[str, int, int, str]]) -> None:
         """Warn about channels that cannot be removed and are not counted."""
         if layers:
             self.once(("uncounted", space), uncounted_message(space, keep, total, layers))
@@ -130,14 +130,19 @@ def thin_layers(layers: Sequence[Thin], share: float) -> list[Thin]:
     return [(name, left, total) for name, left, total in layers if left < limit * total]
 
 
-def uncounted_message(space: str, keep: int, total: int, layers: Sequence[tuple[str, int, int, str]]) -> str:
-    """The message about layers with channels that are not counted."""
+def uncounted_message(space: str, keep: int | None, total: int, layers: Sequence[tuple[str, int, int, str]]) -> str:
+    """The message about layers with channels that are not counted; `keep` is None for a space with a budget."""
     fixed = sum(channels for _, channels, _, _ in layers)
     some = "; ".join(f"{name!r} {channels:,} of {width:,}, {why}" for name, channels, width, why in layers[:5])
     more = f"; and {len(layers) - 5} more layers" if len(layers) > 5 else ""
     are = "are" if fixed > 1 else "is"
+    said = (
+        f"space {space!r}: {fixed:,} channel{'s' * (fixed > 1)} of its layers cannot be removed and {are} not counted"
+    )
+    if keep is None:
+        return f"{said}: {some}{more}. They stay in addition to those that the budget keeps of the {total:,} others."
     return (
-        f"space {space!r}: {fixed:,} channel{'s' * (fixed > 1)} of its layers cannot be removed and {are} not counted: "
+        f"{said}: "
         f"{some}{more}. The space keeps {keep:,} of the {total:,} others, so {keep + fixed:,} remain in total. Choose "
         f"keep= accordingly, or leave these layers out with exclude=."
     )

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,8 +202,9 @@ class WeightSide:
         plan: Plan,
         optimizers: Sequence[torch.optim.Optimizer],
         watch: Watch,
+        late: Container[str] = (),
     ) -> None:
-        self.members = members
+        self.members, self._late = members, late
         self._model, self._plan, self._optimizers, self._watch = model, plan, optimizers, watch
         self.zeroed: Masks = {}
         self.kept = {name: it.total for name, it in members.items()}
@@ -326,7 +327,7 @@ class WeightSide:
             kept = sum(int(saved.masks[key].sum()) for key in it.parameters)
             planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
             # A space whose plan has not begun may still have lost weights that were removed with their channels.
-            waits = planned == it.total
+            waits = planned == it.total or name in self._late
             fewer = bool(saved.channels) and waits and it.keep <= kept < planned
             if kept != planned and not fewer:
                 raise StateError(
@@ -355,7 +356,9 @@ class WeightSide:
     def _refuse_undercut(self, name: str, planned: int, left: int, *, by_channels: bool) -> None:
         """Refuse an event after which a space would have fewer weights than its plan says."""
         members = self.members[name]
-        waits = planned == members.total  # its plan has not begun, so channels may still remove some of its weights
+        # Channels may remove weights of a space whose plan has not begun. After a budget, how many weights are left is
+        # known only then, so a count of the plan is an upper bound until it reaches K.
+        waits = planned == members.total or name in self._late
         wanted, what = (members.keep, "to keep") if waits else (planned, "that its plan keeps at this event")
         # If the last event already left this count, the plan is met, even if keepk.compact has removed more since.
         reached = not by_channels and self.certified[name] <= wanted

@@ -159,6 +159,25 @@ def shrink_event_half(folder: Path) -> Table:
     return shrink_event(folder, "shrink_event_half")
 
 
+def budget_event(folder: Path) -> Table:
+    """One event with a budget, relative to one without that removes as much."""
+    rows = tuple(
+        (
+            row["network"],
+            f"{row['kept']:,} of {row['channels']:,}",
+            f"{row['reached_macs'] / row['dense_macs']:.4f}",
+            f"{row['event_cpu_seconds']:.3f}",
+            f"{row['budget_cpu_seconds']:.3f}",
+            f"{row['ratio']:.2f}",
+            f"{row['cost_evaluations']}",
+            f"{1000 * row['cost_cpu_seconds']:.0f}",
+        )
+        for row in _read(folder / "budget_event.json")["networks"]
+    )
+    columns = ("network", "channels kept", "MACs / dense", "event", "with a budget", "ratio", "costs computed", "ms")
+    return Table(columns, rows)
+
+
 def annealed_run(folder: Path) -> Table:
     """The time of a run that shrinks, relative to the dense run, beside the ratio of MACs."""
     rows = tuple(

@@ -122,6 +122,7 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/compact": lambda: benchmark_tables.compact(result_folder / "benchmarks"),
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
         "benchmarks/shrink_event_half": lambda: benchmark_tables.shrink_event_half(result_folder / "benchmarks"),
+        "benchmarks/budget_event": lambda: benchmark_tables.budget_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
         "summary/results": lambda: summary_table.summary_table(result_folder),
         "zoo/summary": lambda: zoo_tables.summary(result_folder / "zoo"),
