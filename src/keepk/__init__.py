@@ -19,6 +19,7 @@ from keepk.cut.shrink import shrink as shrink
 from keepk.deploy.latency import latency as latency
 from keepk.deploy.load import load as load
 from keepk.deploy.onnx import export_onnx as export_onnx
+from keepk.deploy.prune import prune as prune
 from keepk.deploy.save import save as save
 from keepk.errors import KeepkWarning as KeepkWarning
 from keepk.graph.probe.verify import verify as verify
@@ -54,6 +55,7 @@ __all__ = [
     "load",
     "load_checkpoint",
     "metrics",
+    "prune",
     "recalibrate",
     "report",
     "rule",

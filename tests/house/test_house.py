@@ -111,6 +111,7 @@ def test_the_public_names():
             "load",
             "load_checkpoint",
             "metrics",
+            "prune",
             "recalibrate",
             "report",
             "rule",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     with _only_these_train(model, norms):
         number = 0
         for batch in batches:
-            _forward(model, batch, norms[0])
+            forward_of(model, batch, "recalibrate")
             number += 1
         if not number:
             raise KeepkError(
@@ -89,17 +90,21 @@ def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Itera
             module.training = training
 
 
-def _forward(model: nn.Module, batch: Any, norm: BatchNormBase) -> None:
-    assert norm.running_mean is not None
-    device = norm.running_mean.device
+def forward_of(model: nn.Module, batch: Any, caller: str) -> None:
+    """Run the model on a batch: a tensor, a tuple or list that begins with one, or a dict of keyword arguments.
+
+    Raises:
+        KeepkError: The batch has none of these forms.
+    """
+    device = next((tensor.device for tensor in chain(model.parameters(), model.buffers())), torch.device("cpu"))
     if isinstance(batch, Mapping):
         model(**{name: it.to(device) if isinstance(it, Tensor) else it for name, it in batch.items()})
         return
     inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
     if not isinstance(inputs, Tensor):
         raise KeepkError(
-            f"recalibrate: a batch is a {type(batch).__name__}{_inner(batch)}. Pass tensors, (inputs, targets) or "
-            f"dicts of keyword arguments."
+            f"{caller}: a batch is a {type(batch).__name__}{_inner(batch)}. Pass tensors, (inputs, targets) or dicts "
+            f"of keyword arguments."
         )
     model(inputs.to(device))
 

@@ -1,0 +1,185 @@
+"""`prune`: prune a trained model in one call, without a training loop."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from keepk.errors import KeepkError
+from keepk.metrics.layers import traits_of
+from keepk.metrics.statistics import Statistics
+from keepk.model.example import TrainMode, ValueBranches, not_a_model
+from keepk.model.names import unwrap
+from keepk.model.torch_internals import BatchNormBase
+from keepk.plan.names import shown
+from keepk.plan.spaces import channels
+from keepk.reports.run import RunReport, report
+from keepk.run.pruner import Pruner
+from keepk.run.recalibrate import forward_of, recalibrate
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but two by keyword
+    model: nn.Module,
+    example: Any,
+    *,
+    macs: int | float | None = None,
+    parameters: int | float | None = None,
+    keep: int | None = None,
+    prune: float | None = None,
+    select: str | Sequence[str] = "*",
+    exclude: str | Sequence[str] = (),
+    metric: Callable[..., Any] | None = None,
+    calibrate: Iterable[Any] | None = None,
+    loss: Loss | None = None,
+    layer_floor: int | float = 1,
+    round_to: int | None = None,
+    lossy: bool = False,
+    train_mode: TrainMode = "check",
+    value_branches: ValueBranches = "check",
+) -> RunReport:
+    """Prune channels of a trained model in place, at once, without training it.
+
+    Everything that can fail is tried before the model changes: the trace, the ranking, and a forward pass of every
+    calibration batch. For less loss of accuracy at high rates, prune in steps while training: `keepk.Pruner`.
+
+    Args:
+        model: The trained model. It is cut in place.
+        example: An input of forward with a batch of two or more; see `keepk.trace`.
+        macs: The most multiply-accumulates per sample of the whole model: a share below 1 of the present number, or an
+            int. Pass exactly one of `macs`, `parameters`, `keep` and `prune`.
+        parameters: The most parameters of the whole model, in the same way.
+        keep: The number of channels to keep.
+        prune: The share of channels to prune.
+        select: Globs over names of modules, whose output channels may be removed.
+        exclude: Globs over the same names, which are left out.
+        metric: The metric that ranks channels; None for the default, which reads weights alone. A metric that needs
+            data is passed uncalled, as ``keepk.metrics.taylor``, ``fisher`` or ``activation`` (or a `partial` of it):
+            its statistics are collected from `calibrate`.
+        calibrate: Batches of inputs, as for `keepk.recalibrate`. After the cut, running statistics of BatchNorms are
+            recomputed from them. A few batches of training data are enough.
+        loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients.
+        layer_floor: The least number, or share, of channels to keep in each layer.
+        round_to: Each cut layer keeps a number of channels that makes its width a multiple of this.
+        lossy: Also select channels whose removal changes the output more than zeroing them would.
+        train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
+        value_branches: "accept" allows a forward with paths that no example takes; see `keepk.trace`.
+
+    Returns:
+        A report of what was asked and reached. It prints as a table.
+
+    Raises:
+        SpaceError: No channel matches, or not exactly one of the four numbers is given, or it cannot be met.
+        TraceError: The example does not fit the model, or the model cannot be traced.
+        RankError: The channels cannot be ranked.
+        KeepkError: The metric needs data or a loss that is missing, or a batch has the wrong form.
+
+    >>> import keepk
+    >>> _ = torch.manual_seed(0)
+    >>> net = nn.Sequential(
+    ...     nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.BatchNorm2d(64), nn.ReLU(),
+    ...     nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    ... )
+    >>> images = list(torch.randn(4, 16, 3, 8, 8))
+    >>> keepk.prune(net, images[0], macs=0.5, metric=keepk.metrics.l2, calibrate=images).budgets[0].reached
+    161260
+    >>> net[0].out_channels, net[3].out_channels
+    (19, 52)
+    """
+    if not isinstance(model, nn.Module):
+        raise KeepkError(f"prune: {not_a_model(model)}")
+    batches = _listed(calibrate)
+    statistics = _statistics_for(unwrap(model), metric, batches, loss)
+    space = channels(
+        select,
+        keep=keep,
+        prune=prune,
+        macs=macs,
+        parameters=parameters,
+        exclude=exclude,
+        metric=metric if statistics is None or metric is None else metric(statistics),
+        layer_floor=layer_floor,
+        round_to=round_to,
+        lossy=lossy,
+    )
+    pruner = Pruner(model, space, example=example, train_mode=train_mode, value_branches=value_branches)
+    with pruner:
+        _try_batches(unwrap(model), batches, statistics, loss)
+        pruner.step()
+        found = report(pruner)
+    norms = (it for it in model.modules() if isinstance(it, BatchNormBase))
+    if batches is not None and any(norm.running_mean is not None for norm in norms):
+        recalibrate(model, batches)
+    return found
+
+
+def _listed(calibrate: Iterable[Any] | None) -> Iterable[Any] | None:
+    """The batches as something that can be iterated over more than once; None without batches."""
+    if calibrate is None:
+        return None
+    if isinstance(calibrate, Tensor | Mapping | str) or not isinstance(calibrate, Iterable):
+        raise KeepkError(
+            f"prune: calibrate: got one {type(calibrate).__name__}. Pass a loader or a list of batches, such as "
+            f"[inputs]."
+        )
+    return list(calibrate) if iter(calibrate) is calibrate else calibrate  # an iterator can be used only once
+
+
+def _statistics_for(
+    model: nn.Module, metric: Callable[..., Any] | None, batches: Iterable[Any] | None, loss: Loss | None
+) -> Statistics | None:
+    """Statistics for a metric that was passed uncalled; None for metrics that need none."""
+    made_by = metric.func if isinstance(metric, partial) else metric
+    if "(statistics" not in getattr(made_by, "example_call", ""):
+        if metric is not None and "gradients" in (traits_of(metric).needs or ()):
+            raise KeepkError(
+                f"prune: metric={shown(metric)} needs gradients, and prune() does not train. Pass "
+                f"metric=keepk.metrics.taylor with calibrate= and loss=."
+            )
+        return None
+    assert metric is not None
+    statistics = Statistics(model)
+    needs, name = traits_of(metric(statistics)).needs or (), getattr(made_by, "__name__", "it")
+    if batches is None:
+        raise KeepkError(f"prune: metric={name} is computed from data. Pass batches with calibrate=.")
+    if "gradients" in needs and not callable(loss):
+        raise KeepkError(
+            f"prune: metric={name} needs gradients of a loss, got loss={shown(loss)}. Pass loss=function, which takes "
+            f"the model and a batch of calibrate= and returns the loss."
+        )
+    return statistics
+
+
+def _try_batches(
+    model: nn.Module, batches: Iterable[Any] | None, statistics: Statistics | None, loss: Loss | None
+) -> None:
+    """Run every batch in eval mode, for the statistics and so that a batch that does not fit is refused in time.
+
+    Gradients and modes of the model are restored.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    number = 0
+    try:
+        model.eval()
+        for batch in () if batches is None else batches:
+            number += 1
+            if statistics is None or loss is None:
+                with torch.no_grad():
+                    forward_of(model, batch, "prune: calibrate")
+                continue
+            for parameter, _ in gradients:
+                parameter.grad = None
+            with torch.enable_grad():
+                loss(model, batch).backward()  # type: ignore[no-untyped-call]  # torch's own
+            statistics.update()
+    finally:
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+    if batches is not None and not number:
+        raise KeepkError("prune: calibrate= has no batches. Pass at least one, or omit it.")

@@ -1,0 +1,138 @@
+"""`keepk.prune`: one call prunes a trained model to a budget, recalibrates it, and changes nothing if it fails."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import keepk
+from keepk.errors import KeepkError, SpaceError
+from keepk.model.costs import model_costs
+from untyped import untyped
+
+pytestmark = pytest.mark.filterwarnings("ignore:space .* would keep:keepk.KeepkWarning")
+EXAMPLE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def network(*, batch_norm=True):
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(width) if batch_norm else nn.Identity() for width in (16, 24)]
+    net = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), norms[0], nn.ReLU(), nn.Conv2d(16, 24, 3), norms[1], nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10)),
+    )
+    for norm in norms if batch_norm else ():
+        nn.init.uniform_(norm.get_parameter("weight"))  # as if it were trained
+    return net
+
+
+def batches(number=3):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(8, 3, 8, 8, generator=generator), torch.randint(10, (8,), generator=generator))
+        for _ in range(number)
+    ]
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def macs_of(net):
+    found = model_costs(net, EXAMPLE).macs
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("batch_norm", [True, False])
+@pytest.mark.parametrize(
+    "metric", [None, keepk.metrics.l2, keepk.metrics.taylor, keepk.metrics.fisher, keepk.metrics.activation]
+)
+def test_the_budget_is_met_and_the_report_tells_it(metric, batch_norm):
+    net = network(batch_norm=batch_norm)
+    dense = macs_of(net)
+    report = keepk.prune(net, EXAMPLE, macs=0.5, metric=metric, calibrate=batches(), loss=loss)
+    (budget,) = report.budgets
+    assert (budget.dense, budget.asked, budget.reached) == (dense, dense // 2, macs_of(net))
+    assert budget.reached <= budget.asked
+    assert report.spaces[0].kept == net[0].out_channels + net[3].out_channels < 40
+    assert net.training
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert not any(module._forward_pre_hooks for module in net.modules())
+    keepk.Pruner(net, keepk.channels("*", keep=4), example=EXAMPLE).close()  # its own Pruner is closed
+
+
+def test_it_removes_what_a_pruner_with_the_same_statistics_removes():
+    net, other = network(), network()
+    keepk.prune(net, EXAMPLE, macs=0.5, metric=partial(keepk.metrics.activation, kind="l2"), calibrate=batches())
+    seen = keepk.Statistics(other)
+    space = keepk.channels("*", macs=0.5, metric=keepk.metrics.activation(seen, kind="l2"))
+    pruner = keepk.Pruner(other, space, example=EXAMPLE)
+    with torch.no_grad():
+        other.eval()
+        for images, _ in batches():
+            other(images)
+    pruner.step()
+    keepk.recalibrate(other, batches())
+    assert {name: value.shape for name, value in net.state_dict().items()} == {
+        name: value.shape for name, value in other.state_dict().items()
+    }
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+def test_an_iterator_and_the_other_numbers_serve_too():
+    net = network()
+    report = keepk.prune(net, EXAMPLE, keep=20, calibrate=iter(batches()), select="*", exclude="8")
+    assert report.spaces[0].kept == 20 == net[0].out_channels + net[3].out_channels
+    assert net[1].num_batches_tracked == 3
+    assert keepk.prune(network(), EXAMPLE, prune=0.5).spaces[0].kept == 20
+    small = network()
+    keepk.prune(small, EXAMPLE, parameters=2_000, round_to=4)
+    assert sum(it.numel() for it in small.parameters()) <= 2_000
+    assert small[0].out_channels % 4 == small[3].out_channels % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, SpaceError, "neither"),
+        ({"macs": 0.5, "keep": 3}, SpaceError, "macs=0.5 and keep=3|keep=3 and macs=0.5"),
+        ({"macs": 1.0}, SpaceError, "macs=1.0"),
+        (
+            {"macs": 0.5, "metric": keepk.metrics.taylor},
+            KeepkError,
+            "metric=taylor is computed from data. Pass batches",
+        ),
+        (
+            {"macs": 0.5, "metric": keepk.metrics.fisher, "calibrate": batches()},
+            KeepkError,
+            "metric=fisher needs gradients of a loss, got loss=None",
+        ),
+        ({"macs": 0.5, "calibrate": EXAMPLE}, KeepkError, "calibrate: got one Tensor. Pass a loader or a list"),
+        ({"macs": 0.5, "calibrate": {"x": EXAMPLE}}, KeepkError, "calibrate: got one dict. Pass a loader or a list"),
+        ({"macs": 0.5, "calibrate": ["picture"]}, KeepkError, "prune: calibrate: a batch is a str"),
+        ({"macs": 0.5, "calibrate": [EXAMPLE, EXAMPLE[:, :2]]}, RuntimeError, "channels"),
+        (
+            {"macs": 0.5, "metric": keepk.metrics.activation, "calibrate": []},
+            KeepkError,
+            "calibrate= has no batches. Pass at least one",
+        ),
+    ],
+)
+def test_a_refused_call_changes_nothing(options, error, words):
+    net = network()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(error, match=words):
+        keepk.prune(net, EXAMPLE, **untyped(options))
+    assert net.training
+    after = net.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_a_string_is_not_a_model():
+    with pytest.raises(KeepkError, match="prune: got str as the model"):
+        keepk.prune(untyped("net"), EXAMPLE, macs=0.5)
