@@ -23,6 +23,8 @@ FIGURE_1 = "plan --total 10000 --p0 0.8 --prune 0.9 --n1 10 --nu 0.02"
 FIGURE_1_KEPT = [5600, 4133, 3400, 2960, 2666, 2457, 2300, 2177, 2080, 2000, 1800, 1600, 1400, 1200, 1000]
 LENET_300_100 = "plan --total 266610 --p0 0.85 --prune 0.935 --n1 1 --nu 0.05"
 OPTIONS = {
+    "prune": "--input --out --macs --parameters --keep --prune --weights --set --select --exclude --metric --calibrate "
+    "--batch --loss --layer-floor --round-to",
     "plan": "--total --p0 --n1 --nu --prune --keep --mu --every --epochs --json",
     "demo": "--out --seed --dense-epochs --fine-tune-epochs",
     "paper run": "--data --seeds --recipe --results --runs --jobs --threads --full --quick --device --amp --inits "

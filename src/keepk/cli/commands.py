@@ -3,8 +3,10 @@
 Needs typer and rich, the extra ``keepk[cli]``.
 """
 
+import copy
 import json
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +14,16 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 import keepk
-from keepk.cli.targets import input_from, model_from
+from keepk.cli.targets import (
+    CHANNEL_METRICS,
+    batches_from,
+    function_from,
+    input_from,
+    load_weights,
+    metric_from,
+    model_from,
+    set_attributes,
+)
 from keepk.errors import KeepkError
 from keepk.reports.tables import plan_report, plan_table
 from keepk.reports.terminal import PlanPlot
@@ -53,6 +64,129 @@ def _keepk(
     """Prune PyTorch models to exactly the number of weights or channels that you ask for."""
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODULE:NAME",
+        help="The model: a Python module (the current directory is searched first), and the name in it of a "
+        "torch.nn.Module or of a callable without arguments that returns one.",
+        show_default=False,
+    ),
+]
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        "-i",
+        metavar="SHAPE[:DTYPE]",
+        help="Shape of an argument of forward, such as 2x3x224x224, with a batch size of at least 2; filled with "
+        "random float32 numbers. 2x12:int64 is filled with zeros of that dtype. Repeat the option for several "
+        "arguments.",
+        show_default=False,
+    ),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set an attribute of the model's config, or of the model, such as use_cache=false. Can be repeated.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def prune(  # noqa: PLR0913 - the options of the command
+    *,
+    model: Model,
+    inputs: Inputs,
+    out: Annotated[Path, typer.Option(help="Folder for the pruned model, for keepk.load.", show_default=False)],
+    macs: Annotated[
+        str | None, typer.Option(help="Most MACs per sample: a share such as 0.5, or a number.", show_default=False)
+    ] = None,
+    parameters: Annotated[
+        str | None, typer.Option(help="Most parameters: a share such as 0.5, or a number.", show_default=False)
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="Number of channels to keep.", show_default=False)] = None,
+    share: Annotated[
+        float | None, typer.Option("--prune", help="Share of channels to prune.", show_default=False)
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Safetensors file with the trained weights.", show_default=False)
+    ] = None,
+    settings: Settings = None,
+    select: Annotated[list[str] | None, typer.Option(help="Glob over names of modules.", show_default="*")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Glob over names to leave out.", show_default=False)] = None,
+    metric: Annotated[
+        str | None, typer.Option(help=f"Metric: {', '.join(CHANNEL_METRICS)}.", show_default="reads weights alone")
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Safetensors file with 'inputs' (and 'targets') to recalibrate BatchNorms.", show_default=False
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size for --calibrate.")] = 64,
+    loss: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="Function of the model and a batch that returns the loss, for metrics that need gradients.",
+            show_default=False,
+        ),
+    ] = None,
+    layer_floor: Annotated[float, typer.Option(help="Least share (below 1) or number of channels per layer.")] = 1,
+    round_to: Annotated[
+        int | None, typer.Option(help="Make the width of every cut layer a multiple of this.", show_default=False)
+    ] = None,
+) -> None:
+    """Prune a trained model to a budget in one call, save it, and measure it.
+
+    Nothing is trained. The model is loaded again with keepk.load(make_model(), OUT).
+
+    Example: [cyan]keepk prune mynet:make_model --weights w.safetensors -i 2x3x224x224 --macs 0.5 --out small[/cyan]
+    """
+    example = tuple(map(input_from, inputs))
+    net = model_from(model)
+    set_attributes(net, settings or ())
+    if weights is not None:
+        load_weights(net, weights)
+    dense = copy.deepcopy(net)
+    report = keepk.prune(
+        net,
+        example,
+        macs=_number(macs, "--macs"),
+        parameters=_number(parameters, "--parameters"),
+        keep=keep,
+        prune=share,
+        select=select or "*",
+        exclude=exclude or (),
+        metric=None if metric is None else metric_from(metric),
+        calibrate=None if calibrate is None else batches_from(calibrate, batch),
+        loss=None if loss is None else function_from(loss),
+        layer_floor=int(layer_floor) if layer_floor.is_integer() else layer_floor,
+        round_to=round_to,
+    )
+    keepk.save(net, out)
+    console = Console(highlight=False)
+    console.print(report)
+    console.print(keepk.latency(net.eval(), example, baseline=dense.eval(), batches=1, threads=1))
+    console.print(f"Saved to {out}", soft_wrap=True, markup=False)
+
+
+def _number(written: str | None, option: str) -> int | float | None:
+    """A share or a number: 0.5 is a float, 2000000 and 2_000_000 are ints."""
+    if written is None:
+        return None
+    for kind in (int, float):
+        try:
+            return kind(written)
+        except ValueError:
+            continue
+    raise KeepkError(f"prune: {option} {written}: not a number. Pass a share such as 0.5, or a whole number.")
+
+
 @app.command()
 def plan(
     *,
@@ -91,27 +225,9 @@ def plan(
 
 @app.command()
 def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:NAME",
-            help="The model: a Python module (the current directory is searched first), and the name in it of a "
-            "torch.nn.Module or of a callable without arguments that returns one.",
-            show_default=False,
-        ),
-    ],
-    inputs: Annotated[
-        list[str],
-        typer.Option(
-            "--input",
-            "-i",
-            metavar="SHAPE[:DTYPE]",
-            help="Shape of an argument of forward, such as 2x3x224x224, with a batch size of at least 2; filled with "
-            "random float32 numbers. 2x12:int64 is filled with zeros of that dtype. Repeat the option for several "
-            "arguments.",
-            show_default=False,
-        ),
-    ],
+    model: Model,
+    inputs: Inputs,
+    settings: Settings = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON with all spaces, reasons, bindings and layers.")
     ] = False,
@@ -123,7 +239,9 @@ def inspect(
     Example: [cyan]keepk inspect mynet:make_model --input 2x3x224x224[/cyan] (make_model in mynet.py)
     """
     example = tuple(map(input_from, inputs))
-    report = keepk.inspect(model_from(model), example)
+    net = model_from(model)
+    set_attributes(net, settings or ())
+    report = keepk.inspect(net, example)
     if as_json:
         typer.echo(report.json())
         return

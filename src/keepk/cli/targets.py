@@ -1,19 +1,30 @@
-"""Arguments of the command line: a model given as ``module:name``, an input given as ``2x3x224x224``."""
+"""Arguments of the command line.
+
+A model is given as ``module:name``, an input as ``2x3x224x224``, an attribute as ``name=value``; weights and batches
+are safetensors files.
+"""
 
 import importlib
+import json
 import re
 import sys
+from collections.abc import Callable, Iterable
 from functools import reduce
 from pathlib import Path
 from textwrap import shorten
 from types import ModuleType
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from keepk.errors import TraceError
+from keepk import metrics
+from keepk.errors import FileError, KeepkError, TraceError
 from keepk.plan.names import nearest
 
+CHANNEL_METRICS = ("bn_scale", "blend", "l1", "l2", "l1_l2", "product", "outgoing", "taylor", "fisher", "activation")
 REASON = 200  # characters of torch's error that are quoted; some of its messages are a page long
 
 
@@ -59,6 +70,122 @@ def model_from(target: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise TraceError(f"model {target!r}: {name}() returned {type(made).__name__}. Return a torch.nn.Module.")
     return made
+
+
+def set_attributes(model: nn.Module, settings: Iterable[str]) -> None:
+    """Set attributes given as ``name=value`` on the model's ``config``, or on the model itself.
+
+    Args:
+        model: The model.
+        settings: Names, which may contain dots, and values in JSON (``use_cache=false``); anything else is a string.
+
+    Raises:
+        TraceError: If a setting has a different form, or neither the config nor the model has the attribute.
+
+    >>> model = nn.Linear(2, 3)
+    >>> set_attributes(model, ["training=false"])
+    >>> model.training
+    False
+    """
+    for setting in settings:
+        path, equals, written = setting.partition("=")
+        if not path or not equals:
+            raise TraceError(f"--set {setting!r}: not of the form name=value. Write use_cache=false.")
+        *outer, name = path.split(".")
+        for start in (getattr(model, "config", None), model):
+            try:
+                holder = reduce(getattr, outer, start)
+            except AttributeError:
+                continue
+            if hasattr(holder, name):
+                setattr(holder, name, _value(written))
+                break
+        else:
+            raise TraceError(
+                f"--set {setting!r}: neither the model nor its config has an attribute {path!r}. Correct the name."
+            )
+
+
+def _value(written: str) -> Any:
+    try:
+        return json.loads(written)
+    except ValueError:
+        return written
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a safetensors file into a model; all names and shapes have to match.
+
+    Raises:
+        FileError: If the file cannot be read, or does not fit the model.
+    """
+    try:
+        model.load_state_dict(_tensors_of(path))
+    except RuntimeError as error:
+        reason = shorten(str(error), REASON, placeholder=" ...")
+        raise FileError(
+            f"{path}: the weights do not fit the model ({reason}). Pass the model that they are of."
+        ) from None
+
+
+def batches_from(path: Path, size: int) -> list[tuple[Tensor, ...]]:
+    """The batches of a safetensors file with the tensors ``inputs`` and, optionally, ``targets``.
+
+    Args:
+        path: The file.
+        size: The number of samples in a batch.
+
+    Raises:
+        FileError: If the file cannot be read, or has other tensors.
+    """
+    tensors = _tensors_of(path)
+    if "inputs" not in tensors or {*tensors} - {"inputs", "targets"}:
+        raise FileError(
+            f"{path}: has the tensors {', '.join(sorted(tensors)) or 'none'}. Save the samples as 'inputs', and "
+            f"the targets of the loss, if any, as 'targets'."
+        )
+    lengths = {len(it) for it in tensors.values()}
+    if len(lengths) > 1 or 0 in lengths:
+        raise FileError(f"{path}: inputs and targets have {sorted(lengths)} rows. Save one row of each per sample.")
+    parts = [torch.split(tensors[name], size) for name in ("inputs", "targets") if name in tensors]
+    return list(zip(*parts, strict=True))
+
+
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"{path}: cannot be read ({error}). Pass a safetensors file.") from None
+
+
+def metric_from(name: str) -> Callable[..., Any]:
+    """The metric for channels of this name; metrics that need data are returned uncalled, for `keepk.prune`.
+
+    Raises:
+        KeepkError: If there is no such metric.
+
+    >>> metric_from("l2") is metrics.l2
+    True
+    """
+    if name not in CHANNEL_METRICS:
+        raise KeepkError(f"--metric {name!r}: unknown. Pass one of {', '.join(CHANNEL_METRICS)}.")
+    found: Callable[..., Any] = getattr(metrics, name)
+    return found(alpha=0.5) if name == "blend" else found
+
+
+def function_from(target: str) -> Callable[..., Any]:
+    """The function given as ``module:name``.
+
+    Raises:
+        TraceError: If `target` has a different form, or does not lead to a function.
+    """
+    path, _, name = target.partition(":")
+    if not path or not name:
+        raise TraceError(f"--loss {target!r}: not of the form module:name. Write mynet:loss for loss in mynet.py.")
+    found = _attribute(_imported(path, target), name, target)
+    if not callable(found):
+        raise TraceError(f"--loss {target!r}: {name} has type {type(found).__name__}. Name a function.")
+    return found
 
 
 def _imported(path: str, target: str) -> ModuleType:

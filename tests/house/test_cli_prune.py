@@ -1,0 +1,122 @@
+"""`keepk prune`: the command loads, prunes, saves and measures; its options and errors."""
+
+import json
+import shlex
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+import keepk
+from keepk.cli.commands import app
+
+SOURCE = """
+import torch
+from torch import nn
+
+
+class Config:
+    use_cache = True
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 3), nn.BatchNorm2d(24), nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 10),
+        )
+        self.config = Config()
+
+    def forward(self, x):
+        y = super().forward(x)
+        return (y, y) if self.config.use_cache == "twice" else y
+
+
+def loss(model, batch):
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images), labels)
+
+
+seven = 7
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"net_{tmp_path.name}"  # imported modules stay in sys.modules, so each test has its own
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(24, 3, 8, 8, generator=generator), torch.randint(10, (24,), generator=generator)
+    save_file({"inputs": images, "targets": labels}, tmp_path / "batches.safetensors")
+    module = __import__(name)
+    torch.manual_seed(0)
+    net = module.Net()
+    for norm in (net[1], net[4]):
+        nn.init.uniform_(norm.weight)
+    save_file(net.state_dict(), tmp_path / "w.safetensors")
+    return tmp_path, module
+
+
+def call(folder, options):
+    line = f"prune {folder[1].__name__}:Net -i 2x3x8x8 --weights w.safetensors --out small {options}"
+    return CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--macs 0.5",
+        "--parameters 2_000 --round-to 4 --layer-floor 0.2",
+        "--keep 20 --metric l2 --exclude 8",
+        "--prune 0.5 --metric blend --calibrate batches.safetensors --batch 8",
+        "--macs 0.5 --metric activation --calibrate batches.safetensors --set use_cache=false",
+        "--macs 0.5 --metric taylor --calibrate batches.safetensors --loss MODULE:loss",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:space .* would keep:keepk.KeepkWarning")
+def test_prune_saves_a_smaller_model_that_loads(folder, options):
+    path, module = folder
+    result = call(folder, options.replace("MODULE", module.__name__))
+    assert result.exit_code == 0, result.output
+    loaded = keepk.load(module.Net(), path / "small")
+    assert loaded[0].out_channels + loaded[3].out_channels < 40
+    assert "Saved to small" in result.output
+    assert "MACs per sample" in result.output
+    kept = json.loads((path / "small" / "arch.json").read_text())["certificate"]
+    assert next(iter(kept.values()))["kept"] == loaded[0].out_channels + loaded[3].out_channels
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", "neither"),
+        ("--macs half", "--macs half: not a number. Pass a share such as 0.5"),
+        ("--macs 0.5 --keep 3", "keep=3"),
+        ("--macs 0.5 --metric l3", "--metric 'l3': unknown. Pass one of bn_scale, blend"),
+        ("--macs 0.5 --metric taylor", "metric=taylor is computed from data"),
+        ("--macs 0.5 --metric taylor --calibrate batches.safetensors", "needs gradients of a loss, got loss=None"),
+        ("--macs 0.5 --loss MODULE:seven", "seven has type int. Name a function"),
+        ("--macs 0.5 --loss loss", "not of the form module:name"),
+        ("--macs 0.5 --set cache", "not of the form name=value"),
+        ("--macs 0.5 --set cash=1", "neither the model nor its config has an attribute 'cash'"),
+        ("--macs 0.5 --calibrate w.safetensors", "Save the samples as 'inputs'"),
+        ("--macs 0.5 --calibrate missing.safetensors", "missing.safetensors: cannot be read"),
+        ("--macs 0.5 --weights batches.safetensors", "the weights do not fit the model"),
+    ],
+)
+def test_prune_refuses_in_one_line_and_saves_nothing(folder, options, words):
+    path, module = folder
+    result = call(folder, options.replace("MODULE", module.__name__))
+    assert result.exit_code == 1, result.output
+    assert words in " ".join(result.output.split())
+    assert not (path / "small").exists()
+
+
+def test_inspect_sets_attributes_too(folder):
+    line = f"inspect {folder[1].__name__}:Net -i 2x3x8x8 --set config.use_cache=twice --json"
+    result = CliRunner().invoke(app, shlex.split(line))
+    assert result.exit_code == 0, result.output
