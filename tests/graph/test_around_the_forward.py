@@ -348,3 +348,25 @@ def test_globals_keep_real_tensors_only_and_are_not_asked_for_their_items():
         assert not graph.units.lossy.any()
         assert not any(table.is_meta for table in TABLES.values())
         net(example)
+
+
+class OneLayerForBothHalves(nn.Module):
+    """A linear layer over an axis of halves, whose batch torch folds into rows because its weight has a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Conv2d(3, 12, 3), nn.Linear(6, 6), nn.Conv2d(12, 2, 1)
+
+    def forward(self, x):
+        maps = self.one(x)
+        batch, width, rows, columns = maps.shape
+        halves = maps.flatten(2).transpose(1, 2).reshape(batch, rows * columns, 2, width // 2)
+        return self.three(self.two(halves).flatten(2).transpose(1, 2).reshape(batch, -1, rows, columns))
+
+
+def test_channels_are_followed_through_products_that_torch_folds_for_gradients():
+    net, example = OneLayerForBothHalves(), torch.randn(2, 3, 6, 6)
+    graph = keepk.trace(net, example)
+    assert (len(graph.units), bool(graph.units.lossy.any())) == (12, False)
+    assert keepk.verify(net, graph, example) < 1e-12
+    assert all(parameter.requires_grad for parameter in net.parameters())

@@ -74,6 +74,15 @@ _RENAMES = (
 )
 _DETACHES = (torch.Tensor.detach, torch.detach, torch.Tensor.detach_, torch.detach_)
 _SETS_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property
+# If a weight requires a gradient, torch folds the batch of a matrix product into its rows, which hides axes of the
+# batch from the trace (two halves of the channels, for example). The result is the same without folding.
+_FOLDED_FOR_GRADIENTS = (
+    torch.nn.functional.linear,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+)
 FEW = 64  # longer lists of numbers are tables, not numbers computed from a size; only their hash is kept
 # How often an opposite answer is repeated beyond the reads of the first pass. Without a limit, ``while x.any()`` would
 # never end.
@@ -385,6 +394,8 @@ class WatchedValues(TorchFunctionMode):
             return self._watcher.answer((), boolean=True, read=lambda _: func(*args))
         if func in _INDEXES and (listed := tuple(_listed_in(args[1]))):
             self._watcher.record_numbers(listed if len(listed) <= FEW else (hash(listed),))
+        if func in _FOLDED_FOR_GRADIENTS:
+            return _unfolded(func, args, by_name)
         self._watcher.is_detaching = func in _DETACHES
         result = func(*args, **by_name)
         self._watcher.is_detaching = False
@@ -406,6 +417,31 @@ class WatchedValues(TorchFunctionMode):
         if result.is_meta and not any(True for _ in tensors_in(data)) and func is not torch.Tensor.new:
             with disable_current_modes():
                 keep_value_beside(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
+
+
+class _Linked(torch.autograd.Function):
+    """Returns its first input, as a tensor that was computed from the others."""
+
+    @staticmethod
+    def forward(_: Any, result: Tensor, *_inputs: Tensor) -> Tensor:
+        return result.detach()
+
+
+def _unfolded(func: Any, args: Sequence[Any], by_name: Mapping[str, Any]) -> Any:
+    """The result of a matrix product, computed as if no parameter required a gradient."""
+    # The parameters are those of a copy that the trace has made.
+    parameters = [it for it in (*args, *by_name.values()) if isinstance(it, nn.Parameter) and it.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        result = func(*args, **by_name)
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+    if not parameters or not torch.is_grad_enabled():
+        return result
+    # A node in autograd's graph, so that Python sees that the result has a gradient.
+    return _Linked.apply(result, *parameters)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def numbers_in(data: Any) -> Iterator[float]:
