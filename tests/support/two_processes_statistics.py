@@ -114,7 +114,7 @@ def other_statistics_in_a_process_are_told(rank):
     select = ["6.weight", "8.weight"] if rank == 1 else ["6.weight"]
     pruner = keepk.Pruner(model, keepk.weights(select, keep=8, metric=keepk.metrics.wanda(seen)))
     model(BATCHES[0])
-    with pytest.raises(DisagreementError, match="rank 1: collected statistics of other layers than rank 0"):
+    with pytest.raises(DisagreementError, match="rank 1: collected statistics of different layers than rank 0"):
         pruner.step()
 
 

@@ -49,7 +49,7 @@ class Use:
 
     @property
     def reads(self) -> str:
-        """What the metric reads."""
+        """The name of the statistics that the metric reads."""
         return getattr(self.metric, "reads", "products")
 
 

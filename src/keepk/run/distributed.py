@@ -96,8 +96,8 @@ def summed(own: Tensor, device: torch.device) -> Tensor:
     differing = [rank for rank, length in enumerate(lengths) if length != lengths[0]]
     if differing:
         raise DisagreementError(
-            f"rank {_listed(differing)}: collected statistics of other layers than rank 0. Nothing was pruned. Make "
-            f"the same Pruner with the same spaces and metrics in all processes."
+            f"rank {_listed(differing)}: collected statistics of different layers than rank 0. Nothing was pruned. "
+            f"Make the same Pruner with the same spaces and metrics in all processes."
         )
     total = own.to(device, copy=True)
     dist.all_reduce(total)

@@ -108,7 +108,7 @@ class _Trial:
 
 
 class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
-    """Makes dropout keep everything: a cut copy would draw other numbers than a masked one."""
+    """Makes dropout keep everything, because a cut copy draws fewer random numbers than a masked one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.bernoulli_.float:  # then divided by the probability, which gives ones
