@@ -191,6 +191,8 @@ class Recipe:
                 keep, schedule = stage.keep[name]
                 counts += plan(schedule, left, keep, epochs=stage.epochs - stage.first_event + 1)
                 left = keep
+        if not counts:  # a dense network: no stage prunes this space
+            return weights(glob, prune=0.0, name=name, metric=metric)
         return weights(glob, keep=left, name=name, schedule=counts, metric=metric)
 
 

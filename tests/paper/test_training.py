@@ -585,6 +585,17 @@ def test_a_quick_run_trains_a_few_images_into_folders_of_its_own(published, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results", "runs"]
 
 
+def test_quick_runs_of_the_rivals_start_from_the_dense_network(published, tmp_path):
+    names = ["one-shot-3999", "han-2"]
+    folders = {"data": published, "results": tmp_path / "results", "runs": tmp_path / "runs"}
+    (file,) = experiments.run("lenet-300-100", {"recipe": names, "quick": True, "jobs": 1, **folders}, lambda _: None)
+    kept = {line["recipe"]: line["kept"] for line in results.read(file)}
+    assert list(kept) == ["dense", "han-1", "one-shot-3999", "han-2"]
+    assert kept["dense"] == 266_610
+    assert kept["one-shot-3999"] == 3_999
+    assert 0 < kept["han-2"] < kept["han-1"] < 266_610
+
+
 def test_a_worker_whose_main_process_was_killed_stops(monkeypatch):
     queue = get_context("spawn").SimpleQueue()
     monkeypatch.setattr(experiments, "_reports", queue)
