@@ -32,6 +32,8 @@ from keepk.model.names import named_tensors
 from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled, tree_leaves
 
 META = torch.device("meta")
+_GLOBALS = (functools._lru_cache_wrapper, dict)  # places where a program keeps tensors from one pass to the next
+_HOLDERS = (Tensor, tuple, list)
 
 
 @dataclass(frozen=True)
@@ -88,29 +90,31 @@ class Workshop:
             it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None
         ]
         found = (item for scope in (*modules, *kinds) for item in list(vars(scope).items()))
-        return [
-            value
-            for name, value in found
-            if isinstance(value, functools._lru_cache_wrapper | dict) and not name.startswith("__")
-        ]
+        kept = (value for name, value in found if isinstance(value, _GLOBALS) and not name.startswith("__"))
+        return list({id(value): value for value in kept}.values())  # once, although modules import each other's dicts
 
     def _clear_caches(self) -> None:
-        """Empty the caches before and after each pass, and remove the tensors of a trace from global dicts.
+        """Empty the caches of functions. A cached function runs only once, so the second pass would be shorter."""
+        for cache in self._globals:
+            if not isinstance(cache, dict) and cache.cache_info().currsize:
+                cache.cache_clear()
 
-        A cached function runs only once, so the second pass would have fewer operations. Worse, the user's model would
-        later get the cached tensors of a trace, which have no values.
+    def _remove_traces(self) -> None:
+        """Empty the caches, and remove the tensors of a trace from global dicts.
+
+        The user's model would otherwise get tensors that have no values.
         """
+        self._clear_caches()
         for cache in self._globals:
             if isinstance(cache, dict):
                 # Not `cache.items()`: the lazy mappings of transformers import every model when asked for it.
-                for key in [key for key, value in dict.items(cache) if self._is_of_trace(value)]:
+                items = dict.items(cache)
+                for key in [key for key, value in items if isinstance(value, _HOLDERS) and self._is_of_trace(value)]:
                     del cache[key]
-            elif cache.cache_info().currsize:
-                cache.cache_clear()
 
     def _is_of_trace(self, value: object) -> bool:
         if isinstance(value, tuple | list):
-            return any(isinstance(entry, Tensor) and self._is_of_trace(entry) for entry in value)
+            return any(self._is_of_trace(entry) for entry in value if isinstance(entry, Tensor))
         return isinstance(value, Tensor) and value.is_meta and self._device_of_model != META
 
     @contextmanager
@@ -126,7 +130,7 @@ class Workshop:
         """
         self._clear_caches()
         with ExitStack() as stack:
-            stack.callback(self._clear_caches)
+            stack.callback(self._remove_traces)
             stack.enter_context(torch.set_grad_enabled(gradients))
             # Fused attention is a single operation, in which channels cannot be followed.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
