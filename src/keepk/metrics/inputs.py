@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from keepk.errors import RankError
 from keepk.metrics.layers import Layer, Slices, Use, without_data
+from keepk.model.names import lengths_of
 from keepk.model.torch_internals import current_graph_task_id
-from keepk.model.weight_norm import lengths_of
 
 Order = Literal[0, 1, 2]  # of the sum over |x|^order; 0 counts the values that are not zero
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -30,8 +30,7 @@ from keepk.graph.ids.facts import Role
 from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.model.edits import Indices
-from keepk.model.names import changed_model
-from keepk.model.weight_norm import lengths_of, weight_grad_of, weight_of
+from keepk.model.names import changed_model, lengths_of, weight_grad_of, weight_of
 from keepk.plan.names import shortened, shown
 
 At = Literal["output", "input"]

@@ -173,11 +173,11 @@ class Session:
                 spec.model,
                 spec.channels,
                 surgery,
-                spec.plan,
-                spec.shrink,
                 self.watch,
-                spec.budgets,
-                spec.costs,
+                plan=spec.plan,
+                shrink=spec.shrink,
+                budgets=spec.budgets,
+                costs=spec.costs,
             )
         self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch, spec.late)
         self.sides: tuple[Side, ...] = (self.channels, self.weights)

@@ -20,8 +20,7 @@ from keepk.metrics.weights import magnitude, score
 from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
-from keepk.model.names import named_parameters, refuse_other_parameters
-from keepk.model.weight_norm import dims_of_length, lengths_of
+from keepk.model.names import dims_of_length, lengths_of, named_parameters, refuse_other_parameters
 from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
 from keepk.plan.spaces import WeightSpace
