@@ -32,6 +32,7 @@ from keepk.model.names import named_tensors
 from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled, tree_leaves
 
 META = torch.device("meta")
+_HOLDS_TENSORS = (Tensor, tuple, list)
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,12 @@ class Workshop:
             it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None
         ]
         found = (item for scope in (*modules, *kinds) for item in list(vars(scope).items()))
-        return [
+        wanted = (
             value
             for name, value in found
             if isinstance(value, functools._lru_cache_wrapper | dict) and not name.startswith("__")
-        ]
+        )
+        return list({id(value): value for value in wanted}.values())  # modules import each other's dicts
 
     def _clear_caches(self) -> None:
         """Empty the caches before and after each pass, and remove the tensors of a trace from global dicts.
@@ -103,14 +105,17 @@ class Workshop:
         for cache in self._globals:
             if isinstance(cache, dict):
                 # Not `cache.items()`: the lazy mappings of transformers import every model when asked for it.
-                for key in [key for key, value in dict.items(cache) if self._is_of_trace(value)]:
+                # A registry may have thousands of entries, and this runs before and after every pass: so look at their
+                # types first, without a call for each.
+                tensors = [it for it in dict.items(cache) if isinstance(it[1], _HOLDS_TENSORS)]
+                for key in [key for key, value in tensors if self._is_of_trace(value)]:
                     del cache[key]
             elif cache.cache_info().currsize:
                 cache.cache_clear()
 
     def _is_of_trace(self, value: object) -> bool:
         if isinstance(value, tuple | list):
-            return any(isinstance(entry, Tensor) and self._is_of_trace(entry) for entry in value)
+            return any(self._is_of_trace(entry) for entry in value if isinstance(entry, Tensor))
         return isinstance(value, Tensor) and value.is_meta and self._device_of_model != META
 
     @contextmanager
