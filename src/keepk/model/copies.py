@@ -32,6 +32,8 @@ from keepk.model.names import named_tensors
 from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled, tree_leaves
 
 META = torch.device("meta")
+# Tuples, because building a union takes longer than a check, and there are thousands of checks.
+_CACHES = (functools._lru_cache_wrapper, dict)
 _HOLDS_TENSORS = (Tensor, tuple, list)
 
 
@@ -85,16 +87,12 @@ class Workshop:
         """The caches and dicts at the top level of the packages and in the classes that define the model."""
         kinds = {type(module) for module in self.model.modules()}
         packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch", "builtins"}
-        modules = [
-            it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None
-        ]
-        found = (item for scope in (*modules, *kinds) for item in list(vars(scope).items()))
-        wanted = (
-            value
-            for name, value in found
-            if isinstance(value, functools._lru_cache_wrapper | dict) and not name.startswith("__")
+        own = [it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None]
+        found = (item for scope in (*own, *kinds) for item in list(vars(scope).items()))
+        # By id, because modules import each other's dicts.
+        return list(
+            {id(it): it for name, it in found if isinstance(it, _CACHES) and not name.startswith("__")}.values()
         )
-        return list({id(value): value for value in wanted}.values())  # modules import each other's dicts
 
     def _clear_caches(self) -> None:
         """Empty the caches before and after each pass, and remove the tensors of a trace from global dicts.
