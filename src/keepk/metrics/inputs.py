@@ -1,8 +1,9 @@
-"""`InputSums`: sums over the inputs of a layer, collected by a forward hook.
+"""The inputs that metrics read: sums over the inputs of layers, collected by forward hooks (`InputSums`).
 
 The activation of a channel is read at the input of the layers that read the channel. There it is after the BatchNorm,
 the activation function and the pooling that follow the layer which computes it. The sums are kept per input feature of
-the reading layer, so one hook serves metrics for channels and for weights:
+the layer that reads it, so one hook serves metrics for channels and for weights. `InputStatistics` has the hooks of all
+layers that the metrics of a run read:
 
 >>> layer = nn.Linear(3, 2)
 >>> sums = InputSums("fc", layer.weight, layer, orders=(0, 1, 2))
@@ -97,7 +98,7 @@ class Totals:
         sums: Of shape [orders, features].
         values: How many values of each feature were counted, as a tensor.
         calls: How many calls of the layer were counted, as a tensor.
-        tried: The same with the calls whose inputs were NaN or infinite, which are not counted.
+        tried: How many calls there were, including those whose inputs were NaN or infinite, which are not counted.
     """
 
     orders: tuple[Order, ...]

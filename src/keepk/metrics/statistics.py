@@ -158,7 +158,7 @@ class Statistics:
         finally:
             self._switch.on = before
 
-    # Reading ---------------------------------------------------------------------------------------------------------
+    # For metrics -----------------------------------------------------------------------------------------------------
 
     def mean_squares(self, layer: Layer) -> Tensor:
         """The means of squared first-order changes of the loss, for `keepk.metrics.taylor`.

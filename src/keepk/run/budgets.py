@@ -107,7 +107,7 @@ def _prunes(phase: Phase, spaces: Sequence[str]) -> bool:
 def run_budgets(
     asked: Sequence[AskedBudget], costs: RunCosts | None, phases: Sequence[Phase] | None
 ) -> tuple[list[RunBudget], dict[str, int]]:
-    """The budgets with their numbers, without their plans; and by budget, the cost that its schedule starts from.
+    """The budgets with dense cost and target, but no plan yet; and by budget, the cost that its schedule starts from.
 
     A budget that comes after another one in the phases starts from the target of that one.
     """
