@@ -40,6 +40,7 @@ from keepk.checkpoint.parts import (
     host_copy,
 )
 from keepk.errors import CheckpointError, KeepkError
+from keepk.storage.codec import decode, encode
 from keepk.storage.files import (
     Trusted,
     deleted_on_failure,
@@ -52,7 +53,6 @@ from keepk.storage.files import (
     writing,
 )
 from keepk.storage.rng import check_rng_state, rng_state, set_rng_state
-from keepk.storage.tree import decode, encode
 
 INDEX, FORMAT, VERSION = "checkpoint.json", "keepk.checkpoint", 1
 _OURS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors|checkpoint-[0-9a-f]{32}\.json\.tmp")

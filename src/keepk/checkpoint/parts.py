@@ -21,7 +21,7 @@ from keepk.errors import CheckpointError
 from keepk.model.edits import Undo
 from keepk.model.names import unwrap
 from keepk.run.channels import nothing
-from keepk.storage.tensors import unpackable
+from keepk.storage.codec import unpackable
 
 
 class Part(Protocol):

@@ -360,7 +360,9 @@ class InputStatistics:
         totals = [self._totals(it) for it in hooks]
         if not any(it.calls for it in totals):
             raise self._no_pass(hooks, f"the {weight.numel()} weights of {name!r}")
-        norms = sum((it.of(2) for it in totals[1:]), totals[0].of(2)).sqrt()  # a tied weight multiplies all of them
+        norms = sum(
+            (it.of(2) for it in totals[1:]), totals[0].of(2)
+        ).sqrt()  # a tied weight multiplies the inputs of all its layers
         reads = hooks[0].reads
         if reads.axis == 0:
             return norms.reshape(-1, *[1] * (weight.ndim - 1))
