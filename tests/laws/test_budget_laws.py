@@ -93,7 +93,7 @@ class Oracle:
         self.members, self.cost = run.side.members[name], cost
         self.model, self.graph, self.example = copy.deepcopy((run.model, run.side.graph, run.example))
         # The batch size does not change, so a block is counted in one pass; `model_costs` finds it again in a second.
-        self.batch = model_costs(run.model, run.example).batch or 1 if cost == "macs" else None
+        self.batch = (model_costs(run.model, run.example).batch if cost == "macs" else None) or 1
         self.living = [u for u in self.members.units.tolist() if not run.side.dead[u]]
         metric, units = self.members.space.metric, self.members.units
         scores = dict(zip(units.tolist(), metric(Units(units)).tolist(), strict=True))
