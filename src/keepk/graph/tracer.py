@@ -57,6 +57,7 @@ from keepk.graph.ids.atoms import (
 )
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import Map, along
+from keepk.graph.meta_results import meta_result
 from keepk.graph.rules.call import Call, base_name
 from keepk.graph.rules.registry import rule_for
 from keepk.graph.values import (
@@ -378,7 +379,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return self.answer(args, boolean=False, read=lambda values: func(*values))
         if may_fail(func, arguments) and self.answer((), boolean=True, read=lambda _: False):
             raise LinAlgError(f"{func}: on the other side of the branch, it fails")
-        result = shape_of_batch_norm(func, args) or func(*args, **(kwargs or {}))
+        result = meta_result(func, *arguments)
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if (selection := SizedByValues.of(func, args, arguments[1])) is not None:
             result = self._sized(selection, result)
         with DisableTorchFunction():  # values that rules read are not reads of the model
@@ -504,20 +507,6 @@ def _steps_in(origin: Any) -> Iterator[int]:
 def _memory(tensor: Tensor) -> int:
     """An id of the tensor's storage; views, ``.data`` and ``detach()`` share it, on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def shape_of_batch_norm(operation: Any, arguments: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The outputs of a BatchNorm on the meta device; None for other operations.
-
-    torch computes these shapes with a Python decomposition, which took a third of the time of a trace.
-    """
-    if operation is not torch.ops.aten.native_batch_norm.default or not arguments[0].is_meta:
-        return None
-    pictures, *carriers = arguments[:5]
-    if any(carrier is not None and carrier.shape != pictures.shape[1:2] for carrier in carriers):
-        raise RuntimeError(f"a BatchNorm of {carriers[0].shape} got {tuple(pictures.shape)}")
-    statistics = pictures.new_empty(pictures.shape[1] if arguments[5] else 0)
-    return torch.empty_like(pictures), statistics, statistics.clone()
 
 
 def kind_of(call: Call) -> str:

@@ -32,9 +32,8 @@ from keepk.model.names import named_tensors
 from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled, tree_leaves
 
 META = torch.device("meta")
-# Tuples, because building a union takes longer than a check, and there are thousands of checks.
-_CACHES = (functools._lru_cache_wrapper, dict)
-_HOLDS_TENSORS = (Tensor, tuple, list)
+_GLOBALS = (functools._lru_cache_wrapper, dict)  # places where a program keeps tensors from one pass to the next
+_HOLDERS = (Tensor, tuple, list)
 
 
 @dataclass(frozen=True)
@@ -87,29 +86,31 @@ class Workshop:
         """The caches and dicts at the top level of the packages and in the classes that define the model."""
         kinds = {type(module) for module in self.model.modules()}
         packages = {kind.__module__.partition(".")[0] for kind in kinds} - {"torch", "builtins"}
-        own = [it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None]
-        found = (item for scope in (*own, *kinds) for item in list(vars(scope).items()))
-        # By id, because modules import each other's dicts.
-        return list(
-            {id(it): it for name, it in found if isinstance(it, _CACHES) and not name.startswith("__")}.values()
-        )
+        modules = [
+            it for name, it in list(sys.modules.items()) if name.partition(".")[0] in packages and it is not None
+        ]
+        found = (item for scope in (*modules, *kinds) for item in list(vars(scope).items()))
+        kept = (value for name, value in found if isinstance(value, _GLOBALS) and not name.startswith("__"))
+        return list({id(value): value for value in kept}.values())  # once, although modules import each other's dicts
 
     def _clear_caches(self) -> None:
-        """Empty the caches before and after each pass, and remove the tensors of a trace from global dicts.
+        """Empty the caches of functions. A cached function runs only once, so the second pass would be shorter."""
+        for cache in self._globals:
+            if not isinstance(cache, dict) and cache.cache_info().currsize:
+                cache.cache_clear()
 
-        A cached function runs only once, so the second pass would have fewer operations. Worse, the user's model would
-        later get the cached tensors of a trace, which have no values.
+    def _remove_traces(self) -> None:
+        """Empty the caches, and remove the tensors of a trace from global dicts.
+
+        The user's model would otherwise get tensors that have no values.
         """
+        self._clear_caches()
         for cache in self._globals:
             if isinstance(cache, dict):
                 # Not `cache.items()`: the lazy mappings of transformers import every model when asked for it.
-                # A registry may have thousands of entries, and this runs before and after every pass: so look at their
-                # types first, without a call for each.
-                tensors = [it for it in dict.items(cache) if isinstance(it[1], _HOLDS_TENSORS)]
-                for key in [key for key, value in tensors if self._is_of_trace(value)]:
+                items = dict.items(cache)
+                for key in [key for key, value in items if isinstance(value, _HOLDERS) and self._is_of_trace(value)]:
                     del cache[key]
-            elif cache.cache_info().currsize:
-                cache.cache_clear()
 
     def _is_of_trace(self, value: object) -> bool:
         if isinstance(value, tuple | list):
@@ -129,7 +130,7 @@ class Workshop:
         """
         self._clear_caches()
         with ExitStack() as stack:
-            stack.callback(self._clear_caches)
+            stack.callback(self._remove_traces)
             stack.enter_context(torch.set_grad_enabled(gradients))
             # Fused attention is a single operation, in which channels cannot be followed.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))

@@ -25,6 +25,7 @@ tensor of the forward pass and which channel is where:
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -43,7 +44,12 @@ def support(index_map: Map) -> tuple[int, ...]:
     >>> support(np.zeros((1, 4, 1, 3), np.int32))
     (1, 3)
     """
-    return tuple(dim for dim, size in enumerate(index_map.shape) if size > 1)
+    return _larger_than_one(index_map.shape)
+
+
+@lru_cache(maxsize=4096)  # asked for several times in every operation, about few shapes
+def _larger_than_one(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dim for dim, size in enumerate(shape) if size > 1)
 
 
 def compress(index_map: Map) -> Map:
