@@ -85,7 +85,7 @@ def by_itself(model: nn.Module, seen: keepk.Statistics, step: Callable[[], None]
     def remember(hook: Callable[..., None]) -> Callable[..., None]:
         return lambda module, args: calls.append(partial(hook, module, (args[0].detach().clone(),), {}))
 
-    handles = [modules[it.name].register_forward_pre_hook(remember(it)) for it in seen._hooks]
+    handles = [modules[it.name].register_forward_pre_hook(remember(it)) for it in seen._inputs.hooks]
     with seen.paused():
         step()
     for handle in handles:

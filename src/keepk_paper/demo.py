@@ -265,7 +265,7 @@ def epochs_in_all(recipe: Recipe, parity: Setting) -> int:
 
 
 def make_ready(folder: Path) -> None:
-    """Fail before training if a package is missing or the folder cannot be written, and not after it."""
+    """Check before training that every package is installed and that the folder can be written."""
     try:
         for package in ("sklearn", "matplotlib"):
             importlib.import_module(package)

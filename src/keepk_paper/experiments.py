@@ -317,14 +317,7 @@ def _one_seed(
         name: _finished_point(runs / experiment, {} if name == chosen.start else recorded, name, seed, training)
         for name in chosen.needs
     }
-    trained = chosen
-    if chosen.like is not None:
-        trained = settled(chosen, needed[chosen.like], needed.get(chosen.control or ""))
-    if chosen.quality is not None:
-        assert start is not None
-        model = chosen.network(**chosen.options)
-        load_checkpoint(start, model=model)
-        trained = by_quality(chosen, model)
+    trained = _with_numbers_of_others(chosen, needed, start)
     images = DATA[experiment](data)
     if quick:
         few = {name: getattr(images, name).first(QUICK_IMAGES) for name in ("train", "validation", "test")}
@@ -336,14 +329,11 @@ def _one_seed(
         commits.append(commit)
     points = run_of_seed.finish(lambda progress, pruner: _tell(_report(who, progress, pruner)))
     shared = {"experiment": experiment, "recipe": recipe, "seed": seed}
-    if chosen.control is not None:
-        try:
-            dense = _finished_point(runs / experiment, recorded, chosen.control, seed, training)
-            dense_error = float(dense["test_error"])
-        except DataError:
-            dense_error = None  # the control may be trained later
-    else:
+    dense_error: float | None
+    if chosen.control is None:
         dense_error = float((needed[chosen.start] if chosen.start else points[0])["test_error"])
+    else:
+        dense_error = _error_of_control(runs / experiment, recorded, chosen.control, seed, training)
     about = {
         "dense_test_error": dense_error,
         "threads": threads,
@@ -353,6 +343,35 @@ def _one_seed(
     }
     result_files.append(results / f"{experiment}.jsonl", [{**shared, **point, **about} for point in points])
     finished.write_text(mark)
+
+
+def _with_numbers_of_others(recipe: Recipe, needed: Mapping[str, Mapping[str, Any]], start: Path | None) -> Recipe:
+    """The recipe with the numbers that it takes from finished runs: the one it imitates, or the weights of `start`.
+
+    Args:
+        recipe: The recipe.
+        needed: The last points of the runs that it needs, by recipe.
+        start: The folder of the run that it starts from.
+    """
+    found = recipe
+    if recipe.like is not None:
+        found = settled(recipe, needed[recipe.like], needed.get(recipe.control or ""))
+    if recipe.quality is not None:
+        assert start is not None
+        model = recipe.network(**recipe.options)
+        load_checkpoint(start, model=model)
+        found = by_quality(recipe, model)
+    return found
+
+
+def _error_of_control(
+    folder: Path, recorded: Mapping[tuple[str, int], dict[str, Any]], control: str, seed: int, training: Training
+) -> float | None:
+    """The test error of the dense control of a run; None if it has not been trained yet."""
+    try:
+        return float(_finished_point(folder, recorded, control, seed, training)["test_error"])
+    except DataError:
+        return None
 
 
 def _finished_mark(recipe: Recipe, training: Training) -> str:

@@ -55,7 +55,7 @@ ADAM = from_the_start(name="adam", optimizer="adam", lr=0.01, shrink=DECAY)
 SGD = from_the_start(name="sgd", optimizer="sgd", lr=1.0, shrink=DECAY)
 # By validation error SGD needs a lighter decay.
 SGD_LIGHT = from_the_start(name="sgd, light decay", optimizer="sgd", lr=1.0, shrink=LIGHT_DECAY)
-# The recipe of KEEPK for separate networks pruned by `keepk.Pruner`, to a few numbers of nodes.
+# The KEEPK recipe for networks that `keepk.Pruner` prunes one at a time, and only to these numbers of nodes.
 BY_PRUNER = replace(KEEPK, name="keepk, Pruner")
 PRUNER_GOALS = (4, 6)
 RECIPES = {recipe.name: recipe for recipe in (KEEPK, ADAM, SGD, SGD_LIGHT, BY_PRUNER)}

@@ -110,8 +110,8 @@ class Recipe:
         like: The recipe whose finished run with the same seed this one imitates.
         match: The property in which it imitates that run: "widths", "macs" or CPU "seconds"; see `keepk_paper.one_run`.
         quality: Of each space, keep the weights of the network of `start` whose magnitude is at least this many
-            standard deviations of the space's nonzero weights (Han et al. 2015). The counts go into the stages that
-            prune, whose `keep` names the spaces and the schedule, with any number; see `by_quality`.
+            standard deviations of the space's nonzero weights (Han et al. 2015). How many these are is counted when the
+            run begins, and replaces the numbers in `keep` of the stages that prune; see `by_quality`.
         only_by_name: Whether a run of the whole experiment skips this recipe. There are dozens of comparisons.
     """
 

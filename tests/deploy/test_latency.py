@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
+from keepk.checkpoint.parts import rng_state
 from keepk.deploy.latency import WARM_UP, LatencyReport, LatencyRow, Spread, latency, summary, take_turns
 from keepk.errors import KeepkError, TraceError
-from keepk.storage.rng import rng_state
 from strategies import mlp
 
 

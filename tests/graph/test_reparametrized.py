@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import keepk
 from keepk.errors import PlanError
-from keepk.model.weight_norm import weight_grad_of, weight_of
+from keepk.model.names import weight_grad_of, weight_of
 
 IMAGES = torch.linspace(-2, 2, 60, dtype=torch.float64).reshape(6, 10).sin()
 OLD = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")

@@ -18,7 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import keepk
 from keepk.errors import SpaceError
-from keepk.model.costs import model_costs
+from keepk.model.copies import Workshop
+from keepk.model.costs import model_costs, module_flops
+from keepk.model.example import Example
 from keepk.run.channels import ChannelSide
 from masked import call
 from networks import WITH_EXACT_UNITS
@@ -45,6 +47,10 @@ def thirds(total, keep, _epochs):
     return [total - (total - keep) * event // 3 for event in (1, 2, 3)]
 
 
+def parameters_of(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 class Run:
     """A network that is pruned to a budget. If its graph is given, it is not traced again."""
 
@@ -61,8 +67,8 @@ class Run:
         return {name: it.units[~self.side.dead[it.units]].tolist() for name, it in self.side.members.items()}
 
     def counted(self, cost):
-        """The cost of the network as it is now, counted by torch."""
-        return getattr(model_costs(self.model, self.example), cost)
+        """The cost of the network as it is now; MACs are counted by torch."""
+        return parameters_of(self.model) if cost == "parameters" else model_costs(self.model, self.example).macs
 
 
 def one_space(cost, amount, **options):
@@ -86,6 +92,8 @@ class Oracle:
     def __init__(self, run, name, cost):
         self.members, self.cost = run.side.members[name], cost
         self.model, self.graph, self.example = copy.deepcopy((run.model, run.side.graph, run.example))
+        # The batch size does not change, so a block is counted in one pass; `model_costs` finds it again in a second.
+        self.batch = (model_costs(run.model, run.example).batch if cost == "macs" else None) or 1
         self.living = [u for u in self.members.units.tolist() if not run.side.dead[u]]
         metric, units = self.members.space.metric, self.members.units
         scores = dict(zip(units.tolist(), metric(Units(units)).tolist(), strict=True))
@@ -96,7 +104,10 @@ class Oracle:
         self.floors = {it.name: self.members.space.floor_of(len(it.units)) for it in self.members.layers}
 
     def now(self):
-        return getattr(model_costs(self.model, self.example), self.cost)
+        if self.cost == "parameters":
+            return parameters_of(self.model)
+        flops = module_flops(Workshop(self.model, Example.of(self.example), device=None))
+        return sum(number // 2 // self.batch for number in flops.values())
 
     def keeps_floors(self, gone):
         left = [unit for unit in self.living if unit not in gone]

@@ -12,7 +12,7 @@ from torch import nn
 import keepk
 from keepk.errors import KeepkError, RankError, SpaceError, StateError
 from keepk.graph.ids.facts import Role
-from keepk.metrics.statistics import Use
+from keepk.metrics.layers import Use
 from untyped import untyped
 
 

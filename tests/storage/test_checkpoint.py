@@ -27,10 +27,10 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 import keepk
 from keepk import load_checkpoint, save_checkpoint
+from keepk.checkpoint.parts import rng_state
 from keepk.errors import CheckpointError, KeepkError, StateError
+from keepk.storage.codec import encode
 from keepk.storage.files import safetensors_bytes
-from keepk.storage.rng import rng_state
-from keepk.storage.tree import encode
 
 
 def bits(tree):

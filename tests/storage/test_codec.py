@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from keepk.errors import CheckpointError
+from keepk.storage.codec import decode, encode
 from keepk.storage.files import safetensors_bytes
-from keepk.storage.tree import decode, encode
 
 DTYPES = [
     torch.float64,

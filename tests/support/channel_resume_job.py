@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import keepk
+from keepk.checkpoint.parts import rng_state
 from keepk.cut.record import record_of
+from keepk.storage.codec import encode
 from keepk.storage.files import safetensors_bytes
-from keepk.storage.rng import rng_state
-from keepk.storage.tree import encode
 from killing import count_calls, every_call, file_step, in_child, killed
 from resume_job import unreferenced
 

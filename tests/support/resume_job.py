@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import keepk
+from keepk.checkpoint.parts import rng_state
+from keepk.storage.codec import encode
 from keepk.storage.files import safetensors_bytes
-from keepk.storage.rng import rng_state
-from keepk.storage.tree import encode
 from killing import count_calls, every_call, file_step, in_child, kill_after, killed, sweep
 
 EPOCHS, SAMPLES, BATCH = 7, 240, 40

@@ -1,6 +1,6 @@
 """Checkpoints of a training run. A run that is killed and resumed ends with the same bits as an uninterrupted one.
 
-Nothing is ever pickled or unpickled. `checkpoint.parts` captures and restores the objects of a run, `storage.tree`
+Nothing is ever pickled or unpickled. `checkpoint.parts` captures and restores the objects of a run, `storage.codec`
 turns their states into JSON and tensors, and `write_folder` writes both to disk.
 
 A checkpoint is a folder that always contains one complete state, the old one or the new one.
@@ -37,9 +37,13 @@ from keepk.checkpoint.parts import (
     PrunerPart,
     SchedulerPart,
     StatefulPart,
+    check_rng_state,
     host_copy,
+    rng_state,
+    set_rng_state,
 )
 from keepk.errors import CheckpointError, KeepkError
+from keepk.storage.codec import decode, encode
 from keepk.storage.files import (
     Trusted,
     deleted_on_failure,
@@ -51,8 +55,6 @@ from keepk.storage.files import (
     write_synced,
     writing,
 )
-from keepk.storage.rng import check_rng_state, rng_state, set_rng_state
-from keepk.storage.tree import decode, encode
 
 INDEX, FORMAT, VERSION = "checkpoint.json", "keepk.checkpoint", 1
 _OURS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors|checkpoint-[0-9a-f]{32}\.json\.tmp")

@@ -52,7 +52,8 @@ def model_from(target: str) -> nn.Module:
     if path.endswith(".py"):
         module = ".".join(Path(path).with_suffix("").parts)
         raise TraceError(f'model {target!r}: names a file, not a module. Leave out ".py": {module}:{name}.')
-    found = _attribute(_imported(path, target), name, target)
+    what = f"model {target!r}"
+    found = _attribute(_imported(path, what), name, what)
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
@@ -182,13 +183,14 @@ def function_from(target: str) -> Callable[..., Any]:
     path, _, name = target.partition(":")
     if not path or not name:
         raise TraceError(f"--loss {target!r}: not of the form module:name. Write mynet:loss for loss in mynet.py.")
-    found = _attribute(_imported(path, target), name, target)
+    found = _attribute(_imported(path, f"--loss {target!r}"), name, f"--loss {target!r}")
     if not callable(found):
         raise TraceError(f"--loss {target!r}: {name} has type {type(found).__name__}. Name a function.")
     return found
 
 
-def _imported(path: str, target: str) -> ModuleType:
+def _imported(path: str, what: str) -> ModuleType:
+    """Import a module; `what` says in errors which argument named it."""
     # A console script has its own folder first in sys.path, not the current one, unlike `python -m`.
     here = str(Path.cwd())
     if here not in sys.path:
@@ -199,29 +201,26 @@ def _imported(path: str, target: str) -> ModuleType:
         # The named module may exist and fail to import another one, which is a different error.
         if missing.name is not None and (path == missing.name or path.startswith(f"{missing.name}.")):
             raise TraceError(
-                f"model {target!r}: there is no module {missing.name!r} in {here} or among the installed packages. "
+                f"{what}: there is no module {missing.name!r} in {here} or among the installed packages. "
                 f"Run the command in the folder of {missing.name.partition('.')[0]}.py, or install it."
             ) from missing
-        raise _broken(path, target, missing) from missing
+        raise _broken(path, what, missing) from missing
     except Exception as error:
-        raise _broken(path, target, error) from error
+        raise _broken(path, what, error) from error
 
 
-def _broken(path: str, target: str, error: Exception) -> TraceError:
+def _broken(path: str, what: str, error: Exception) -> TraceError:
     return TraceError(
-        f"model {target!r}: importing {path} failed ({type(error).__name__}: {error}). "
-        f"Make `python -c 'import {path}'` work."
+        f"{what}: importing {path} failed ({type(error).__name__}: {error}). Make `python -c 'import {path}'` work."
     )
 
 
-def _attribute(module: ModuleType, name: str, target: str) -> object:
+def _attribute(module: ModuleType, name: str, what: str) -> object:
     try:
         found: object = reduce(getattr, name.split("."), module)
     except AttributeError:
         known = [word for word in vars(module) if not word.startswith("_")]
-        raise TraceError(
-            f"model {target!r}: {module.__name__} has no {name!r}. Nearest names: {nearest(name, known)}."
-        ) from None
+        raise TraceError(f"{what}: {module.__name__} has no {name!r}. Nearest names: {nearest(name, known)}.") from None
     return found
 
 

@@ -19,7 +19,7 @@ from keepk.errors import FileError
 from keepk.model.edits import Indices, Setting, read_attribute
 from keepk.model.layers import SELECTED, HeadwiseAttention
 from keepk.model.names import named_tensors, sharded, unwrap
-from keepk.storage.tensors import dtype_name, pack, unpackable
+from keepk.storage.codec import dtype_name, pack, unpackable
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from keepk.model.edits import (
     undone_by,
 )
 from keepk.model.names import named_tensors
+from keepk.storage.codec import DTYPE_CODES, dtype_name, unpack
 from keepk.storage.files import place
-from keepk.storage.tensors import DTYPE_CODES, dtype_name, unpack
 
 SHOWN = 3  # differences in an error
 

@@ -133,6 +133,7 @@ def _statistics_for(
 ) -> Statistics | None:
     """Statistics for a metric that was passed uncalled; None for metrics that need none."""
     made_by = metric.func if isinstance(metric, partial) else metric
+    # A factory of metrics has an example of how it is called. Those that need data take statistics as their argument.
     if "(statistics" not in getattr(made_by, "example_call", ""):
         if metric is not None and "gradients" in (traits_of(metric).needs or ()):
             raise KeepkError(

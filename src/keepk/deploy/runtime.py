@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepk.checkpoint.parts import rng_state, set_rng_state
 from keepk.errors import KeepkError, TraceError
 from keepk.model.example import Example, is_shape
 from keepk.model.torch_internals import tree_leaves, tree_map
-from keepk.storage.rng import rng_state, set_rng_state
 
 
 def tensors_of(value: object) -> list[Tensor]:

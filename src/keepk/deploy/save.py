@@ -13,8 +13,8 @@ from keepk.errors import FileError
 from keepk.model.names import named_tensors
 from keepk.run.checks import live_pruner
 from keepk.run.warnings import untrue_message
+from keepk.storage.codec import pack
 from keepk.storage.files import place
-from keepk.storage.tensors import pack
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = True) -> None:

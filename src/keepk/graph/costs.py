@@ -143,10 +143,10 @@ class CostModel:
         for step, tensors in self._products:
             known = [*step.inputs[: len(tensors) - 1], step.outputs[0]]
             *inputs, output = (
-                (sized and sized.after(sizes))
-                or after(*it, step)  # the second one refuses an axis of which none is left
+                (sized and sized.after(sizes)) or after(*it, step)  # refuses a removal that leaves nothing of an axis
                 for it, sized in zip(known, tensors, strict=True)
             )
+            # An einsum over one channel is no longer a product that torch counts; see `model` above.
             if step.name == "aten::bmm" and self._model is not None and inputs[0][-1] == 1 < step.inputs[0][0][-1]:
                 return self._counted_flops(self._model, removed)
             found[step.module] += FORMULAS[step.name](inputs, output, dict(step.numbers))

@@ -29,6 +29,7 @@ from keepk.metrics.layers import (
     naming_failures,
     traits_of,
 )
+from keepk.metrics.statistics import Statistics
 from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown
 from keepk.plan.numbers import exact_share
@@ -224,6 +225,13 @@ class Blend:
             largest = [torch.stack(_together(largest)).max()] * len(layers)
         tops = [top.to(it.device) for it, top in zip(found, largest, strict=True)]
         return [it / torch.where(top > 0, top, 1) for it, top in zip(found, tops, strict=True)]
+
+
+def collected_terms(metric: Callable[..., Any] | None) -> list[Any]:
+    """The metrics that read statistics: this one, or terms of a blend; each has the attribute ``statistics``."""
+    if isinstance(metric, Blend):
+        return [it for weight, term in metric.terms if weight for it in collected_terms(term)]
+    return [metric] if isinstance(getattr(metric, "statistics", None), Statistics) else []
 
 
 @makes_metrics("keepk.metrics.blend(alpha=0.5)")

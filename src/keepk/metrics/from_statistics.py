@@ -1,28 +1,20 @@
 """Metrics that are computed from `keepk.Statistics`: of gradients (`taylor`, `fisher`) and of activations."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from keepk.errors import RankError
-from keepk.metrics.channels import Blend
+from keepk.metrics.gradients import gates_of
 from keepk.metrics.inputs import Order
 from keepk.metrics.layers import Layer, Needs, Ranks, makes_metrics
-from keepk.metrics.statistics import Kind, Statistics, gates_of
+from keepk.metrics.statistics import Kind, Statistics
 from keepk.plan.names import shown
 
 ActivationKind = Literal["mean", "l2", "apoz"]
 ORDERS: dict[ActivationKind, Order] = {"mean": 1, "l2": 2, "apoz": 0}
-
-
-def collected_terms(metric: Callable[..., Any] | None) -> list[Any]:
-    """The metrics that read statistics: this one, or terms of a blend; each has the attribute ``statistics``."""
-    if isinstance(metric, Blend):
-        return [it for weight, term in metric.terms if weight for it in collected_terms(term)]
-    return [metric] if isinstance(getattr(metric, "statistics", None), Statistics) else []
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,9 @@
-"""`InputSums`: sums over the inputs of a layer, collected by a forward hook.
+"""The inputs that metrics read: sums over the inputs of layers, collected by forward hooks (`InputSums`).
 
 The activation of a channel is read at the input of the layers that read the channel. There it is after the BatchNorm,
 the activation function and the pooling that follow the layer which computes it. The sums are kept per input feature of
-the reading layer, so one hook serves metrics for channels and for weights:
+the layer that reads it, so one hook serves metrics for channels and for weights. `InputStatistics` has the hooks of all
+layers that the metrics of a run read:
 
 >>> layer = nn.Linear(3, 2)
 >>> sums = InputSums("fc", layer.weight, layer, orders=(0, 1, 2))
@@ -15,15 +16,20 @@ tensor([2., 0., 3.], dtype=torch.float64)
 tensor([1.0000, 0.0000, 0.5000], dtype=torch.float64)
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from keepk.errors import RankError
+from keepk.metrics.layers import Layer, Slices, Use, without_data
+from keepk.model.names import lengths_of
 from keepk.model.torch_internals import current_graph_task_id
-from keepk.model.weight_norm import lengths_of
 
 Order = Literal[0, 1, 2]  # of the sum over |x|^order; 0 counts the values that are not zero
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -92,7 +98,7 @@ class Totals:
         sums: Of shape [orders, features].
         values: How many values of each feature were counted, as a tensor.
         calls: How many calls of the layer were counted, as a tensor.
-        tried: The same with the calls whose inputs were NaN or infinite, which are not counted.
+        tried: How many calls there were, including those whose inputs were NaN or infinite, which are not counted.
     """
 
     orders: tuple[Order, ...]
@@ -236,3 +242,224 @@ def _make_no_hook() -> Any:
 def _is_recomputing() -> bool:
     """Whether a backward pass repeats a forward pass, as activation checkpointing does; it was counted before."""
     return not torch.compiler.is_compiling() and current_graph_task_id() != -1
+
+
+class InputStatistics:
+    """The sums that metrics read from inputs of layers, for the units that a model has now.
+
+    Args:
+        model: The model without wrappers.
+        uses: The metrics that read statistics; those that read no inputs are skipped.
+        switch: Turns the counting off and on.
+
+    Raises:
+        RankError: Units are read by layers whose input no hook can see.
+    """
+
+    def __init__(self, model: nn.Module, uses: Sequence[Use], switch: Switch) -> None:
+        uses = [use for use in uses if use.reads == "inputs"]
+        owners = layers_by_weight(model) if uses else {}
+        wanted = dict[nn.Parameter, set[Order]]()
+        for use in uses:
+            for weight in _readers(use, owners):
+                wanted.setdefault(weight, set()).add(getattr(use.metric, "order", 2))
+        self._model = model
+        # The weights of weight spaces that are ranked by their inputs.
+        self._weights = {name: it for use in uses for name, it in use.parameters.items()}
+        # By weight, one for each layer that has it: several for a tied weight.
+        self._inputs = {
+            weight: [InputSums(name, weight, it, [*orders], switch) for name, it in owners[weight]]
+            for weight, orders in wanted.items()
+        }
+        self._of_all = dict[InputSums, Totals]()  # summed over processes, while an event is decided
+        self._handles = list[RemovableHandle]()
+        weakref.finalize(self, _remove, self._handles)  # an object that is gone leaves no hooks behind
+
+    @property
+    def hooks(self) -> list[InputSums]:
+        """The hooks of all layers."""
+        return [it for found in self._inputs.values() for it in found]
+
+    @property
+    def calls(self) -> int:
+        """The number of calls of the layer that was called most often."""
+        return max((int(it.totals.calls) for it in self.hooks), default=0)
+
+    @property
+    def described(self) -> list[tuple[str, list[Order], torch.Size]]:
+        """Of every hook: its layer, its orders and the shape of its sums."""
+        return [(it.name, list(it.orders), it.totals.sums.shape) for it in self.hooks]
+
+    def collect(self) -> None:
+        """Register the hooks."""
+        modules = dict(self._model.named_modules())
+        for it in self.hooks:
+            self._handles.append(modules[it.name].register_forward_pre_hook(it, with_kwargs=True))
+
+    def release(self) -> None:
+        """Remove the hooks from the model. The sums can still be read."""
+        _remove(self._handles)
+
+    def reset(self) -> None:
+        """Discard all sums."""
+        for hook in self.hooks:
+            hook.reset()
+
+    def means(self, layer: Layer, order: Order) -> Tensor:
+        """The means of ``|x|^order`` over the activations x of a layer's channels, for `keepk.metrics.activation`.
+
+        The activations are the inputs of the layers that read the channels. A channel that a linear layer reads as
+        several features, as after a flatten, has the mean over these features; a channel with several readers has
+        the mean over the readers that were called.
+
+        Args:
+            layer: The channels of one layer.
+            order: 0 counts values that are not zero, 1 sums magnitudes, 2 sums squares.
+
+        Returns:
+            A float tensor of shape [channels].
+
+        Raises:
+            RankError: No forward pass was counted, or the statistics do not include these channels.
+        """
+        hooks = [
+            (slices, it)
+            for slices in layer.reader
+            for it in self._inputs.get(slices.parameter, ())
+            if slices.inputs(it.reads.axis, it.reads.groups) is not None
+        ]
+        if not hooks or any(order not in it.orders for _, it in hooks):
+            raise without_data(f"the {len(layer)} channels of {layer.name!r}", "activation")
+        called = [(slices, it, totals) for slices, it in hooks if (totals := self._totals(it)).calls]
+        if not called:
+            raise self._no_pass([it for _, it in hooks], f"the {len(layer)} channels of {layer.name!r}")
+        found = list[Tensor]()
+        for slices, it, totals in called:
+            features = slices.inputs(it.reads.axis, it.reads.groups)
+            assert features is not None  # `hooks` has no others
+            means = totals.mean(order)
+            found.append(means[torch.from_numpy(features).to(means.device)].mean(1))
+        return torch.stack([it.to(found[0].device) for it in found]).mean(0)
+
+    def norms(self, name: str) -> Tensor:
+        """The L2 norm of each input feature of a layer over all values counted, for `keepk.metrics.wanda`.
+
+        Args:
+            name: The name of the layer's weight.
+
+        Returns:
+            A float tensor that broadcasts to the weight: every weight has the norm of the feature that it multiplies.
+
+        Raises:
+            RankError: No forward pass was counted, or the statistics do not include this weight.
+        """
+        weight = self._weights.get(name)
+        hooks = self._inputs.get(weight, []) if weight is not None else []
+        if weight is None or not hooks or any(2 not in it.orders for it in hooks):
+            raise without_data(f"parameter {name!r}", "wanda")
+        totals = [self._totals(it) for it in hooks]
+        if not any(it.calls for it in totals):
+            raise self._no_pass(hooks, f"the {weight.numel()} weights of {name!r}")
+        norms = sum(
+            (it.of(2) for it in totals[1:]), totals[0].of(2)
+        ).sqrt()  # a tied weight multiplies the inputs of all its layers
+        reads = hooks[0].reads
+        if reads.axis == 0:
+            return norms.reshape(-1, *[1] * (weight.ndim - 1))
+        # Row r of a grouped convolution belongs to group r // (rows / groups), which reads a block of the features.
+        by_row = norms.reshape(reads.groups, -1).repeat_interleave(weight.shape[0] // reads.groups, 0)
+        return by_row.reshape(*by_row.shape, *[1] * (weight.ndim - 2))
+
+    @contextmanager
+    def summed(self, add: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """A context in which activations are those of all processes; `Pruner.step` decides an event in it.
+
+        Args:
+            add: Sums a vector over processes. All processes must call it with vectors of the same length.
+        """
+        hooks = self.hooks
+        parts = [it.totals.flat for it in hooks]
+        if parts:
+            device = parts[0].device
+            total = add(torch.cat([it.to(device) for it in parts]))
+            summed = torch.split(total, [len(it) for it in parts])
+            self._of_all = {it: it.totals.with_numbers(flat) for it, flat in zip(hooks, summed, strict=True)}
+        try:
+            yield
+        finally:
+            self._of_all = {}
+
+    def _totals(self, it: InputSums) -> Totals:
+        return self._of_all.get(it, it.totals)
+
+    def state(self) -> list[dict[str, Any]]:
+        """The sums of every hook, of this process."""
+        return [
+            {
+                "layer": it.name,
+                "orders": list(it.orders),
+                "sums": it.totals.sums.clone(),
+                "counts": [int(number) for number in (it.totals.values, it.totals.calls, it.totals.tried)],
+            }
+            for it in self.hooks
+        ]
+
+    def load(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a state, which fits these hooks."""
+        for hook, it in zip(self.hooks, state, strict=True):
+            hook.load(Totals(hook.orders, it["sums"], *(torch.tensor(number) for number in it["counts"])))
+
+    def _no_pass(self, hooks: Sequence[InputSums], units: str) -> RankError:
+        """The error about units whose readers were never called."""
+        names, tried = ", ".join(repr(it.name) for it in hooks), max(int(self._totals(it).tried) for it in hooks)
+        if tried:
+            return RankError(
+                f"Statistics: the input of {names} was NaN or infinite in all {tried} forward passes since the last "
+                f"event, so {units} cannot be ranked by it. Find out where training diverged; nothing was pruned."
+            )
+        others = [int(it.calls) for found in self.hooks if (it := self._totals(found))]
+        if any(others):
+            return RankError(
+                f"Statistics: {names} was called in none of the {max(others)} forward passes since the last event, so "
+                f"{units} cannot be ranked by its input. Run batches that use it, or leave it out with exclude=; "
+                f"nothing was pruned."
+            )
+        return RankError(
+            f"Statistics: there was no forward pass since the last event, 0 in all, so {units} cannot be ranked by "
+            f"activations. Run a few batches through the model before pruner.step(), in train mode or, with "
+            f"torch.no_grad(), in eval mode; nothing was pruned."
+        )
+
+
+def _readers(use: Use, owners: Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]) -> Iterator[nn.Parameter]:
+    """The weights of the layers whose inputs a metric reads; refuses units whose readers cannot be watched."""
+    for layer in use.layers:
+        found = [it.parameter for it in layer.reader if _is_watched(it, owners)]
+        if not found:
+            names = ", ".join(repr(it.name) for it in layer.reader) or "no parameter"
+            raise RankError(
+                f"space {use.space!r}: the channels of {layer.name!r} are read by {names}, and activations are read at "
+                f"the input of nn.Linear and nn.Conv modules. Rank them by weights or gradients "
+                f"(keepk.metrics.fisher), or leave the layer out with exclude=."
+            )
+        yield from found
+    for name, parameter in use.parameters.items():
+        if parameter not in owners:
+            raise RankError(
+                f"space {use.space!r}: {name!r} of shape {tuple(parameter.shape)} is not the weight of an nn.Linear or "
+                f"nn.Conv module, so its weights have no input feature to be ranked by. Leave it out with "
+                f"exclude={name!r}, or select weights only, such as '*.weight'."
+            )
+        yield parameter
+
+
+def _is_watched(slices: Slices, owners: Mapping[nn.Parameter, Sequence[tuple[str, nn.Module]]]) -> bool:
+    """Whether channels are input features of a layer whose input a hook can see."""
+    reads = [reads_of(module) for _, module in owners.get(slices.parameter, ())]
+    return any(it is not None and slices.inputs(it.axis, it.groups) is not None for it in reads)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -14,7 +14,7 @@ A metric for weights gets a tensor (`keepk.metrics.weights`). A metric for chann
 layer as tensors, grouped by role.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
@@ -30,8 +30,7 @@ from keepk.graph.ids.facts import Role
 from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.model.edits import Indices
-from keepk.model.names import changed_model
-from keepk.model.weight_norm import lengths_of, weight_grad_of, weight_of
+from keepk.model.names import changed_model, lengths_of, weight_grad_of, weight_of
 from keepk.plan.names import shortened, shown
 
 At = Literal["output", "input"]
@@ -253,6 +252,37 @@ class Layer:
     def slices(self) -> tuple[Slices, ...]:
         """The slices of all roles: producer, carrier, reader."""
         return self.producer + self.carrier + self.reader
+
+
+@dataclass(frozen=True)
+class Use:
+    """A metric that reads statistics, and the units of its space as they are now.
+
+    Attributes:
+        space: The name of the space.
+        metric: The metric, or a term of a blend. Its attribute ``reads`` says what it reads: "products" of weights and
+            gradients, "squares" of gradients, or "inputs" of layers, of which it reads the sum of order ``order``.
+        layers: The layers of a channel space.
+        parameters: By name, the parameters of a weight space.
+    """
+
+    space: str
+    metric: Any
+    layers: Sequence[Layer] = ()
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def reads(self) -> str:
+        """The name of the statistics that the metric reads."""
+        return getattr(self.metric, "reads", "products")
+
+
+def without_data(what: str, metric: str) -> RankError:
+    """The error about units that statistics were not told to follow."""
+    return RankError(
+        f"Statistics: has no data for {what}. Use {metric}(statistics) as the metric of their space, and let "
+        f"Pruner.step() call it."
+    )
 
 
 @dataclass(frozen=True)

@@ -378,7 +378,7 @@ def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -
         changes.append(new_selection(modules[selection.module], selection.channels))
     for path in edits.headwise:
         changes.append(new_class(modules[path], HeadwiseAttention))
-    # Only now, because the new contents of the tensors lie in separate pieces of memory.
+    # Last, because the changes before it put the weights of a recurrent layer into separate pieces of memory.
     changes += [flatten_again(found) for found in modules.values() if isinstance(found, nn.RNNBase)]
     return changes
 

@@ -1,11 +1,11 @@
-"""The removal sequence of a budget: which units go, one block after the other, until the model is cheap enough.
+"""The removal sequence of a budget: units in the order in which they are removed until the model is cheap enough.
 
-A *block* is the smallest set of units that may be removed from a layer at its present count: one unit; one unit of each
-group of a convolution; as many as it takes to get to the next multiple of ``round_to``. The score of a block is the
-mean rank of its units, and blocks go in the order of their scores.
+A *block* is the smallest set of units that can be removed from a layer of the present width: one unit; one unit of each
+group of a convolution; as many as it takes to reach the next multiple of ``round_to``. The score of a block is the mean
+rank of its units, and the block with the lowest score is removed first.
 
-Two layers of four channels, units 0-3 and 4-7. The first may lose any number of channels and keeps at least one, the
-second keeps an even number (``round_to=2``):
+For example, two layers have four channels each, units 0-3 and 4-7. The first may lose any number of channels but keeps
+at least one, the second keeps an even number (``round_to=2``):
 
 >>> from keepk.plan.portions import Portion
 >>> ranks = np.array([8.0, 1.0, 2.0, 5.0, 7.0, 3.0, 6.0, 4.0])
@@ -143,7 +143,7 @@ def interleaved(sequences: Sequence[Removals], removed: Sequence[int], totals: S
 
 
 def shortest(sequence: Removals, cost: Callable[[Indices], int], bound: int, *, least: int = 0) -> int | None:
-    """The number of blocks to remove so that the cost is at most `bound`, and above it with one block less.
+    """The smallest number of blocks without which the cost is at most `bound`.
 
     Args:
         sequence: The blocks.

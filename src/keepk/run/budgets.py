@@ -1,6 +1,6 @@
 """The budgets of a run, checked before training: which spaces they cut, how low they go, and at which epochs."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -20,6 +20,23 @@ from keepk.plan.spaces import ChannelSpace
 from keepk.run.channel_members import ChannelMembers
 from keepk.run.choosing import Chooser, RunBudget, RunCosts, first_chains, ranked
 from keepk.run.weights import Members
+
+
+@dataclass(frozen=True, eq=False)
+class FoundSpaces:
+    """A model without wrappers, and the units that its spaces were found to have.
+
+    Attributes:
+        model: The model.
+        graph: Its trace; None without channel spaces, and then there are no budgets either.
+        weights: The weight spaces by name.
+        channels: The channel spaces by name.
+    """
+
+    model: nn.Module
+    graph: Graph | None
+    weights: Mapping[str, Members]
+    channels: Mapping[str, ChannelMembers]
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,7 @@ def _prunes(phase: Phase, spaces: Sequence[str]) -> bool:
 def run_budgets(
     asked: Sequence[AskedBudget], costs: RunCosts | None, phases: Sequence[Phase] | None
 ) -> tuple[list[RunBudget], dict[str, int]]:
-    """The budgets with their numbers, without their plans; and by budget, the cost that its schedule starts from.
+    """The budgets with dense cost and target, but no plan yet; and by budget, the cost that its schedule starts from.
 
     A budget that comes after another one in the phases starts from the target of that one.
     """
@@ -142,16 +159,11 @@ def planned_budgets(budgets: Sequence[RunBudget], plan: Plan) -> list[RunBudget]
     return [replace(it, plan=plan[it.spaces[0]]) for it in budgets]
 
 
-def trial(
-    graph: Graph,
-    parameters: Parameters,
-    members: Mapping[str, ChannelMembers],
-    plan: Plan,
-    budgets: Sequence[RunBudget],
-    costs: RunCosts | None,
-) -> Chooser:
+def trial(found: FoundSpaces, plan: Plan, budgets: Sequence[RunBudget], costs: RunCosts | None) -> Chooser:
     """A `Chooser` of a run that has not begun, for the present ranking."""
-    dead = np.zeros(len(graph.units), bool)
+    graph, members = found.graph, found.channels
+    assert graph is not None  # whoever has a budget has channels
+    parameters, dead = Parameters.of(found.model), np.zeros(len(graph.units), bool)
     counted = {name: plan[name] for name, it in members.items() if it.keep is not None}
     return Chooser(
         members,
@@ -209,25 +221,22 @@ def cut_tensors(graph: Graph, members: ChannelMembers) -> set[str]:
 
 
 def after_budgets(
-    model: nn.Module,
-    graph: Graph,
-    channels: Mapping[str, ChannelMembers],
-    budgets: Sequence[RunBudget],
-    weights: Mapping[str, Members],
-    phases: Sequence[Phase] | None,
-) -> set[str]:
+    spaces: FoundSpaces, budgets: Sequence[RunBudget], phases: Sequence[Phase] | None
+) -> dict[str, Members]:
     """The weight spaces in tensors that a budget cuts; refuses one that is not pruned in a later phase.
 
     How many channels a budget keeps is not known before its last event, and a weight space counts weights in the
     channels that are left.
     """
-    found, names = set[str](), _graph_names(model)
+    if spaces.graph is None:
+        return {}
+    found, names = dict[str, Members](), _graph_names(spaces.model)
     for it in budgets:
-        touched = {tensor for name in it.spaces for tensor in cut_tensors(graph, channels[name])}
-        for name, members in weights.items():
+        touched = {tensor for name in it.spaces for tensor in cut_tensors(spaces.graph, spaces.channels[name])}
+        for name, members in spaces.weights.items():
             if touched.isdisjoint(names[parameter] for parameter in members.parameters.values()):
                 continue
-            found.add(name)
+            found[name] = members
             last = max((n for n, phase in enumerate(phases or ()) if _prunes(phase, it.spaces)), default=0)
             first = next((n for n, phase in enumerate(phases or ()) if _prunes(phase, [name])), 0)
             if first <= last:
@@ -250,38 +259,38 @@ def weights_left(model: nn.Module, graph: Graph, members: Members, dead: Flags) 
     return sum(prod(left.shape(names[parameter])) for parameter in members.parameters.values())
 
 
-def plan_within_budgets(
-    model: nn.Module,
-    graph: Graph,
-    costs: RunCosts,
-    channels: Mapping[str, ChannelMembers],
-    weights: Mapping[str, Members],
-    plan: Plan,
+def plans_after_budgets(
+    spaces: FoundSpaces,
+    late: Mapping[str, Members],
     goals: Mapping[str, Goal],
-    budgets: Sequence[RunBudget],
-    late: Container[str],
-    phases: Sequence[Phase] | None,
+    forecast: Chooser,
+    epochs: int,
+    phases: Sequence[Phase],
 ) -> dict[str, tuple[int, ...]]:
-    """The plans of budgets and of the weight spaces that come after them; refuses bounds that cannot be met.
+    """The plans of weight spaces that come after the budgets; refuses a K above the number of weights then left.
 
-    Such a weight space starts from the weights that are left once the budgets are met. Before the run this is an
-    estimate by the present ranking, so a count of its plan is an upper bound until it reaches K.
+    Such a space starts from the weights that are left once the budgets are met. Before the run this is an estimate by
+    the present ranking, so a count of its plan is an upper bound until it reaches K.
+
+    Args:
+        spaces: The model and its spaces.
+        late: The weight spaces, as `after_budgets` returned them.
+        goals: Their goals, by name.
+        forecast: The run to come, with the present ranking.
+        epochs: The number of its events.
+        phases: Its phases; without any, `after_budgets` refuses such spaces.
     """
-    parameters = Parameters.of(model)
-    refuse_unreachable(trial(graph, parameters, channels, plan, budgets, costs), budgets, costs)
-    found = {it.name: it.plan for it in budgets}
-    if not any(name in late for name in weights):
-        return found
-    forecast = trial(graph, parameters, channels, plan, budgets, costs)
-    for epoch in range(len(budgets[0].plan)):
+    assert spaces.graph is not None  # there are budgets
+    for epoch in range(epochs):
         forecast.event(epoch)
-    for name, members in ((name, it) for name, it in weights.items() if name in late):
-        left = weights_left(model, graph, members, forecast.dead)
+    found = dict[str, tuple[int, ...]]()
+    for name, members in late.items():
+        left = weights_left(spaces.model, spaces.graph, members, forecast.dead)
         if members.keep > left:
             raise PlanError(
                 f"space {name!r}: keeps {members.keep} weights, but with the present ranking the channels that the "
                 f"budgets keep have only {left} of its {members.total}. Keep fewer weights, or raise the budget."
             )
-        if callable(members.space.schedule) and left < members.total and phases is not None:
+        if callable(members.space.schedule) and left < members.total:
             found[name] = through_phases(name, replace(goals[name], start=left), phases)
     return found

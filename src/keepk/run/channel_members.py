@@ -96,7 +96,7 @@ def find_channels(
                     f"Spaces are disjoint: narrow one, or use exclude=."
                 )
         taken |= {int(layer.units[0]): space.name for layer in layers}
-        uncounted = (*_pinned_channels(graph, space, layers), *_single_channels(graph, modules, space))
+        uncounted = (*_pinned_channels(graph, space, layers), *_only_channels(graph, modules, space))
         found[space.name] = replace(_counted(graph, space, layers), uncounted=uncounted)
     _refuse_sources_beside_reads(graph, found)
     return found
@@ -279,8 +279,8 @@ def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group])
             yield Uncounted(_module_of(tensor), len(pinned), len(classes), str(graph.solution.pinned[pinned[0]]))
 
 
-def _single_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
-    """Selected layers with a single channel. The graph has no units for them, since a layer keeps at least one."""
+def _only_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
+    """The channels of selected layers that have only one; the graph has no units for them, since it must stay."""
     for producer, reader in layers_of_one_channel(graph, modules):
         name = producer if space.at == "output" else reader
         if matches(name, space.select) and not matches(name, space.exclude):

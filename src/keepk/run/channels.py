@@ -22,13 +22,10 @@ from keepk.errors import RankError, ShrinkError, StateError
 from keepk.graph.graph import Graph
 from keepk.graph.ids.maps import Flags
 from keepk.graph.probe.verify import refuse_unfit
-from keepk.metrics.channels import bn_scale, channel_scores, product, reads_scales
-from keepk.metrics.from_statistics import collected_terms
-from keepk.metrics.layers import Layer, Parameters, layers_of
-from keepk.metrics.statistics import Use
+from keepk.metrics.channels import bn_scale, channel_scores, collected_terms, product, reads_scales
+from keepk.metrics.layers import Layer, Parameters, Use, layers_of
 from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
-from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
-from keepk.model.weight_norm import lengths_of
+from keepk.model.names import changed_model, lengths_of, named_parameters, refuse_other_parameters
 from keepk.plan.budgets import WORDS
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split
@@ -239,9 +236,10 @@ class ChannelSide:
         model: nn.Module,
         members: Mapping[str, ChannelMembers],
         surgery: Surgery,
+        watch: Watch,
+        *,
         plan: Plan,
         shrink: str,
-        watch: Watch,
         budgets: Sequence[RunBudget] = (),
         costs: RunCosts | None = None,
     ) -> None:

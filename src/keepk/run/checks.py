@@ -30,8 +30,7 @@ from keepk.graph.trace import trace_inputs
 from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Parameters, layers_of, traits_of
 from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
-from keepk.model.names import named_parameters, named_tensors, unwrap
-from keepk.model.weight_norm import lengths_of
+from keepk.model.names import lengths_of, named_parameters, named_tensors, unwrap
 from keepk.plan.budgets import Budget
 from keepk.plan.names import shown
 from keepk.plan.numbers import count
@@ -39,12 +38,15 @@ from keepk.plan.phases import Goal, Phase, Plan, check_phases, timeline
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.run.budgets import (
     AskedBudget,
+    FoundSpaces,
     after_budgets,
     asked_budgets,
     budget_goals,
-    plan_within_budgets,
     planned_budgets,
+    plans_after_budgets,
+    refuse_unreachable,
     run_budgets,
+    trial,
 )
 from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, snapped_plans
 from keepk.run.channels import Replayed
@@ -148,7 +150,7 @@ def run_spec(
     refuse_unfit_followers(followers, of_spaces, touched_tensors(inner, channels))
 
     # Make the plan of each space, then check the plans against each other.
-    planned = make_plan(inner, graph, first, weights, channels, asked, epochs, phases)
+    planned = make_plan(FoundSpaces(inner, graph, weights, channels), first, asked, epochs, phases)
     if channels and shrink != "each":
         refuse_masked_directions(inner, weights)
     # Channels that stay masked until the end are replayed when they are masked: at the end, refusing is too late.
@@ -192,16 +194,14 @@ class RunPlan:
 
 
 def make_plan(
-    model: nn.Module,
-    graph: Graph | None,
+    spaces: FoundSpaces,
     example: Any,
-    weights: Mapping[str, Members],
-    channels: Mapping[str, ChannelMembers],
     asked: Sequence[AskedBudget],
     epochs: int | None,
     phases: Sequence[Phase] | None,
 ) -> RunPlan:
     """The plan of every space and budget; refuses plans that cannot be met or contradict each other."""
+    model, graph, weights, channels = spaces.model, spaces.graph, spaces.weights, spaces.channels
     counted = {name: it for name, it in channels.items() if it.keep is not None}
     costs = RunCosts(model, graph, example) if asked and graph is not None else None
     budgets, starts = run_budgets(asked, costs, phases)
@@ -210,15 +210,19 @@ def make_plan(
     goals |= budget_goals(budgets, starts, [it.space for it in channels.values()])
     if phases is not None and channels:
         check_phases(goals, epochs, phases)
-    late = after_budgets(model, graph, channels, budgets, weights, phases) if graph is not None else set[str]()
+    late = after_budgets(spaces, budgets, phases)
     bounds = find_bounds(model, {name: it for name, it in weights.items() if name not in late}, graph, counted)
     if phases is not None and channels:
         goals |= late_goals(goals, counted, bounds, phases)
     plan = timeline(goals, epochs=epochs, phases=phases)
     plan |= snapped_plans(channels, plan)
     budgets = planned_budgets(budgets, plan)
-    if graph is not None and costs is not None:
-        plan |= plan_within_budgets(model, graph, costs, channels, weights, plan, goals, budgets, late, phases)
+    if costs is not None:
+        plan |= {it.name: it.plan for it in budgets}
+        refuse_unreachable(trial(spaces, plan, budgets, costs), budgets, costs)
+        if late and phases is not None:
+            forecast = trial(spaces, plan, budgets, costs)  # a fresh one: the check above has removed channels
+            plan |= plans_after_budgets(spaces, late, goals, forecast, len(budgets[0].plan), phases)
     refuse_weights_that_end_before_channels(plan, weights, counted)
     refuse_undercut(plan, bounds)
     return RunPlan(plan, tuple(budgets), costs, frozenset(late))

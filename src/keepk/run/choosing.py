@@ -4,8 +4,8 @@ A space with ``keep=`` or ``prune=`` keeps exactly as many channels as its plan 
 budget then removes blocks from its own spaces, lowest ranks first, until the whole model is within the bound of this
 event (`rank.budget`). The cost of the model without any set of channels comes from its trace (`graph.costs`).
 
-`Chooser` holds one ranking of each space. `ChannelSide` makes one for each event, and follows a single step of it. To
-see how many channels the later bounds imply for today's ranking, it follows all of the remaining steps.
+A `Chooser` holds one ranking of each space. `ChannelSide` makes a new one for each event and takes a single step with
+it. To see how many channels the later bounds would leave with the present ranking, it takes all of the remaining steps.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -278,7 +278,7 @@ class Chooser:
         return self._costs.of(budget.cost, dead)
 
     def _sequence(self, budget: RunBudget) -> Removals:
-        """The blocks of a budget's spaces from the first event on, in the order in which they go."""
+        """The blocks of a budget's spaces that were there at first, in the order in which they are removed."""
         if budget.name not in self._sequences:
             mine = [(self._members[name], self._ranking(name)) for name in budget.spaces]
             found = [removals(it.choices, ~self._before, ranking.values, ranking.forced) for it, ranking in mine]

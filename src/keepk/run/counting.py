@@ -18,8 +18,7 @@ from keepk.graph.graph import Graph
 from keepk.graph.ids.facts import Role
 from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
-from keepk.model.names import changed_model, named_parameters
-from keepk.model.weight_norm import lengths_of
+from keepk.model.names import changed_model, lengths_of, named_parameters
 from keepk.plan.names import matches
 
 if TYPE_CHECKING:  # these modules import this one

@@ -36,8 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepk.cut.ddp import TAKEN_BACK, disarm, refuse_other_wrapper, rewrapped
-from keepk.cut.holders import Follower
+from keepk.cut.holders import TAKEN_BACK, Follower, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
 from keepk.model.edits import undone_by

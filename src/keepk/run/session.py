@@ -24,8 +24,8 @@ from keepk.cut.record import (
     record_of,
 )
 from keepk.errors import KeepkError, ShrinkError, StateError
-from keepk.metrics.from_statistics import collected_terms
-from keepk.metrics.statistics import Use
+from keepk.metrics.channels import collected_terms
+from keepk.metrics.layers import Use
 from keepk.model.edits import Cut, Undo, left_of
 from keepk.model.names import changed_model, named_parameters
 from keepk.rank.kth_largest import one_thread
@@ -173,11 +173,11 @@ class Session:
                 spec.model,
                 spec.channels,
                 surgery,
-                spec.plan,
-                spec.shrink,
                 self.watch,
-                spec.budgets,
-                spec.costs,
+                plan=spec.plan,
+                shrink=spec.shrink,
+                budgets=spec.budgets,
+                costs=spec.costs,
             )
         self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch, spec.late)
         self.sides: tuple[Side, ...] = (self.channels, self.weights)

@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from keepk.cut.holders import sharing_memory
 from keepk.cut.masks import Masks, refuse_foreign_state
 from keepk.errors import RankError, SpaceError, StateError
-from keepk.metrics.from_statistics import collected_terms
-from keepk.metrics.layers import metric_name, refuse_uncalled, traits_of
-from keepk.metrics.statistics import Use
+from keepk.metrics.channels import collected_terms
+from keepk.metrics.layers import Use, metric_name, refuse_uncalled, traits_of
 from keepk.metrics.weights import magnitude, score
 from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
-from keepk.model.names import named_parameters, refuse_other_parameters
-from keepk.model.weight_norm import dims_of_length, lengths_of
+from keepk.model.names import dims_of_length, lengths_of, named_parameters, refuse_other_parameters
 from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
 from keepk.plan.spaces import WeightSpace

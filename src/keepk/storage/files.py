@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from keepk.errors import KeepkError
-from keepk.storage.tensors import DTYPE_CODES
+from keepk.storage.codec import DTYPE_CODES
 from keepk.version import __version__
 
 LOCK = ".keepk.lock"

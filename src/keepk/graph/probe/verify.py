@@ -19,9 +19,8 @@ from keepk.graph.tracer import Tracer
 from keepk.model.copies import Workshop
 from keepk.model.edits import Edits, Indices, doomed, silencing
 from keepk.model.example import Example, not_a_model
-from keepk.model.names import named_tensors, sharded, unwrap
+from keepk.model.names import lengths_of, named_tensors, sharded, unwrap
 from keepk.model.torch_internals import TorchDispatchMode, tree_map
-from keepk.model.weight_norm import lengths_of
 
 TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
 SHOWN = 6  # layers in a message
