@@ -326,7 +326,7 @@ class _Watched:
         self._note_outcomes(run, echo.reads)
         if kind is Echo:
             self.echoes.append((run, echo.recorded(output)))
-            self.facts.extend(echo.facts)
+        self.facts.extend(echo.facts)
         return [*echo.reads]
 
     def _watch_other_branches(self) -> None:

@@ -13,6 +13,7 @@ try:
     from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]  # missing in torch's types
     from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
     from torch._ops import OpOverload, OpOverloadPacket
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.utils.parametrizations import _WeightNorm as WeightNormParametrization
@@ -34,6 +35,7 @@ __all__ = [
     "NormBase",
     "OpOverload",
     "OpOverloadPacket",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "WeightNormParametrization",
     "current_graph_task_id",

@@ -362,7 +362,8 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     No rules are applied: the same operation on the same inputs has the same result, so labels are copied from the other
     pass. Dropout and stochastic depth multiply by a random mask, made by `empty`, `bernoulli` and `div`; these
     operations are skipped in the comparison. All steps are recorded, including those of dropout, so that cut copies
-    can repeat this pass too. The only new facts are those about the masks.
+    can repeat this pass too. The only new facts are those about the masks, and those about results that nothing uses in
+    the other pass and that outlive this one, such as a loss that a module stores in train mode.
 
     Raises:
         Differs: The pass differs from the other one.
@@ -428,6 +429,8 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Differs(f"{call.name} gets the result of another operation")
         for output, (_, maps) in zip(call.outputs, step.outputs, strict=False):
             set_label(output, Label(maps, zeros=(False,) * len(maps)))
+        if self._position in self._first.forgotten:
+            self._note_lossy(call, self._position, self._first.forgotten[self._position])
         self.note_origins(call, (len(self.steps),))
         self._repeat(replace(step, numbers=numbers_of(call), origins=origins))
 
@@ -490,6 +493,9 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Differs("ends early")
         if tuple(self._in_the_other(origin_of(tensor)) for tensor in tensors_kept_by(output)) != self._first.returned:
             raise Differs("returns something else")
+        for found in self._lossy:
+            if found.exists:  # nothing used this result in the other pass, but in this one an object holds it
+                self.facts.lossy += found.bounds
 
 
 @dataclass(frozen=True, eq=False)
