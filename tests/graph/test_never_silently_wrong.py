@@ -974,6 +974,74 @@ def test_exact_channels_that_have_become_lossy_are_refused():
         keepk.shrink(model, graph, range(4))
 
 
+class Switches(Hidden):
+    """Runs other code once `on` is set."""
+
+    def __init__(self, off, on):
+        super().__init__()
+        self.on, self.ways, self.penalty = False, (off, on), None
+
+    def between(self, h, _x):
+        return self.ways[self.on](self, h)
+
+
+def keeps_mean(net, h):
+    net.penalty = h.mean()
+    return h
+
+
+def forgets_mean(_net, h):
+    h.mean()
+    return h
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "fixed"),
+    [
+        (lambda _, h: h, lambda _, h: h.roll(1, 1), True),
+        (lambda _, h: h, lambda _, h: h.flip(1), True),
+        (lambda _, h: h + h[:, :1], lambda _, h: h + h[:, 1:2], True),
+        (lambda _, h: h, lambda _, h: h.sort(1)[0], True),
+        (forgets_mean, keeps_mean, False),
+        (lambda _, h: h, keeps_mean, False),
+    ],
+)
+@pytest.mark.parametrize("left", [1, 7])
+def test_channels_that_a_changed_model_fixes_or_averages_are_not_cut(off, on, fixed, left):
+    model = Switches(off, on)
+    graph = keepk.trace(model, vectors())
+    model.on, before = True, state(model)
+    why = "can no longer be removed" if fixed else "mean over the axis"
+    with pytest.raises(ShrinkError, match=why):
+        keepk.shrink(model, graph, range(len(graph.units) - left))
+    assert same_state(before, model)
+
+
+class Adapted(Hidden):
+    """A layer with a low-rank adapter, which is merged into it at some point."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.merged = nn.Linear(7, 2, bias=False), nn.Linear(2, 16, bias=False), False
+
+    def forward(self, x):
+        return self.o(torch.relu(self.a(x) if self.merged else self.a(x) + self.up(self.down(x))))
+
+
+def test_an_adapter_that_was_merged_after_the_trace_is_cut_with_its_layer():
+    model, x = Adapted().double(), vectors().double()
+    graph = keepk.trace(model, x)
+    model.merged = True
+    model.a.weight.data += model.up.weight.data @ model.down.weight.data
+    units = next(group.units for group in graph.groups if group.name == "a")[:9]
+    masked = copy.deepcopy(model)
+    for name, axis, index in (it for unit in units for it in graph.slices(int(unit))):
+        masked.get_parameter(name).data.select(axis, index).zero_()
+    keepk.shrink(model, graph, units)
+    assert (model.a.out_features, model.up.out_features) == (7, 7)
+    assert relative_error(masked(x), model(x)) < 1e-12
+
+
 class OneChannelEinsum(nn.Module):
     """torch multiplies in an `einsum` over one channel, instead of calling `bmm`."""
 

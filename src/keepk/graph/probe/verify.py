@@ -17,7 +17,7 @@ from keepk.graph.probe.replay import Mismatch, Replays, Run
 from keepk.graph.trace import trace_inputs
 from keepk.graph.tracer import Tracer
 from keepk.model.copies import Workshop
-from keepk.model.edits import Edits, Indices, doomed, silencing
+from keepk.model.edits import Cut, Edits, Indices, doomed, silencing
 from keepk.model.example import Example, not_a_model
 from keepk.model.names import named_tensors, sharded, unwrap
 from keepk.model.torch_internals import TorchDispatchMode, tree_map
@@ -167,14 +167,13 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shri
         return
     _refuse_wide_projection(model, edits, verb)
     standard, parts = graph, [*_exact_part(graph, edits), edits]
-    found = _first_harmful(model, standard, parts)
-    if found is not None and _has_changed_since(model, graph):
-        # The old trace is no longer the standard for the cut model. The uncut model as it is now is.
-        standard = _traced_again(model, graph, verb)
-        parts = [_with_units_of(standard, graph, part, verb) for part in parts]
-        found = _first_harmful(model, standard, parts)
-    if found is not None:
-        raise _unfit(standard, *found, verb)
+    if _differs(model, graph, parts):
+        if _has_changed_since(model, graph):
+            # The old trace is no longer the standard for the cut model. The uncut model as it is now is.
+            standard = _traced_again(model, graph, verb)
+            parts = [_with_units_of(standard, graph, part, verb) for part in parts]
+        if (found := _first_harmful(model, standard, parts)) is not None:
+            raise _unfit(standard, *found, verb)
     replays.fitting.add(shapes)
 
 
@@ -191,6 +190,14 @@ def _exact_part(graph: Graph, edits: Edits) -> list[Edits]:
         return [graph.edits(edits.units[~lossy])]
     except ShrinkError:  # they cannot be removed alone: some lossy units must lose equal numbers
         return []
+
+
+def _differs(model: nn.Module, graph: Graph, parts: Sequence[Edits]) -> bool:
+    """Whether the replay of any part of a cut differs from the trace at all."""
+    replays = graph.replays
+    assert replays is not None
+    workshop = Workshop(model, replays.runs[0][0].example, replays.device)
+    return any(replays.mismatch(workshop, graph, part, lenient=True) is not None for part in parts)
 
 
 def _first_harmful(model: nn.Module, graph: Graph, parts: Sequence[Edits]) -> tuple[Edits, Mismatch] | None:
@@ -247,9 +254,15 @@ def _with_units_of(again: Graph, graph: Graph, edits: Edits, verb: str) -> Edits
     """The same cut with the units of another graph of the same model.
 
     Raises:
-        ShrinkError: The cut has exact units only, and some of them are lossy in the other graph.
+        ShrinkError: The cut has exact units only, and some of them are lossy in the other graph; or the other graph
+            would not make this cut, because some of its channels are fixed there.
     """
     units = again.lost(edits.cuts)
+    if not _plans_the_same(again, units, edits.cuts):
+        raise ShrinkError(
+            f"{verb}: the model has changed since it was traced, and some of the channels can no longer be removed, "
+            f"or no longer without others. Nothing was changed. Trace the model again, or make a new Pruner."
+        )
     lossy = again.units.lossy[units]
     if lossy.any() and not graph.units.lossy[edits.units].any():
         layer = again.groups[int(again.units.group[units[lossy][0]])]
@@ -259,6 +272,21 @@ def _with_units_of(again: Graph, graph: Graph, edits: Edits, verb: str) -> Edits
             f"Pruner."
         )
     return replace(edits, units=units)
+
+
+def _plans_the_same(graph: Graph, units: Indices, cuts: Sequence[Cut]) -> bool:
+    """Whether a graph cuts the tensors that forward uses in exactly this way when it removes the units."""
+    assert graph.replays is not None
+    used = {name for _, recorded in (*graph.replays.runs, *graph.replays.echoes) for name in recorded.touched}
+    wanted = {cut.tensor: cut.kept for cut in cuts if cut.tensor in used}
+    try:
+        planned = {cut.tensor: cut.kept for cut in graph.edits(units).cuts if cut.tensor in used}
+    except ShrinkError:
+        return False
+    return planned.keys() == wanted.keys() and all(
+        planned[name].keys() == kept.keys() and all(np.array_equal(planned[name][axis], kept[axis]) for axis in kept)
+        for name, kept in wanted.items()
+    )
 
 
 def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
