@@ -1017,6 +1017,22 @@ def test_channels_that_a_changed_model_fixes_or_averages_are_not_cut(off, on, fi
     assert same_state(before, model)
 
 
+class DoublesOne(Hidden):
+    def between(self, h, _x):
+        return h * 2 if h.shape[1] == 1 else h
+
+
+@pytest.mark.parametrize("example", [vectors().abs(), torch.zeros(2, 7)])
+def test_one_channel_that_is_inactive_for_the_example_is_not_compared_by_its_outputs_alone(example):
+    model = DoublesOne()
+    with torch.no_grad():
+        model.a.weight.abs_().neg_(), model.a.bias.zero_()
+    graph = keepk.trace(model, example)
+    assert not model.a(example).relu().any()
+    with pytest.raises(ShrinkError, match="with 1 of 'a'"):
+        keepk.shrink(model, graph, range(15))
+
+
 class Adapted(Hidden):
     """A layer with a low-rank adapter, which is merged into it at some point."""
 

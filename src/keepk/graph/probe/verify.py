@@ -25,6 +25,7 @@ from keepk.model.weight_norm import lengths_of
 
 TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
 SHOWN = 6  # layers in a message
+NOISY = 4  # runs with other weights and inputs, in a comparison by outputs
 REMEDIES = {
     "shrink": "Keep more units there, leave the layer out (exclude=...), or pass replay=False if the difference is "
     "intended.",
@@ -308,7 +309,8 @@ def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mis
     """Whether a mismatch comes from torch itself, which uses other operations for a single channel.
 
     For example, `einsum` multiplies instead of calling `bmm`. To find out, the same pass is run with weights on a cut
-    and on a masked copy, and their outputs are compared, which works for exact units.
+    and on a masked copy, and their outputs are compared, which works for exact units. The channel that is left may be
+    inactive for the example, so other weights and inputs are tried as well.
     """
     alive = graph.alive.copy()
     alive[edits.units] = False
@@ -318,9 +320,30 @@ def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mis
     assert found.run is not None
     run = replace(found.run, example=_in_float64(found.run.example))
     try:
-        return _Trial(Workshop(model, run.example, None), graph, run).difference(edits) <= TOLERANCE
+        same = _Trial(Workshop(model, run.example, None), graph, run).difference(edits) <= TOLERANCE
+        noisy = (_with_noise(model, run, seed) for seed in range(NOISY))
+        # NaN says nothing: the noise may leave the domain of an operation (a logarithm).
+        return same and not any(_Trial(workshop, graph, it).difference(edits) > TOLERANCE for workshop, it in noisy)
     except Exception:  # forward may raise anything on a copy that it does not fit
         return False
+
+
+def _with_noise(model: nn.Module, run: Run, seed: int) -> tuple[Workshop, Run]:
+    """A copy of the model with noise on its parameters, and the run with noise on its input."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+
+    def varied(value: Any) -> Any:
+        return value + noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    example = Example(tree_map(varied, run.example.arguments), tree_map(varied, run.example.by_name))
+    twin = Workshop(model, run.example, None).copy()
+    with torch.no_grad():
+        for parameter in (it for it in twin.parameters() if it.is_floating_point()):
+            parameter.add_(noise(parameter) * parameter.abs().mean())
+    return Workshop(twin, example, None), replace(run, example=example)
 
 
 def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> str:
