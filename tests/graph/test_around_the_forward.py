@@ -370,3 +370,29 @@ def test_channels_are_followed_through_products_that_torch_folds_for_gradients()
     assert (len(graph.units), bool(graph.units.lossy.any())) == (12, False)
     assert keepk.verify(net, graph, example) < 1e-12
     assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+class Forces(nn.Module):
+    """Returns a gradient of an energy, with respect to the input or after a step of the last layer's weight."""
+
+    def __init__(self, of_weight):
+        super().__init__()
+        self.one, self.two, self.of_weight = nn.Linear(5, 12), nn.Linear(12, 4), of_weight
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            hidden = torch.tanh(self.one(x))
+            energy = self.two(hidden).square().sum()
+            wanted = self.two.weight if self.of_weight else x
+            (gradient,) = torch.autograd.grad(energy, wanted, create_graph=True)
+        return nn.functional.linear(hidden, self.two.weight - 0.01 * gradient) if self.of_weight else gradient
+
+
+@pytest.mark.parametrize("of_weight", [False, True])
+def test_channels_are_followed_through_gradients_that_forward_computes(of_weight):
+    net, example = Forces(of_weight), torch.randn(6, 5)
+    graph = keepk.trace(net, example)
+    assert [len(space.units) for space in graph.groups if space.name == "one"] == [12]
+    assert not graph.units.lossy.any()
+    assert keepk.verify(net, graph, example) < 1e-12

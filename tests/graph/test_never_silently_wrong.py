@@ -117,6 +117,160 @@ def test_a_mean_over_heads_that_is_used_makes_them_lossy(use):
     assert "mean over the axis" in str(heads_of(AveragesWeights(use)).lossy)
 
 
+class Counts(Hidden):
+    """Computes a number from the channels, which is used in the way that a test says."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use, self.penalty = use, None
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("variance", torch.ones(2))
+
+    def between(self, h, x):
+        return self.use(self, h, x)
+
+
+class ScaledBackward(torch.autograd.Function):
+    """The identity, whose backward multiplies by a number that only autograd keeps."""
+
+    @staticmethod
+    def forward(ctx, h, number):
+        ctx.save_for_backward(number(h))
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+def stored_in_training(number):
+    def use(net, h, _x):
+        value = number(h)
+        if net.training:
+            net.penalty = value
+        return h
+
+    return use
+
+
+def stored_with_gradients(number):
+    def use(net, h, _x):
+        value = number(h)
+        if torch.is_grad_enabled():
+            net.penalty = lambda: value
+        return h
+
+    return use
+
+
+def stored_if_positive(net, h, x):
+    value = h.mean()
+    if x.sum() > 1e9:
+        net.penalty = value
+    return h
+
+
+def with_batch_norm_of_two_rows(h, training, net):
+    F.batch_norm(h.view(2, 2, -1), net.mean, net.variance, training=training, momentum=1.0)
+    return h - net.mean.sum()
+
+
+@pytest.mark.parametrize(
+    ("use", "exact"),
+    [
+        (stored_in_training(torch.mean), False),
+        (stored_in_training(lambda h: h.softmax(1).square().sum()), False),
+        (stored_in_training(lambda h: h.square().sum()), True),
+        (stored_with_gradients(torch.mean), False),
+        (stored_if_positive, False),
+        (lambda _net, h, _: ScaledBackward.apply(h, torch.mean), False),
+        (lambda _net, h, _: ScaledBackward.apply(h, torch.sum), True),
+        (lambda net, h, _: with_batch_norm_of_two_rows(h, net.training, net), False),
+    ],
+)
+def test_a_result_that_outlives_training_or_is_written_counts_as_used(use, exact):
+    """Nothing in eval mode uses it, and train mode runs the same operations."""
+    assert keepk.trace(Counts(use), vectors()).units.lossy.tolist() == [not exact] * 16
+
+
+def test_a_penalty_that_train_mode_stores_is_the_same_after_a_cut():
+    net = Counts(stored_in_training(lambda h: h.square().sum())).double().train()
+    twin, example = copy.deepcopy(net), vectors().double()
+    graph = keepk.trace(net, example)
+    keepk.shrink(net, graph, range(9))
+    with torch.no_grad():
+        twin.a.weight[:9], twin.a.bias[:9] = 0.0, 0.0
+    twin(example), net(example)
+    assert torch.allclose(net.penalty, twin.penalty, rtol=1e-12)
+
+
+# Channels that say where a value goes
+
+
+class PicksByChannels(Hidden):
+    def __init__(self, pick):
+        super().__init__()
+        self.pick, self.table = pick, nn.Embedding(2, 3)
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        return self.o(h) + self.pick(self, h, (h > 0.3).long())
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda _net, h, at: h.new_zeros(3).index_put((at,), h.new_ones(()), accumulate=True),
+        lambda _net, h, at: h.new_zeros(3).index_put((at,), h.new_ones(())),
+        lambda net, _h, at: F.embedding_bag(at.flatten(), net.table.weight, at.new_zeros(1), mode="sum"),
+        lambda net, _h, at: net.table(at).sum(1),
+    ],
+)
+def test_channels_that_say_where_a_value_goes_are_fixed(pick):
+    """With a channel less, fewer values are counted or summed."""
+    assert not len(keepk.trace(PicksByChannels(pick), vectors()).units)
+
+
+def test_rows_that_are_put_by_the_index_of_the_example_keep_channels_exact():
+    class Puts(Hidden):
+        def between(self, h, x):
+            return h.new_zeros(6, h.shape[1]).index_put(((x[:, 0] > 0).long(),), h)[:4]
+
+    assert cut_or_why(Puts(), vectors(), [vectors()]) == ""
+
+
+# 0 / 0
+
+
+def share_of(h):
+    return h / h.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("replace", "exact"),
+    [
+        (lambda h: torch.nan_to_num(share_of(h), nan=2.0), False),
+        (lambda h: torch.nan_to_num(share_of(h)), True),
+        (lambda h: torch.where(torch.isnan(share_of(h)), 1.0, h), False),
+        (lambda h: torch.where(torch.isnan(share_of(h)), 0.0, h), True),
+        (lambda h: share_of(h).view(2, 2, -1).flatten(0, 1).isnan(), False),
+        (lambda h: share_of(h).bool(), False),
+        (lambda h: share_of(h).count_nonzero(1).unsqueeze(1), False),
+        (lambda h: share_of(h).nansum(1, keepdim=True), True),
+        (lambda h: h.isnan(), True),
+    ],
+)
+def test_a_value_that_replaces_0_divided_by_0_counts(replace, exact):
+    class Replaces(Hidden):
+        def forward(self, x):
+            h = F.relu(self.a(x))
+            return self.o(h) + replace(h).sum(1, keepdim=True)
+
+    assert keepk.trace(Replaces(), vectors()).units.lossy.tolist() == [not exact] * 16
+    if exact:
+        assert cut_or_why(Replaces(), vectors(), [vectors()]) == ""
+
+
 # Values
 
 
@@ -826,6 +980,90 @@ def test_exact_channels_that_have_become_lossy_are_refused():
     model.softens = True
     with pytest.raises(ShrinkError, match=r"changed since it was traced: removing channels of 'a' now changes more"):
         keepk.shrink(model, graph, range(4))
+
+
+class Switches(Hidden):
+    """Runs other code once `on` is set."""
+
+    def __init__(self, off, on):
+        super().__init__()
+        self.on, self.ways, self.penalty = False, (off, on), None
+
+    def between(self, h, _x):
+        return self.ways[self.on](self, h)
+
+
+def keeps_mean(net, h):
+    net.penalty = h.mean()
+    return h
+
+
+def forgets_mean(_net, h):
+    h.mean()
+    return h
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "fixed"),
+    [
+        (lambda _, h: h, lambda _, h: h.roll(1, 1), True),
+        (lambda _, h: h, lambda _, h: h.flip(1), True),
+        (lambda _, h: h + h[:, :1], lambda _, h: h + h[:, 1:2], True),
+        (lambda _, h: h, lambda _, h: h.sort(1)[0], True),
+        (forgets_mean, keeps_mean, False),
+        (lambda _, h: h, keeps_mean, False),
+    ],
+)
+@pytest.mark.parametrize("left", [1, 7])
+def test_channels_that_a_changed_model_fixes_or_averages_are_not_cut(off, on, fixed, left):
+    model = Switches(off, on)
+    graph = keepk.trace(model, vectors())
+    model.on, before = True, state(model)
+    why = "can no longer be removed" if fixed else "mean over the axis"
+    with pytest.raises(ShrinkError, match=why):
+        keepk.shrink(model, graph, range(len(graph.units) - left))
+    assert same_state(before, model)
+
+
+class DoublesOne(Hidden):
+    def between(self, h, _x):
+        return h * 2 if h.shape[1] == 1 else h
+
+
+@pytest.mark.parametrize("example", [vectors().abs(), torch.zeros(2, 7)])
+def test_one_channel_that_is_inactive_for_the_example_is_not_compared_by_its_outputs_alone(example):
+    model = DoublesOne()
+    with torch.no_grad():
+        model.a.weight.abs_().neg_(), model.a.bias.zero_()
+    graph = keepk.trace(model, example)
+    assert not model.a(example).relu().any()
+    with pytest.raises(ShrinkError, match="with 1 of 'a'"):
+        keepk.shrink(model, graph, range(15))
+
+
+class Adapted(Hidden):
+    """A layer with a low-rank adapter, which is merged into it at some point."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.merged = nn.Linear(7, 2, bias=False), nn.Linear(2, 16, bias=False), False
+
+    def forward(self, x):
+        return self.o(torch.relu(self.a(x) if self.merged else self.a(x) + self.up(self.down(x))))
+
+
+def test_an_adapter_that_was_merged_after_the_trace_is_cut_with_its_layer():
+    model, x = Adapted().double(), vectors().double()
+    graph = keepk.trace(model, x)
+    model.merged = True
+    model.a.weight.data += model.up.weight.data @ model.down.weight.data
+    units = next(group.units for group in graph.groups if group.name == "a")[:9]
+    masked = copy.deepcopy(model)
+    for name, axis, index in (it for unit in units for it in graph.slices(int(unit))):
+        masked.get_parameter(name).data.select(axis, index).zero_()
+    keepk.shrink(model, graph, units)
+    assert (model.a.out_features, model.up.out_features) == (7, 7)
+    assert relative_error(masked(x), model(x)) < 1e-12
 
 
 class OneChannelEinsum(nn.Module):

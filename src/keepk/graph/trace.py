@@ -310,8 +310,8 @@ class _Watched:
             _bind_recurrent(tracer)
         return tracer
 
-    def _echo(self, run: Run, recorded: Recorded, kind: type[Echo] = Echo) -> Sequence[ValueRead] | None:
-        """The values that a pass reads if it repeats a known pass, dropout and BatchNorm flags aside; else None.
+    def _echo(self, run: Run, recorded: Recorded, kind: type[Echo] = Echo) -> Echo | None:
+        """The echo of a known pass, if this pass repeats it, dropout and BatchNorm flags aside; else None.
 
         An echo applies no rules, so it costs less than a trace.
         """
@@ -326,8 +326,8 @@ class _Watched:
         self._note_outcomes(run, echo.reads)
         if kind is Echo:
             self.echoes.append((run, echo.recorded(output)))
-            self.facts.extend(echo.facts)
-        return [*echo.reads]
+        self.facts.extend(echo.facts)
+        return echo
 
     def _watch_other_branches(self) -> None:
         """Run forward again with flipped truth values wherever Python read one; see `values.Outcomes`."""
@@ -352,8 +352,8 @@ class _Watched:
     def _watch_branch(self, run: Run, similar: Sequence[Recorded]) -> Recorded | None:
         """Trace a pass with flipped answers, unless it repeats a similar pass; None if it fails."""
         for recorded in similar:
-            if (reads := self._echo(run, recorded, _StrictEcho)) is not None:
-                found = replace(recorded, reads=reads)
+            if (echo := self._echo(run, recorded, _StrictEcho)) is not None:
+                found = replace(recorded, reads=[*echo.reads], forgotten=echo.forgotten)
                 self.spare.append((run, found))
                 return found
         try:

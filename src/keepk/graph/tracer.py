@@ -29,10 +29,9 @@ Where maps meet, atoms are equated: rows with entries of the bias, and rows with
 import functools
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -80,6 +79,7 @@ from keepk.model.torch_internals import (
     BatchNormBase,
     DisableTorchFunction,
     LinAlgError,
+    StorageWeakRef,
     TorchDispatchMode,
     disable_current_modes,
 )
@@ -195,6 +195,8 @@ class Recorded:
         atoms: The atoms in use at its end.
         groups: By name of a weight, the number of groups of the convolution that uses it.
         returned: For each tensor that the model returned, where it comes from.
+        forgotten: By step, the lossy facts that were dropped because nothing used the result; see
+            `Tracer.forget_unused`.
     """
 
     steps: Sequence[Step]
@@ -204,6 +206,7 @@ class Recorded:
     atoms: Atoms
     groups: dict[str, int]
     returned: tuple[Origin, ...] = ()
+    forgotten: Mapping[int, tuple[Bound, ...]] = field(default_factory=dict)
 
 
 class UnseenOperation(Exception):  # noqa: N818 - the trace turns it into a TraceError
@@ -212,11 +215,20 @@ class UnseenOperation(Exception):  # noqa: N818 - the trace turns it into a Trac
 
 @dataclass(frozen=True)
 class _LossyResult:
-    """An operation that marked channels as lossy: its number, the facts, and its results while they exist."""
+    """An operation that marked channels as lossy: its number, the facts, and its results while they exist.
+
+    The results are known by their memory, since autograd may keep a tensor for backward without its Python object. No
+    memory means that it cannot be seen whether they are used.
+    """
 
     step: int
     bounds: tuple[Bound, ...]
-    tensors: tuple["weakref.ref[Tensor]", ...]
+    memory: tuple[StorageWeakRef, ...]
+
+    @property
+    def exists(self) -> bool:
+        """Whether anything still holds one of the results, or may hold it."""
+        return not self.memory or not all(reference.expired() for reference in self.memory)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -242,6 +254,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self._named: list[Tensor] = []  # a buffer that forward replaces stays alive, so that its id is not used again
         self._written: dict[int, Written] = {}
         self._lossy: list[_LossyResult] = []
+        self.forgotten: dict[int, tuple[Bound, ...]] = {}
         self._read: set[int] = set()  # the numbers of steps whose results Python has read
         self.is_detaching = False  # whether the model itself is detaching a tensor
         self._stack = [""]
@@ -251,7 +264,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         """The record of the pass, which does not keep the traced copy alive."""
         atoms, touched = self.atoms.branch(), frozenset(self.touched)
         returned = tuple(map(origin_of, tensors_kept_by(output)))
-        return Recorded(self.steps, self.reads, self.tensors, touched, atoms, self.groups, returned)
+        return Recorded(
+            self.steps, self.reads, self.tensors, touched, atoms, self.groups, returned, dict(self.forgotten)
+        )
 
     @property
     def module(self) -> str:
@@ -319,8 +334,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         """
         used = {number for step in self.steps for origin in step.origins for number in _steps_in(origin)} | self._read
         for found in self._lossy:
-            if found.step not in used and all(tensor() is None for tensor in found.tensors):
+            if found.step not in used and not found.exists:
                 self.facts.lossy = [bound for bound in self.facts.lossy if not any(bound is it for it in found.bounds)]
+                self.forgotten[found.step] = found.bounds
 
     def answer(self, tensors: Sequence[Tensor], *, boolean: bool, read: Callable[[Sequence[Tensor]], Any]) -> Any:
         """The value that Python reads from tensors, which is recorded: the real one, or the answer from `answers`."""
@@ -408,9 +424,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if func._schema.is_mutable:
                 self._note_written(call.outputs)
             elif len(self.facts.lossy) > known:
-                tensors = tuple(map(weakref.ref, call.outputs))
-                self._lossy.append(_LossyResult(len(self.steps), tuple(self.facts.lossy[known:]), tensors))
+                self._note_lossy(call, len(self.steps), tuple(self.facts.lossy[known:]))
         self.record(call)
+
+    def _note_lossy(self, call: Call, step: int, bounds: tuple[Bound, ...]) -> None:
+        """Note the results of an operation that marked channels as lossy, to see later whether anything uses them."""
+        # Without storage, nothing can be seen. torch's schema of a BatchNorm does not say that it writes statistics.
+        seen = all(tensor.layout is torch.strided for tensor in call.outputs) and not _updates_statistics(call)
+        memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in call.outputs) if seen else ()
+        self._lossy.append(_LossyResult(step, bounds, memory))
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
         """Note that memory was written through a tensor: all views of it are nonzero where this one is."""
@@ -509,6 +531,11 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _updates_statistics(call: Call) -> bool:
+    """Whether an operation is a BatchNorm that writes running statistics."""
+    return call.name.endswith("batch_norm") and bool(call.get("training")) and call.get("running_mean") is not None
+
+
 def kind_of(call: Call) -> str:
     """The operation's name; a copy to another dtype gets a separate name, since it does more than move data."""
     if call.name == "aten::_to_copy" and call.outputs[0].dtype != call.inputs[0].dtype:
@@ -557,7 +584,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         entries = tuple(map(_plain, value))
         return TENSORS if TENSORS in entries else entries
-    return value
+    return "nan" if value != value else value  # noqa: PLR0124 - NaN is not equal to itself
 
 
 def _made_of(tensor: Tensor) -> tuple[float, ...]:

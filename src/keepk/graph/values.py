@@ -38,13 +38,20 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from keepk.graph.ids.atoms import Label, copy_label, is_from_trace, label_of, set_origin, tensors_in
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import fibres
 from keepk.model.example import _VALUE, LARGEST, keep_value_beside, value_of
-from keepk.model.torch_internals import disable_current_modes, make_subclass, tree_map
+from keepk.model.torch_internals import (
+    DisableTorchFunction,
+    disable_current_modes,
+    make_subclass,
+    tree_map,
+    will_engine_execute,
+)
 
 CREATED = "torch.tensor"  # the name of the step that makes a tensor from Python numbers
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -420,11 +427,31 @@ class WatchedValues(TorchFunctionMode):
 
 
 class _Linked(torch.autograd.Function):
-    """Returns its first input, as a tensor that was computed from the others."""
+    """Returns a product as a tensor that was computed from parameters; `compute` computes it again, with gradients."""
 
     @staticmethod
-    def forward(_: Any, result: Tensor, *_inputs: Tensor) -> Tensor:
-        return result.detach()
+    def forward(ctx: Any, compute: Callable[[], Tensor], product: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.compute, ctx.parameters = compute, parameters
+        return product.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch's own
+        # Only a forward that computes gradients itself gets here. Forces are the gradient of an energy with respect to
+        # the input, to which the product is linked already; an inner step of training needs those of the parameters.
+        if not any(map(_is_asked_for, ctx.parameters)):
+            return None, gradient, *(None for _ in ctx.parameters)
+        with_graph = torch.is_grad_enabled()
+        with torch.enable_grad(), DisableTorchFunction():
+            again = ctx.compute()
+        return None, gradient, *torch.autograd.grad(again, ctx.parameters, gradient, create_graph=with_graph)
+
+
+def _is_asked_for(parameter: Tensor) -> bool:
+    """Whether the backward pass that is running computes the gradient of a parameter."""
+    try:
+        return will_engine_execute(get_gradient_edge(parameter).node)
+    except RuntimeError:  # raised where the parameter is an argument of `torch.autograd.grad`
+        return True
 
 
 def _unfolded(func: Any, args: Sequence[Any], by_name: Mapping[str, Any]) -> Any:
@@ -441,7 +468,7 @@ def _unfolded(func: Any, args: Sequence[Any], by_name: Mapping[str, Any]) -> Any
     if not parameters or not torch.is_grad_enabled():
         return result
     # A node in autograd's graph, so that Python sees that the result has a gradient.
-    return _Linked.apply(result, *parameters)  # type: ignore[no-untyped-call]  # torch's own
+    return _Linked.apply(lambda: func(*args, **by_name), result, *parameters)  # type: ignore[no-untyped-call]  # likewise
 
 
 def numbers_in(data: Any) -> Iterator[float]:

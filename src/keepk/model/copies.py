@@ -56,7 +56,7 @@ class Workshop:
         Raises:
             TraceError: The model cannot be deep-copied.
         """
-        cuts = {cut.tensor: cut for cut in edits.cuts} if edits else {}
+        cuts = {cut.tensor: cut for cut in edits.cuts} if edits is not None else {}
         # deepcopy takes tensors from the memo, so a copy on the meta device never allocates weights.
         memo = dict[int, Any]()
         for name, tensor, parameter in named_tensors(self.model):

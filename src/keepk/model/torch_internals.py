@@ -12,7 +12,9 @@ try:
     from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
     from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]  # missing in torch's types
     from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
+    from torch._C import _will_engine_execute_node as will_engine_execute  # type: ignore[attr-defined]  # likewise
     from torch._ops import OpOverload, OpOverloadPacket
+    from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.utils.parametrizations import _WeightNorm as WeightNormParametrization
@@ -34,6 +36,7 @@ __all__ = [
     "NormBase",
     "OpOverload",
     "OpOverloadPacket",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "WeightNormParametrization",
     "current_graph_task_id",
@@ -45,4 +48,5 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "will_engine_execute",
 ]

@@ -109,6 +109,7 @@ class Label:
             are zero in the weights. In ``relu(a)[:, :, None] * sigmoid(b)[:, None, :]`` this is true of the map over
             a's channels and false of the map over b's, since sigmoid(0) is not 0.
         all_zero: Every element is 0, whatever is removed.
+        undefined: Elements that count as 0 in `zeros` may be NaN instead, because 0 was divided by 0.
     """
 
     maps: tuple[Map, ...] = ()
@@ -116,6 +117,7 @@ class Label:
     from_parameters: bool = False
     zeros: tuple[bool, ...] = ()
     all_zero: bool = False
+    undefined: bool = False
 
     def __post_init__(self) -> None:
         if len(self.zeros) != len(self.maps):
@@ -123,7 +125,7 @@ class Label:
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{m.shape}{' zero' if zero else ''}" for m, zero in zip(self.maps, self.zeros, strict=True))
-        flags = [name for name in ("neutral", "from_parameters", "all_zero") if getattr(self, name)]
+        flags = [name for name in ("neutral", "from_parameters", "all_zero", "undefined") if getattr(self, name)]
         return f"<Label: {', '.join([f'maps [{shapes}]', *flags])}>"
 
     def zero_along(self, index_map: Map) -> bool:

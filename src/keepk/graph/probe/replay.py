@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from keepk.graph.graph import Graph
 from keepk.graph.ids.atoms import Label, Origin, label_of, origin_of, set_label, set_origin, tensors_kept_by
-from keepk.graph.ids.facts import Facts
+from keepk.graph.ids.facts import Bound, Facts
 from keepk.graph.ids.maps import Flags, Map, aligned, compress, restrict_all, shape_left, support
 from keepk.graph.rules.call import Call, is_pointwise
 from keepk.graph.solve.bindings import Classes
@@ -126,6 +126,10 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         returned = tuple(map(origin_of, tensors_kept_by(output)))
         if _differ(returned, self._first.returned):
             raise Mismatch(self.position, "returns another tensor", number=self._same_numbers)
+        for found in self._lossy:
+            if self._same_numbers and found.exists:
+                why = f"the result of {self._first.steps[found.step].name} is used, which nothing did"
+                raise Mismatch(found.step, why, number=True)
 
     def _apply_rule(self, call: Call) -> None:
         # The first trace has no such operation: a BatchNorm reads a selection only after a cut.
@@ -165,6 +169,8 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
         if not moves and self.module not in self._selected:
             self._compare_inputs(step, call, blamed)
             self._compare_sources(step, call, origins, blamed)
+        if not moves and (forgotten := self._first.forgotten.get(self._position - 1)) is not None:
+            super()._note_lossy(call, self._position - 1, forgotten)
         if len(call.outputs) != len(step.outputs):
             raise Mismatch(blamed, f"{call.name} gave {len(call.outputs)} parts, expected {len(step.outputs)}")
         for output, (shape, maps) in zip(call.outputs, step.outputs, strict=True):
@@ -216,6 +222,9 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:
         """Do nothing: a replay collects no facts, so it needs no zero flags."""
+
+    def _note_lossy(self, call: Call, step: int, bounds: tuple[Bound, ...]) -> None:
+        """Do nothing: only the results that nothing used in the first trace matter, and `record` notes these."""
 
     def _fits(self, step: Step, call: Call) -> bool:
         shapes = [shape_left(shape, maps, self._left(maps)) for shape, maps in step.outputs]
@@ -362,7 +371,8 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
     No rules are applied: the same operation on the same inputs has the same result, so labels are copied from the other
     pass. Dropout and stochastic depth multiply by a random mask, made by `empty`, `bernoulli` and `div`; these
     operations are skipped in the comparison. All steps are recorded, including those of dropout, so that cut copies
-    can repeat this pass too. The only new facts are those about the masks.
+    can repeat this pass too. The only new facts are those about the masks, and those about results that nothing uses in
+    the other pass and that outlive this one, such as a loss that a module stores in train mode.
 
     Raises:
         Differs: The pass differs from the other one.
@@ -428,6 +438,8 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Differs(f"{call.name} gets the result of another operation")
         for output, (_, maps) in zip(call.outputs, step.outputs, strict=False):
             set_label(output, Label(maps, zeros=(False,) * len(maps)))
+        if self._position in self._first.forgotten:
+            self._note_lossy(call, len(self.steps), self._first.forgotten[self._position])
         self.note_origins(call, (len(self.steps),))
         self._repeat(replace(step, numbers=numbers_of(call), origins=origins))
 
@@ -490,6 +502,11 @@ class Echo(Tracer):  # type: ignore[no-untyped-call]  # torch's own
             raise Differs("ends early")
         if tuple(self._in_the_other(origin_of(tensor)) for tensor in tensors_kept_by(output)) != self._first.returned:
             raise Differs("returns something else")
+        for found in self._lossy:
+            if found.exists:  # nothing used this result in the other pass, but in this one an object holds it
+                self.facts.lossy += found.bounds
+            else:
+                self.forgotten[found.step] = found.bounds
 
 
 @dataclass(frozen=True, eq=False)

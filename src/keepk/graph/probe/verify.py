@@ -17,13 +17,14 @@ from keepk.graph.probe.replay import Mismatch, Replays, Run
 from keepk.graph.trace import trace_inputs
 from keepk.graph.tracer import Tracer
 from keepk.model.copies import Workshop
-from keepk.model.edits import Edits, Indices, doomed, silencing
+from keepk.model.edits import Cut, Edits, Indices, doomed, silencing
 from keepk.model.example import Example, not_a_model
 from keepk.model.names import lengths_of, named_tensors, sharded, unwrap
 from keepk.model.torch_internals import TorchDispatchMode, tree_map
 
 TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
 SHOWN = 6  # layers in a message
+NOISY = 4  # runs with other weights and inputs, in a comparison by outputs
 REMEDIES = {
     "shrink": "Keep more units there, leave the layer out (exclude=...), or pass replay=False if the difference is "
     "intended.",
@@ -166,14 +167,13 @@ def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shri
         return
     _refuse_wide_projection(model, edits, verb)
     standard, parts = graph, [*_exact_part(graph, edits), edits]
-    found = _first_harmful(model, standard, parts)
-    if found is not None and _has_changed_since(model, graph):
-        # The old trace is no longer the standard for the cut model. The uncut model as it is now is.
-        standard = _traced_again(model, graph, verb)
-        parts = [_with_units_of(standard, graph, part, verb) for part in parts]
-        found = _first_harmful(model, standard, parts)
-    if found is not None:
-        raise _unfit(standard, *found, verb)
+    if _differs(model, graph, parts):
+        if _has_changed_since(model, graph):
+            # The old trace is no longer the standard for the cut model. The uncut model as it is now is.
+            standard = _traced_again(model, graph, verb)
+            parts = [_with_units_of(standard, graph, part, verb) for part in parts]
+        if (found := _first_harmful(model, standard, parts)) is not None:
+            raise _unfit(standard, *found, verb)
     replays.fitting.add(shapes)
 
 
@@ -190,6 +190,14 @@ def _exact_part(graph: Graph, edits: Edits) -> list[Edits]:
         return [graph.edits(edits.units[~lossy])]
     except ShrinkError:  # they cannot be removed alone: some lossy units must lose equal numbers
         return []
+
+
+def _differs(model: nn.Module, graph: Graph, parts: Sequence[Edits]) -> bool:
+    """Whether the replay of any part of a cut differs from the trace at all."""
+    replays = graph.replays
+    assert replays is not None
+    workshop = Workshop(model, replays.runs[0][0].example, replays.device)
+    return any(replays.mismatch(workshop, graph, part, lenient=True) is not None for part in parts)
 
 
 def _first_harmful(model: nn.Module, graph: Graph, parts: Sequence[Edits]) -> tuple[Edits, Mismatch] | None:
@@ -246,9 +254,15 @@ def _with_units_of(again: Graph, graph: Graph, edits: Edits, verb: str) -> Edits
     """The same cut with the units of another graph of the same model.
 
     Raises:
-        ShrinkError: The cut has exact units only, and some of them are lossy in the other graph.
+        ShrinkError: The cut has exact units only, and some of them are lossy in the other graph; or the other graph
+            would not make this cut, because some of its channels are fixed there.
     """
     units = again.lost(edits.cuts)
+    if not _plans_the_same(again, units, edits.cuts):
+        raise ShrinkError(
+            f"{verb}: the model has changed since it was traced, and some of the channels can no longer be removed, "
+            f"or no longer without others. Nothing was changed. Trace the model again, or make a new Pruner."
+        )
     lossy = again.units.lossy[units]
     if lossy.any() and not graph.units.lossy[edits.units].any():
         layer = again.groups[int(again.units.group[units[lossy][0]])]
@@ -258,6 +272,21 @@ def _with_units_of(again: Graph, graph: Graph, edits: Edits, verb: str) -> Edits
             f"Pruner."
         )
     return replace(edits, units=units)
+
+
+def _plans_the_same(graph: Graph, units: Indices, cuts: Sequence[Cut]) -> bool:
+    """Whether a graph cuts the tensors that forward uses in exactly this way when it removes the units."""
+    assert graph.replays is not None
+    used = {name for _, recorded in (*graph.replays.runs, *graph.replays.echoes) for name in recorded.touched}
+    wanted = {cut.tensor: cut.kept for cut in cuts if cut.tensor in used}
+    try:
+        planned = {cut.tensor: cut.kept for cut in graph.edits(units).cuts if cut.tensor in used}
+    except ShrinkError:
+        return False
+    return planned.keys() == wanted.keys() and all(
+        planned[name].keys() == kept.keys() and all(np.array_equal(planned[name][axis], kept[axis]) for axis in kept)
+        for name, kept in wanted.items()
+    )
 
 
 def _refuse_wide_projection(model: nn.Module, edits: Edits, verb: str) -> None:
@@ -279,7 +308,8 @@ def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mis
     """Whether a mismatch comes from torch itself, which uses other operations for a single channel.
 
     For example, `einsum` multiplies instead of calling `bmm`. To find out, the same pass is run with weights on a cut
-    and on a masked copy, and their outputs are compared, which works for exact units.
+    and on a masked copy, and their outputs are compared, which works for exact units. The channel that is left may be
+    inactive for the example, so other weights and inputs are tried as well.
     """
     alive = graph.alive.copy()
     alive[edits.units] = False
@@ -289,9 +319,30 @@ def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mis
     assert found.run is not None
     run = replace(found.run, example=_in_float64(found.run.example))
     try:
-        return _Trial(Workshop(model, run.example, None), graph, run).difference(edits) <= TOLERANCE
+        same = _Trial(Workshop(model, run.example, None), graph, run).difference(edits) <= TOLERANCE
+        noisy = (_with_noise(model, run, seed) for seed in range(NOISY))
+        # NaN says nothing: the noise may leave the domain of an operation (a logarithm).
+        return same and not any(_Trial(workshop, graph, it).difference(edits) > TOLERANCE for workshop, it in noisy)
     except Exception:  # forward may raise anything on a copy that it does not fit
         return False
+
+
+def _with_noise(model: nn.Module, run: Run, seed: int) -> tuple[Workshop, Run]:
+    """A copy of the model with noise on its parameters, and the run with noise on its input."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor)
+
+    def varied(value: Any) -> Any:
+        return value + noise(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    example = Example(tree_map(varied, run.example.arguments), tree_map(varied, run.example.by_name))
+    twin = Workshop(model, run.example, None).copy()
+    with torch.no_grad():
+        for parameter in (it for it in twin.parameters() if it.is_floating_point()):
+            parameter.add_(noise(parameter) * parameter.abs().mean())
+    return Workshop(twin, example, None), replace(run, example=example)
 
 
 def _widths(graph: Graph, edits: Edits, replays: Replays, found: Mismatch) -> str:

@@ -21,6 +21,7 @@ operations would be long and would have to know every argument (``clamp`` keeps 
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,13 +43,19 @@ BLOCKS = 4  # the samples are repeated for each combination of two signs of zero
 NOT_NEEDED = ("device", "generator", "memory_format")  # of the meta tensors in the trace; samples are on the CPU
 
 
-def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], zero: Sequence[bool]) -> bool:
+def stays_zero(
+    operation: Any,
+    arguments: tuple[Sequence[Any], dict[str, Any]],
+    zero: Sequence[bool],
+    undefined: Sequence[bool] = (),
+) -> bool:
     """Whether the result is 0 wherever the tensors flagged in `zero` are 0, for any values of the other tensors.
 
     Args:
         operation: The overload of an ATen operation.
         arguments: Its positional and its named arguments.
         zero: For each tensor among the arguments, in order, whether it is 0.
+        undefined: For each tensor, whether it may be NaN where it should be 0.
 
     >>> one, other = torch.zeros(3), torch.zeros(3)
     >>> stays_zero(torch.ops.aten.mul.Tensor, ((one, other), {}), (True, False))
@@ -60,45 +67,76 @@ def stays_zero(operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], 
     """
     if not any(zero) or torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
         return False
+    kinds = ["zero" if it else "other" for it in zero]
+    if not _is_zero(_result_on_samples(operation, arguments, kinds)):
+        return False
+    with_nan = ["nan" if it and nan else kind for it, nan, kind in zip(zero, undefined, kinds, strict=False)]
+    return "nan" not in with_nan or _is_zero(_result_on_samples(operation, arguments, with_nan))
+
+
+def is_undefined(
+    operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], zero: Sequence[bool], undefined: Sequence[bool]
+) -> bool:
+    """Whether the result may be NaN where the tensors flagged in `zero` are 0; the arguments are as in `stays_zero`.
+
+    >>> one, other = torch.zeros(3), torch.zeros(3)
+    >>> is_undefined(torch.ops.aten.div.Tensor, ((one, other), {}), (True, True), (False, False))
+    True
+    """
+    if any(undefined) or not any(zero):
+        return any(undefined)
+    result = _result_on_samples(operation, arguments, ["zero" if it else "other" for it in zero])
+    return result is not None and bool(result.isnan().any())
+
+
+def _is_zero(result: Tensor | None) -> bool:
+    # 0 / 0 is NaN in the masked network as well, where it spoils every output unless a later operation replaces it.
+    return result is not None and not bool(
+        torch.where(result.isnan(), torch.zeros_like(result), result).count_nonzero()
+    )
+
+
+def _result_on_samples(
+    operation: Any, arguments: tuple[Sequence[Any], dict[str, Any]], kinds: Sequence[str]
+) -> Tensor | None:
+    """The result of an operation on samples of the given kinds in place of its tensors; None if it fails on them."""
     positional, by_name = arguments
     named = {key: value for key, value in by_name.items() if key not in NOT_NEEDED}
     leaves, tree = tree_flatten((list(positional), named))
-    flags = iter(zero)
-    values = tuple((value.dtype, next(flags)) if isinstance(value, Tensor) else value for value in leaves)
+    left = iter(kinds)
+    values = tuple((value.dtype, next(left)) if isinstance(value, Tensor) else value for value in leaves)
     tensors = tuple(isinstance(value, Tensor) for value in leaves)
     try:
         return _run_on_samples(operation, tree, values, tensors)
     except TypeError:  # an argument that cannot be hashed
-        return bool(_run_on_samples.__wrapped__(operation, tree, values, tensors))
+        return _run_on_samples.__wrapped__(operation, tree, values, tensors)
 
 
 @lru_cache(maxsize=4096)  # a network repeats its layers, and a trace its forward passes
-def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors: tuple[bool, ...]) -> bool:
-    """Run an operation with samples for its tensors; False if it fails on them, since then nothing is known."""
+def _run_on_samples(operation: Any, tree: Any, values: tuple[Any, ...], tensors: tuple[bool, ...]) -> Tensor | None:
     numbers = count()  # of the tensors that are zero
     leaves = [
-        (_zeros(value[0], next(numbers)) if value[1] else _mixture(value[0])) if is_tensor else value
+        (_mixture(value[0]) if value[1] == "other" else _zeros(value[0], next(numbers), nan=value[1] == "nan"))
+        if is_tensor
+        else value
         for value, is_tensor in zip(values, tensors, strict=True)
     ]
     positional, by_name = tree_unflatten(leaves, tree)
     try:
         result = operation(*positional, **by_name)
     except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError):
-        return False
+        return None
     first = result if isinstance(result, Tensor) else next(iter(result), None)
-    # 0 / 0 is NaN in the masked network as well as in the cut one, so NaN does not count against the operation.
-    return isinstance(first, Tensor) and not bool(
-        (
-            first.nan_to_num(nan=0.0) if first.dtype.is_floating_point or first.dtype.is_complex else first
-        ).count_nonzero()
-    )
+    return first if isinstance(first, Tensor) else None
 
 
-def _zeros(dtype: torch.dtype, number: int) -> Tensor:
+def _zeros(dtype: torch.dtype, number: int, *, nan: bool = False) -> Tensor:
     """Zeros of both signs in place of the first, second, ... tensor that is zero; two tensors have all combinations.
 
-    ``-relu(x)`` is -0.0 where a channel is masked, and ``atan2(0.0, -0.0)`` is not zero.
+    ``-relu(x)`` is -0.0 where a channel is masked, and ``atan2(0.0, -0.0)`` is not zero. With `nan`, NaN instead.
     """
+    if nan and (dtype.is_floating_point or dtype.is_complex):
+        return torch.full((BLOCKS * len(FLOATS),), float("nan"), dtype=dtype, device="cpu")
     signs = ((-1.0 if block >> number % 2 & 1 else 1.0) for block in range(BLOCKS))
     return torch.tensor([sign * 0.0 for sign in signs for _ in FLOATS], device="cpu").to(dtype)
 
@@ -290,6 +328,7 @@ class Call(Algebra):
             neutral=bool(labels) and all(label.neutral for label in labels),
             from_parameters=bool(labels) and all(label.from_parameters for label in labels),
             zeros=tuple(flags[place] for place in kept),
+            undefined=any(label.undefined for label in labels),
         )
         set_label(self.outputs[0] if to is None else to, label)
 
@@ -332,9 +371,14 @@ class Call(Algebra):
             inputs.sort(key=lambda place: _is_weight(self.inputs[place]), reverse=True)
         operands = [everything[place] for place in inputs]
         maps = list(operands[0].maps) if len(operands) == 1 else self.merge(operands, "meets")
-        zeros = [self.maps_to_zero([operand.zero_along(m) for operand in everything]) for m in maps]
+        flags = [[operand.zero_along(m) for operand in everything] for m in maps]
+        zeros = [self.maps_to_zero(zero) for zero in flags]
+        undefined = [label_of(tensor).undefined for tensor in self.inputs]
+        unknown = any(is_undefined(self.operation, self._arguments, zero, undefined) for zero in flags)
         for output in self.outputs:
             self.label_output(maps, to=output, zero=zeros)
+            if unknown:
+                set_label(output, replace(label_of(output), undefined=True))
 
     def maps_to_zero(self, zero: Sequence[bool]) -> bool:
         """Whether the operation returns 0 where some of its inputs are 0, found by running it on a few numbers.
@@ -342,7 +386,8 @@ class Call(Algebra):
         Args:
             zero: For each input, whether it is 0.
         """
-        return stays_zero(self.operation, self._arguments, zero)
+        undefined = [label_of(tensor).undefined for tensor in self.inputs]
+        return stays_zero(self.operation, self._arguments, zero, undefined)
 
     def note_reader(self, reader: str, maps: Iterable[Map], dims: Iterable[int]) -> None:
         """Record that the channels along some dims are read.

@@ -143,9 +143,7 @@ def indexed(call: Call) -> None:
     dims, width, mask = _indexed_dims(call["indices"])
     kept = [m for m in call.maps(source) if not set(support(m)) & set(dims)]
     _pin_rest(call, call.maps(source), kept)
-    for index in call["indices"]:
-        for index_map in call.maps(index) if isinstance(index, Tensor) else ():
-            call.pin(index_map, "is used as an index")
+    _pin_indices(call)
     others = [dim for dim in range(source.ndim) if dim not in dims]
     together = dims == list(range(dims[0], dims[0] + len(dims))) if dims else True
     first = (dims[0] if dims else 0) if together else 0
@@ -156,6 +154,12 @@ def indexed(call: Call) -> None:
     else:
         for index_map in kept:
             call.pin(index_map, "is indexed by tensors")
+
+
+def _pin_indices(call: Call) -> None:
+    for index in call["indices"]:
+        for index_map in call.maps(index) if isinstance(index, Tensor) else ():
+            call.pin(index_map, "is used as an index")
 
 
 def _indexed_dims(indices: list[Tensor | None]) -> tuple[list[int], int, bool]:
@@ -176,6 +180,7 @@ def _indexed_dims(indices: list[Tensor | None]) -> tuple[list[int], int, bool]:
 def put(call: Call) -> None:
     """Write rows by index: pin the indexed dims, merge the dims behind them with those of the values."""
     target, values = call["self"], call["values"]
+    _pin_indices(call)
     dims, _, _ = _indexed_dims(call["indices"])
     tail = target.ndim - len(dims)
     if dims != list(range(len(dims))) or values.ndim < tail:
@@ -245,6 +250,9 @@ def embedded(call: Call) -> None:
     # The ids come from the data, so no row of the vocabulary can be renumbered.
     kept = [m for m in call.maps(table) if m.shape[0] == 1]
     _pin_rest(call, call.maps(table), kept, "rows of an embedding are picked by index")
+    for other in call.inputs[1:]:  # ids, which a bag sums over, and offsets and weights of bags
+        for index_map in call.maps(other):
+            call.pin(index_map, "picks or weighs rows of an embedding")
     call.label_output([along(m.ravel(), output.ndim - 1, output.ndim) for m in kept], zero=table)
     call.note_producer(table, 1)
 

@@ -17,7 +17,7 @@ from keepk.graph.rules.registry import rule
 @rule("where", "masked_fill", "_prelu_kernel", "lerp", "addcmul", "addcdiv", "rrelu_with_noise", "celu", "bernoulli",
       "normal", "uniform", "exponential", "polar", "complex", "log_sigmoid_forward", "clamp", "hardswish", "real",
       "imag", "floor_divide", "log_sigmoid", "prelu", "poisson", "geometric", "cauchy", "log_normal", "random",
-      "fake_quantize_per_tensor_affine_cachemask")  # fmt: skip
+      "fake_quantize_per_tensor_affine_cachemask", "isnan")  # fmt: skip
 def elementwise(call: Call) -> None:
     """Merge the inputs like any pointwise operation."""
     call.pointwise()
@@ -58,11 +58,13 @@ def copy_into(call: Call) -> None:
 
 
 @rule("detach", "alias", "_to_copy", "clone", "lift_fresh", "lift_fresh_copy", "contiguous", "_conj", "_neg_view",
-      "resolve_conj", "isnan", "view_of")  # fmt: skip
+      "resolve_conj", "view_of")  # fmt: skip
 def passed_on(call: Call) -> None:
     """Pass on the same elements at the same positions."""
     for output in call.outputs:
-        call.label_output(call.maps(call.inputs[0]), to=output)
+        # As a boolean, NaN is True; as an integer, it is any number.
+        replaced = label_of(call.inputs[0]).undefined and not (output.is_floating_point() or output.is_complex())
+        call.label_output(call.maps(call.inputs[0]), to=output, zero=False if replaced else None)
 
 
 @rule("native_dropout", "dropout", "alpha_dropout", "feature_dropout")
@@ -144,7 +146,7 @@ def constant(call: Call) -> None:
         for dim, size in enumerate(output.shape)
         if size > 1 and output.numel() < LARGEST
     ]
-    zero = call.name.removeprefix("aten::") in ZERO
+    zero = _fills_with_zero(call)
     set_label(output, Label(tuple(maps), neutral=True, zeros=(zero,) * len(maps), all_zero=zero))
 
 
@@ -153,5 +155,11 @@ def like(call: Call) -> None:
     """Copy the maps of the input, which has the same shape."""
     maps = call.maps(call.inputs[0])
     constant_fill = not call.name.startswith("aten::rand")  # random numbers differ between channels
-    zero = call.name.removeprefix("aten::") in ZERO
+    zero = _fills_with_zero(call)
     set_label(call.outputs[0], Label(maps, neutral=constant_fill, zeros=(zero,) * len(maps), all_zero=zero))
+
+
+def _fills_with_zero(call: Call) -> bool:
+    """Whether every element of a new tensor is 0."""
+    value = call.get("fill_value", call.get("s"))  # of `full`, or of `scalar_tensor`
+    return call.name.removeprefix("aten::") in ZERO or (not isinstance(value, Tensor) and value == 0)

@@ -54,8 +54,9 @@ def extreme(call: Call) -> None:
 
 def _zeros_do_not_count(call: Call) -> bool:
     """Whether the result is the same without the zeros among the reduced elements."""
-    order = call.get("ord", call.get("p", 2))
-    return call.name.removeprefix("aten::") in ZEROS_DO_NOT_COUNT and order >= 0
+    order, name = call.get("ord", call.get("p", 2)), call.name.removeprefix("aten::")
+    counts_nan = name in ("any", "count_nonzero") and label_of(call.inputs[0]).undefined
+    return name in ZEROS_DO_NOT_COUNT and order >= 0 and not counts_nan
 
 
 def _shaped(index_map: Map, dims: list[int], rank: int) -> Map:
