@@ -140,6 +140,7 @@ def prune(  # noqa: PLR0913 - the options of the command
     round_to: Annotated[
         int | None, typer.Option(help="Make the width of every cut layer a multiple of this.", show_default=False)
     ] = None,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="Keep the same share of every layer.")] = False,
 ) -> None:
     """Prune a trained model to a budget in one call, save it, and measure it.
 
@@ -167,6 +168,7 @@ def prune(  # noqa: PLR0913 - the options of the command
         loss=None if loss is None else function_from(loss),
         layer_floor=int(layer_floor) if layer_floor.is_integer() else layer_floor,
         round_to=round_to,
+        per_layer=per_layer,
     )
     keepk.save(net, out)
     console = Console(highlight=False)

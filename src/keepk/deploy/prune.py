@@ -37,6 +37,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     loss: Loss | None = None,
     layer_floor: int | float = 1,
     round_to: int | None = None,
+    per_layer: bool = False,
     lossy: bool = False,
     train_mode: TrainMode = "check",
     value_branches: ValueBranches = "check",
@@ -64,6 +65,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients.
         layer_floor: The least number, or share, of channels to keep in each layer.
         round_to: Each cut layer keeps a number of channels that makes its width a multiple of this.
+        per_layer: Every layer keeps the same share of its channels.
         lossy: Also select channels whose removal changes the output more than zeroing them would.
         train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
         value_branches: "accept" allows a forward with paths that no example takes; see `keepk.trace`.
@@ -103,6 +105,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         metric=metric if statistics is None or metric is None else metric(statistics),
         layer_floor=layer_floor,
         round_to=round_to,
+        per_layer=per_layer,
         lossy=lossy,
     )
     pruner = Pruner(model, space, example=example, train_mode=train_mode, value_branches=value_branches)

@@ -98,12 +98,14 @@ class ChannelSpace(Space):
         lossy: Whether lossy channels are selected too.
         budget: The bound on the model's cost that says how many channels are kept, in place of `keep` and `prune`.
             Without any of the three, the budget is that of the `Pruner`.
+        per_layer: Whether every layer keeps the same share of its channels.
     """
 
     at: Literal["output", "input"]
     round_to: int | None
     lossy: bool
     budget: Budget | None = None
+    per_layer: bool = False
     units: ClassVar[str] = "channels"
 
     @property
@@ -184,6 +186,7 @@ def channels(
     name: str | None = None,
     layer_floor: int | float = 1,
     round_to: int | None = None,
+    per_layer: bool = False,
     lossy: bool = False,
 ) -> ChannelSpace:
     """A space of channels, found by the names of modules (DSC-2).
@@ -213,6 +216,9 @@ def channels(
         layer_floor: The least number of channels to keep in each layer. An int is a count; a float below 1 is a share
             of the layer's width when the `Pruner` was made, rounded up. K is still met.
         round_to: Each layer keeps either all of its channels, or a number that makes its width a multiple of this.
+        per_layer: Every layer keeps the same share of its channels at every event, so that equally wide layers stay
+            equally wide, as configuration files with one width require. Scores then decide only within a layer. A K
+            that does not divide is refused with the nearest ones that do.
         lossy: Also select channels whose removal changes the output more than zeroing them would, such as channels
             that a LayerNorm normalises.
 
@@ -249,10 +255,13 @@ def channels(
         raise SpaceError(f'space {called!r}: at={shown(at)}. Pass "output" or "input".')
     if round_to is not None:
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
-    if not isinstance(lossy, bool):
-        raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Pass True or False.")
+    for option, value in (("lossy", lossy), ("per_layer", per_layer)):
+        if not isinstance(value, bool):
+            raise SpaceError(
+                f"space {called!r}: {option}={shown(value)}: got {type(value).__name__}. Pass True or False."
+            )
     return ChannelSpace(
-        globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy, budget
+        globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy, budget, per_layer
     )
 
 

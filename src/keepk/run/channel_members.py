@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import gcd, lcm
 
 import numpy as np
 from torch import nn
@@ -12,6 +11,7 @@ from keepk.errors import SpaceError
 from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
 from keepk.graph.ids.facts import Role
+from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.metrics.layers import metric_name, refuse_uncalled, traits_of
 from keepk.model.edits import Indices
@@ -19,9 +19,9 @@ from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Portion, nearest_totals, snapped
 from keepk.plan.spaces import ChannelSpace
-from keepk.rank.channels import Choice, Links, find_links, refuse_bound_links
+from keepk.rank.channels import Choice, Links, find_links
+from keepk.run.allowed_counts import allowed_choices, why_not
 
-NONE = np.zeros(0, np.int64)
 # The kinds of groups that a space can select. If several BatchNorms read a layer, its output channels are "source"
 # units and each BatchNorm's view of them is a separate set of "read" units. A plain channel is one unit on both sides.
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
@@ -48,6 +48,8 @@ class ChannelMembers:
         total: M, the number of units.
         keep: K, the number of units to keep; None if a budget says how many.
         choices: The sets of units that are chosen from together.
+        floors: Sets of units of which the ranking has to keep at least so many, because the counts of `choices` do
+            not see to it.
         sources: One set of reads for each layer that several BatchNorms read. At least one unit of each set must
             stay, so that the layer is still read.
         links: Which units are read by other units of the space.
@@ -60,6 +62,7 @@ class ChannelMembers:
     total: int
     keep: int | None
     choices: tuple[Choice, ...]
+    floors: tuple[tuple[Indices, int], ...]
     sources: tuple[Indices, ...]
     links: Links
     uncounted: tuple[Uncounted, ...] = ()
@@ -73,6 +76,10 @@ class ChannelMembers:
     def portions(self) -> list[Portion]:
         """For each choice, the counts that may be kept."""
         return [choice.portion for choice in self.choices]
+
+    def allow(self, dead: Flags) -> bool:
+        """Whether the counts of the layers are allowed once these units are removed."""
+        return all(choice.free or choice.allows(dead) for choice in self.choices)
 
 
 class NoChannelsError(SpaceError):
@@ -237,8 +244,8 @@ def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> Ch
     keep = None if space.has_budget else space.count_kept(total)
     sources = tuple(_sources(graph, units)) if space.at == "input" else ()
     links = find_links(graph, space, layers)
-    choices = tuple(_choices(graph, space, layers, units, sources, links))
-    members = ChannelMembers(space, layers, units, total, keep, choices, sources, links)
+    choices, floors = allowed_choices(graph, space, layers, sources, links)
+    members = ChannelMembers(space, layers, units, total, keep, choices, floors, sources, links)
     if keep is not None:
         _refuse_impossible_keep(graph, members, keep)
     return members
@@ -251,6 +258,7 @@ def _refuse_impossible_keep(graph: Graph, members: ChannelMembers, keep: int) ->
     if keep < least:
         needs = [f"layer_floor={space.layer_floor} in {len(layers)} layers"]
         needs += [f"round_to={space.round_to}"] if space.round_to else []
+        needs += ["the same share in each"] if space.per_layer else []
         needs += [f"a reader for each of {len(members.sources)} sources"] if members.sources else []
         needs += ["the channels that these read"] if len(members.links.pairs) else []
         raise SpaceError(
@@ -261,7 +269,7 @@ def _refuse_impossible_keep(graph: Graph, members: ChannelMembers, keep: int) ->
     if possible != [keep]:
         raise SpaceError(
             f"space {space.name!r}: keep={keep} of {members.total} channels cannot be met: "
-            f"{_why_not(graph, space, members.units)}. Nearest possible: {' and '.join(map(str, possible))}."
+            f"{why_not(graph, space, members.layers)}. Nearest possible: {' and '.join(map(str, possible))}."
         )
 
 
@@ -310,116 +318,6 @@ def layers_of_one_channel(graph: Graph, modules: Mapping[str, nn.Module]) -> lis
 
 def _width(module: nn.Module, side: str) -> object:
     return getattr(module, f"{side}_features", getattr(module, f"{side}_channels", None))
-
-
-def _why_not(graph: Graph, space: ChannelSpace, units: Indices) -> str:
-    mine = set(units.tolist())
-    bound = [blocks for blocks in graph.bindings if mine & set(np.concatenate(blocks).tolist())]
-    reasons = [f"{len(blocks)} parts must keep equal numbers" for blocks in bound[:1]]
-    reasons += [f"round_to={space.round_to} restricts the width of each layer"] if space.round_to else []
-    aligned = [layer for layer in graph.groups if layer.multiple > 1 and mine & set(layer.units.tolist())]
-    reasons += [f"{layer.name!r} must keep a multiple of {layer.multiple} ({layer.aligned})" for layer in aligned[:1]]
-    return " and ".join(reasons)
-
-
-def _choices(
-    graph: Graph,
-    space: ChannelSpace,
-    layers: Sequence[Group],
-    units: Indices,
-    sources: Sequence[Indices],
-    links: Links,
-) -> Iterable[Choice]:
-    """The sets of units that are chosen from together, each with the counts that may be kept.
-
-    Every count leaves room for the floors of the layers and for a read of each source.
-    """
-    mine = np.zeros(len(graph.units), bool)
-    mine[units] = True
-    bound = np.zeros(len(graph.units), bool)
-    for blocks in graph.bindings:
-        members = np.concatenate(blocks)
-        bound[members] = True
-        if mine[members].any():
-            _refuse_outsiders(graph, space, members[~mine[members]])
-            yield Choice(blocks, _bound_portion(graph, space, blocks, sources))
-    free = [(layer, layer.units[~bound[layer.units]]) for layer in layers]
-    free = [(layer, members) for layer, members in free if len(members)]
-    steps = [_step(graph, layer, space.round_to) for layer, _ in free]
-    loose = [it for it, step in zip(free, steps, strict=True) if step == 1]
-    refuse_bound_links(graph, space, links, np.concatenate([NONE, *(members for _, members in loose)]))
-    if loose:
-        # Layers without conditions on their counts form one choice: any of their channels may be removed.
-        members = np.concatenate([members for _, members in loose])
-        floors = [space.floor_of(len(layer.units)) for layer, _ in loose]
-        needed = links.needed([own for _, own in loose], floors)
-        least = sum(needed) + _count_read(graph, sources, members)
-        yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))), free=True)
-    for (layer, members), step in zip(free, steps, strict=True):
-        if step > 1:
-            least = space.floor_of(len(layer.units)) + _count_read(graph, sources, members)
-            yield Choice((members,), _rounded(len(members), least, step))
-
-
-def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int:
-    """How many of the sources have a read among these units."""
-    here = np.zeros(len(graph.units), bool)
-    here[units] = True
-    return sum(bool(here[reads].any()) for reads in sources)
-
-
-def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
-    if len(outside):
-        other = graph.groups[int(graph.units.group[outside[0]])]
-        remedy = "Use lossy=True" if other.lossy and not space.lossy else "Select that module too"
-        raise SpaceError(
-            f"space {space.name!r}: some of its layers must lose as many channels as {other.name!r}, "
-            f"which is not in the space. {remedy}, or exclude both."
-        )
-
-
-def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], sources: Sequence[Indices]) -> Portion:
-    """The counts that may be kept of blocks that lose equal numbers; a block keeps the floor of each of its layers."""
-    sizes = [len(block) for block in blocks]
-    floors = [
-        sum(space.floor_of(len(graph.groups[home].units)) for home in np.unique(graph.units.group[block]).tolist())
-        + _count_read(graph, sources, block)
-        for block in blocks
-    ]
-    most = min(size - min(floor, size) for size, floor in zip(sizes, floors, strict=True))
-    homes = {int(graph.units.group[block[0]]) for block in blocks}
-    any_width = all(_step(graph, graph.groups[home], space.round_to) == 1 for home in homes)
-    lost = [number for number in range(most, -1, -1) if any_width or _fits(graph, space, blocks, number)]
-    return Portion(tuple(sum(sizes) - len(blocks) * number for number in lost))
-
-
-def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: int) -> bool:
-    """Whether every layer has an allowed width after each block loses `lost` channels."""
-    if lost == 0:
-        return True
-    widths = dict[int, int]()
-    for block in blocks:
-        home = int(graph.units.group[block[0]])
-        widths[home] = widths.get(home, 0) + len(block) - lost
-    return all(count % _step(graph, graph.groups[home], space.round_to) == 0 for home, count in widths.items())
-
-
-def _step(graph: Graph, layer: Group, round_to: int | None) -> int:
-    """The number of channels that a layer must lose at a time, so that its width stays a multiple of `round_to`.
-
-    A channel may have several indices: with heads of 8 indices, every width is a multiple of 8.
-    """
-    if round_to is None:
-        return layer.multiple
-    tensor, axis, _ = next((it for it in layer.axes if it[2] is Role.PRODUCER), layer.axes[0])
-    slices = [(name, dim) for name, dim, _ in graph.slices(int(layer.units[0]))]
-    width = max(slices.count((tensor, axis)), 1)
-    return lcm(round_to // gcd(round_to, width), layer.multiple)
-
-
-def _rounded(size: int, floor: int, step: int) -> Portion:
-    multiples = [count for count in range(step, size, step) if count >= floor]
-    return Portion((*multiples, size))
 
 
 def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:

@@ -424,6 +424,12 @@ class ChannelSide:
                     f"pruner state: space {name!r} keeps {kept} channels, the plan says {planned}. "
                     f"The state is damaged."
                 )
+            if not it.allow(after):
+                raise StateError(
+                    f"pruner state: space {name!r}: the numbers of channels that its layers keep are none that its "
+                    f"round_to=, layer_floor= and per_layer= allow here. Load the state with the options it was saved "
+                    f"with."
+                )
         for budget in self.budgets:
             reached, bound = self._reached(after)[budget.name], budget.plan[saved.epoch - 1] if saved.epoch else None
             if bound is not None and reached > bound:
