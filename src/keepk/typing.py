@@ -24,6 +24,7 @@ from keepk.plan.phases import Plan
 from keepk.plan.schedules import AnySchedule, Schedule
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.reports.inspection import Inspection
+from keepk.reports.layers import LayerReport, LayersReport
 from keepk.reports.run import BudgetReport, RunReport, SpaceReport
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "LatencyRow",
     "Layer",
     "LayerCost",
+    "LayerReport",
+    "LayersReport",
     "OnnxReport",
     "Plan",
     "RunReport",

@@ -39,7 +39,7 @@ USERS = {"cli"}  # it imports `keepk` itself, as users do
 CORE = {"torch", "safetensors", "numpy", "keepk"}
 EXTRAS = {
     "cli": {"typer", "rich"},
-    "reports": {"rich"},
+    "reports": {"rich", "matplotlib"},
     "deploy": {"onnx", "onnxruntime", "rich"},
 }
 
@@ -162,6 +162,8 @@ def test_the_types_for_annotations():
             "LatencyRow",
             "Layer",
             "LayerCost",
+            "LayerReport",
+            "LayersReport",
             "OnnxReport",
             "Plan",
             "RunReport",
@@ -200,6 +202,8 @@ def test_the_types_are_those_of_the_public_functions(tmp_path):
         (seen[0].producer[0], "Slices"),
         (report, "RunReport"),
         (report.spaces[0], "SpaceReport"),
+        (report.layers, "LayersReport"),
+        (report.layers.rows[0], "LayerReport"),
         (budget, "BudgetReport"),
         (graph, "Graph"),
         (graph.groups[0], "Group"),

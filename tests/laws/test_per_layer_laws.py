@@ -15,6 +15,7 @@ from keepk.model.costs import model_costs
 from keepk.run.channels import ChannelSide
 from saved_models import looks, unchanged
 from traced_once import traced_before, traced_network
+from untyped import untyped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:space .* cannot be removed and (is|are) not:keepk.KeepkWarning"),
@@ -173,7 +174,7 @@ def test_a_budget_below_the_floors_names_the_least():
 
 def test_only_bools_are_accepted():
     with pytest.raises(SpaceError, match=r"space 'f': per_layer=1: got int\. Pass True or False"):
-        keepk.channels("f", keep=3, per_layer=1)
+        keepk.channels("f", keep=3, per_layer=untyped(1))
 
 
 def test_blocks_of_different_sizes_that_lose_equal_numbers_are_refused():

@@ -20,6 +20,7 @@ from keepk.run.pruner import Pruner
 from keepk.run.recalibrate import forward_of, recalibrate
 
 Loss = Callable[[nn.Module, Any], Tensor]
+STAGES = ("trace", "run the batches", "rank and cut", "recalibrate")
 
 
 def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but two by keyword
@@ -41,6 +42,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     lossy: bool = False,
     train_mode: TrainMode = "check",
     value_branches: ValueBranches = "check",
+    on_stage: Callable[[str], None] | None = None,
 ) -> RunReport:
     """Prune channels of a trained model in place, at once, without training it.
 
@@ -69,6 +71,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         lossy: Also select channels whose removal changes the output more than zeroing them would.
         train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
         value_branches: "accept" allows a forward with paths that no example takes; see `keepk.trace`.
+        on_stage: Called with the name of each stage as it begins, one of `STAGES`, for a progress bar.
 
     Returns:
         A report of what was asked and reached. It prints as a table.
@@ -108,11 +111,16 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         per_layer=per_layer,
         lossy=lossy,
     )
+    begin = on_stage or (lambda _: None)
+    begin("trace")
     pruner = Pruner(model, space, example=example, train_mode=train_mode, value_branches=value_branches)
     with pruner:
+        begin("run the batches")
         _try_batches(unwrap(model), batches, statistics, loss)
+        begin("rank and cut")
         pruner.step()
         found = report(pruner)
+    begin("recalibrate")
     norms = (it for it in model.modules() if isinstance(it, BatchNormBase))
     if batches is not None and any(norm.running_mean is not None for norm in norms):
         recalibrate(model, batches)

@@ -122,7 +122,7 @@ def modules_of(layer: Group, at: str) -> list[str]:
     wanted = {Role.PRODUCER if at == "output" else Role.READER}
     if layer.kind == "read":
         wanted.add(Role.CARRIER)  # a read belongs to its BatchNorm
-    names = dict.fromkeys(_module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
+    names = dict.fromkeys(module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
     # `layer.module` refers to the producer, or to the reader if the layer is a read.
     is_named_by_it = at == "output" or layer.kind == "read"
     return list(dict.fromkeys([*names, layer.module])) if is_named_by_it else [*names]
@@ -137,7 +137,7 @@ def _has_side(graph: Graph, layer: Group, at: str) -> bool:
     return at == "input" or any(role is not Role.READER for role in own)
 
 
-def _module_of(tensor: str) -> str:
+def module_of(tensor: str) -> str:
     """The path of the module that owns a tensor, without parametrizations and `torch.compile` wrappers."""
     path = f".{tensor.rpartition('.')[0]}".partition(".parametrizations.")[0]
     return path.replace("._orig_mod", "").removeprefix(".")
@@ -200,7 +200,7 @@ def _refuse_no_channels(graph: Graph, space: ChannelSpace, glob: str, lossy: Seq
     fixed = [
         it
         for it in graph.fixed
-        if matches(_module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
+        if matches(module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
     ]
     # The outputs of a model are always fixed. Mention them only if the glob does not name a lossy layer.
     by_name = _any([it.module for it in lossy], [glob])
@@ -284,7 +284,7 @@ def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group])
         pinned = [it for it in classes if it in graph.solution.pinned and it not in seen]
         seen |= set(pinned)
         if pinned:
-            yield Uncounted(_module_of(tensor), len(pinned), len(classes), str(graph.solution.pinned[pinned[0]]))
+            yield Uncounted(module_of(tensor), len(pinned), len(classes), str(graph.solution.pinned[pinned[0]]))
 
 
 def _single_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
@@ -302,7 +302,7 @@ def layers_of_one_channel(graph: Graph, modules: Mapping[str, nn.Module]) -> lis
     """
     # The graph lists layers in the order of the forward pass. It has no axis for a layer with a single channel on both
     # sides; such a layer is placed after the module before it.
-    order = {name: float(place) for place, name in enumerate(_module_of(it) for it, _ in graph.wiring.roles)}
+    order = {name: float(place) for place, name in enumerate(module_of(it) for it, _ in graph.wiring.roles)}
     last = -1.0
     for name in modules:
         if name in order or _width(modules[name], "in") == 1:

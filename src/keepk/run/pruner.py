@@ -280,6 +280,14 @@ class Pruner:
         """
         return self._session.certificate(self._counted(asked_by))
 
+    def counted_layers(self) -> list[tuple[str, str, int, int]]:
+        """By layer and kind of unit: the module, the kind, the units before the first event, and those left now.
+
+        A module that produces or reads several layers of a space is listed once for each of them.
+        """
+        self._session.follow_cuts()
+        return self._session.counted_layers()
+
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
