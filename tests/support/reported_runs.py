@@ -6,16 +6,17 @@ import torch
 from rich.console import Console
 
 import keepk
+from keepk.run.checks import Shrink
 from networks import NETWORKS
 
 
-def rendered(thing, width=100):
+def rendered(thing: object, width: int = 100) -> str:
     stream = io.StringIO()
     Console(file=stream, width=width, color_system=None).print(thing)
     return stream.getvalue()
 
 
-def mixed_run(shrink="each"):
+def mixed_run(shrink: Shrink = "each") -> tuple[keepk.Pruner, torch.Tensor, torch.optim.Optimizer]:
     """A run that prunes channels and weights of one network in three events."""
     model, example = NETWORKS["conv_bn_flatten"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
