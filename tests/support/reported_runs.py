@@ -1,6 +1,7 @@
 """A run with both kinds of spaces, and what rich prints of a report."""
 
 import io
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,7 +17,7 @@ def rendered(thing: object, width: int = 100) -> str:
     return stream.getvalue()
 
 
-def mixed_run(shrink: Shrink = "each") -> tuple[keepk.Pruner, torch.Tensor, torch.optim.Optimizer]:
+def mixed_run(shrink: Shrink = "each") -> tuple[Any, Any, Any]:
     """A run that prunes channels and weights of one network in three events."""
     model, example = NETWORKS["conv_bn_flatten"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -139,7 +139,11 @@ def prune(  # noqa: PLR0913 - the options of the command
     ] = None,
     layer_floor: Annotated[float, typer.Option(help="Least share (below 1) or number of channels per layer.")] = 1,
     round_to: Annotated[
-        int | None, typer.Option(help="Make the width of every cut layer a multiple of this.", show_default=False)
+        str | None,
+        typer.Option(
+            help='Make the width of every cut layer a multiple of this; "auto" chooses one for each layer.',
+            show_default=False,
+        ),
     ] = None,
     per_layer: Annotated[bool, typer.Option("--per-layer", help="Keep the same share of every layer.")] = False,
 ) -> None:
@@ -170,7 +174,7 @@ def prune(  # noqa: PLR0913 - the options of the command
             calibrate=None if calibrate is None else batches_from(calibrate, batch),
             loss=None if loss is None else function_from(loss),
             layer_floor=int(layer_floor) if layer_floor.is_integer() else layer_floor,
-            round_to=round_to,
+            round_to="auto" if round_to == "auto" else _whole(round_to, "--round-to"),
             per_layer=per_layer,
             on_stage=begin,
         )
@@ -181,6 +185,13 @@ def prune(  # noqa: PLR0913 - the options of the command
     console = Console(highlight=False)
     console.print(report, report.layers, speed, sep="\n")
     console.print(f"Saved to {out}", soft_wrap=True, markup=False)
+
+
+def _whole(written: str | None, option: str) -> int | None:
+    try:
+        return None if written is None else int(written)
+    except ValueError:
+        raise KeepkError(f'prune: {option} {written}: not a whole number. Pass one, or "auto".') from None
 
 
 def _number(written: str | None, option: str) -> int | float | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     calibrate: Iterable[Any] | None = None,
     loss: Loss | None = None,
     layer_floor: int | float = 1,
-    round_to: int | None = None,
+    round_to: int | Literal["auto"] | None = None,
     per_layer: bool = False,
     lossy: bool = False,
     train_mode: TrainMode = "check",
@@ -66,7 +66,8 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
             recomputed from them. A few batches of training data are enough.
         loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients.
         layer_floor: The least number, or share, of channels to keep in each layer.
-        round_to: Each cut layer keeps a number of channels that makes its width a multiple of this.
+        round_to: Each cut layer keeps a number of channels that makes its width a multiple of this;
+            "auto" chooses one for each layer, under a budget.
         per_layer: Every layer keeps the same share of its channels.
         lossy: Also select channels whose removal changes the output more than zeroing them would.
         train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.

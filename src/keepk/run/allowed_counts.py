@@ -13,13 +13,14 @@ space give several of them:
 >>> from torch import nn
 >>> net = nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2))
 >>> graph = keepk.trace(net, torch.zeros(2, 4))
->>> space = keepk.channels("*", keep=10, per_layer=True)
->>> (choice,), _ = allowed_choices(graph, space, graph.groups, (), Links(np.zeros((0, 2), int), np.zeros(20, int)))
+>>> space, no_links = keepk.channels("*", keep=10, per_layer=True), Links(np.zeros((0, 2), int), np.zeros(20, int))
+>>> (choice,), _ = allowed_choices(graph, space, graph.groups, {0: 1, 1: 1}, (), no_links)
 >>> choice, choice.lost(10)  # a quarter of both layers, half, three quarters, or all of them
 (<Choice: 12 + 8 units, keep <Portion: 5..20 by 5>>, [6, 4])
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import gcd, lcm
 
 import numpy as np
@@ -35,17 +36,26 @@ from keepk.rank.channels import Choice, Links, refuse_bound_links
 
 NONE = np.zeros(0, np.int64)
 Floors = tuple[tuple[Indices, int], ...]
+Steps = Mapping[int, int]
+VECTOR = 64  # bytes: the widest vectors of CPUs, and blocks of channels in oneDNN and onnxruntime (16 floats)
+FEWEST_STEPS = 4  # a layer is not rounded so coarsely that it has fewer widths to choose from
 
 
 def allowed_choices(
-    graph: Graph, space: ChannelSpace, layers: Sequence[Group], sources: Sequence[Indices], links: Links
+    graph: Graph,
+    space: ChannelSpace,
+    layers: Sequence[Group],
+    steps: Steps,
+    sources: Sequence[Indices],
+    links: Links,
 ) -> tuple[tuple[Choice, ...], Floors]:
     """The sets of channels that are chosen from together, each with the counts that may be kept.
 
     Args:
         graph: The graph of the model.
-        space: The space, with its floor, `round_to` and `per_layer`.
+        space: The space, with its floor and `per_layer`.
         layers: The layers of the space.
+        steps: By number of a layer, the number of which its count must be a multiple; see `steps_of`.
         sources: Sets of reads of which one must stay.
         links: Which channels of the space are read by others of it.
 
@@ -65,11 +75,18 @@ def allowed_choices(
         members = np.concatenate(blocks)
         _refuse_outsiders(graph, space, members[~mine[members]])
     if space.per_layer:
-        found = [_same_share(graph, space, layers, bindings, sources)]
+        found = [_same_share(graph, space, layers, steps, bindings, sources)]
         refuse_bound_links(graph, space, links, NONE)
     else:
-        found = [_together(graph, space, blocks, sources) for blocks in bindings]
-        found += _apart(graph, space, layers, bindings, sources, links)
+        found = [
+            Choice(tuple(blocks), _portion(graph, space, steps, blocks, [1] * len(blocks), sources))
+            for blocks in bindings
+        ]
+        bound = np.zeros(len(graph.units), bool)
+        for blocks in bindings:
+            bound[np.concatenate(blocks)] = True
+        free = [(layer, layer.units[~bound[layer.units]]) for layer in layers]
+        found += _apart(graph, space, [it for it in free if len(it[1])], steps, sources, links)
     ensured = {home for choice in found if not choice.free for home in _whole_layers(graph, choice.blocks)}
     floors = [
         (layer.units, space.floor_of(len(layer.units)))
@@ -99,19 +116,14 @@ def why_not(graph: Graph, space: ChannelSpace, layers: Sequence[Group]) -> str:
 def _apart(
     graph: Graph,
     space: ChannelSpace,
-    layers: Sequence[Group],
-    bindings: Iterable[Sequence[Indices]],
+    free: Sequence[tuple[Group, Indices]],
+    steps: Steps,
     sources: Sequence[Indices],
     links: Links,
 ) -> Iterator[Choice]:
-    """The choices of channels that no binding restricts."""
-    bound = np.zeros(len(graph.units), bool)
-    for blocks in bindings:
-        bound[np.concatenate(blocks)] = True
-    free = [(layer, layer.units[~bound[layer.units]]) for layer in layers]
-    free = [(layer, members) for layer, members in free if len(members)]
-    steps = [_step(graph, layer, space.round_to) for layer, _ in free]
-    loose = [it for it, step in zip(free, steps, strict=True) if step == 1]
+    """The choices of layers' channels that no binding restricts."""
+    by_step = [(layer, members, steps[int(graph.units.group[members[0]])]) for layer, members in free]
+    loose = [(layer, members) for layer, members, step in by_step if step == 1]
     refuse_bound_links(graph, space, links, np.concatenate([NONE, *(members for _, members in loose)]))
     if loose:
         # Layers without conditions on their counts form one choice: any of their channels may be removed.
@@ -120,21 +132,17 @@ def _apart(
         needed = links.needed([own for _, own in loose], floors)
         least = sum(needed) + _count_read(graph, sources, members)
         yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))), free=True)
-    for (layer, members), step in zip(free, steps, strict=True):
+    for layer, members, step in by_step:
         if step > 1:
             least = space.floor_of(len(layer.units)) + _count_read(graph, sources, members)
             yield Choice((members,), _rounded(len(members), least, step))
-
-
-def _together(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], sources: Sequence[Indices]) -> Choice:
-    """The choice of blocks that lose equal numbers."""
-    return Choice(tuple(blocks), _portion(graph, space, blocks, [1] * len(blocks), sources))
 
 
 def _same_share(
     graph: Graph,
     space: ChannelSpace,
     layers: Sequence[Group],
+    steps: Steps,
     bindings: Sequence[Sequence[Indices]],
     sources: Sequence[Indices],
 ) -> Choice:
@@ -155,7 +163,7 @@ def _same_share(
                 f"{sizes[0]} and {sizes[-1]} channels must lose equal numbers, which are different shares. Exclude "
                 f"these layers, or leave out per_layer=."
             )
-    portion = _portion(graph, space, cells, rates, sources)
+    portion = _portion(graph, space, steps, cells, rates, sources)
     choice = Choice(tuple(cells), portion, rates=tuple(rates))
     if len(portion.counts) == 1:
         raise SpaceError(
@@ -167,7 +175,12 @@ def _same_share(
 
 
 def _portion(
-    graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], rates: Sequence[int], sources: Sequence[Indices]
+    graph: Graph,
+    space: ChannelSpace,
+    steps: Steps,
+    blocks: Sequence[Indices],
+    rates: Sequence[int],
+    sources: Sequence[Indices],
 ) -> Portion:
     """The counts that may be kept of blocks that lose numbers in the ratio of `rates`."""
     whole = _whole_layers(graph, blocks)
@@ -182,14 +195,12 @@ def _portion(
         each = sum(rate for block, rate in zip(blocks, rates, strict=True) if graph.units.group[block[0]] == home)
         most.append((width - min(space.floor_of(width), width)) // each)
     total, together = sum(map(len, blocks)), sum(rates)
-    homes = {int(graph.units.group[block[0]]) for block in blocks}
-    steps = {home: _step(graph, graph.groups[home], space.round_to) for home in homes}
-    any_width = all(step == 1 for step in steps.values())
+    any_width = all(steps[int(graph.units.group[block[0]])] == 1 for block in blocks)
     times = [it for it in range(min(most), -1, -1) if any_width or _fits(graph, steps, blocks, rates, it)]
     return Portion(tuple(total - together * it for it in times))
 
 
-def _fits(graph: Graph, steps: dict[int, int], blocks: Sequence[Indices], rates: Sequence[int], times: int) -> bool:
+def _fits(graph: Graph, steps: Steps, blocks: Sequence[Indices], rates: Sequence[int], times: int) -> bool:
     """Whether every layer has an allowed width after the blocks have lost channels so many times."""
     if times == 0:
         return True
@@ -233,17 +244,52 @@ def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> No
         )
 
 
-def _step(graph: Graph, layer: Group, round_to: int | None) -> int:
-    """The number of channels that a layer must lose at a time, so that its width stays a multiple of `round_to`.
+def steps_of(
+    graph: Graph, space: ChannelSpace, layers: Sequence[Group], bytes_of: Callable[[str], int]
+) -> dict[int, int]:
+    """By number of a layer, the number of channels of which it must keep a multiple, or all.
 
-    A channel may have several indices: with heads of 8 indices, every width is a multiple of 8.
+    Args:
+        graph: The graph of the model.
+        space: The space, with its `round_to`.
+        layers: The layers of the space.
+        bytes_of: The bytes of an element of a tensor, for ``round_to="auto"``.
     """
-    if round_to is None:
-        return layer.multiple
-    tensor, axis, _ = next((it for it in layer.axes if it[2] is Role.PRODUCER), layer.axes[0])
-    slices = [(name, dim) for name, dim, _ in graph.slices(int(layer.units[0]))]
-    width = max(slices.count((tensor, axis)), 1)
-    return lcm(round_to // gcd(round_to, width), layer.multiple)
+    found = dict[int, int]()
+    for layer in layers:
+        home = int(graph.units.group[layer.units[0]])
+        slices = Counter((name, dim) for name, dim, _ in graph.slices(int(layer.units[0])))
+        tensor, axis, _ = next((it for it in layer.axes if it[2] is Role.PRODUCER), layer.axes[0])
+        if space.round_to is None:
+            step = 1
+        elif space.round_to == "auto":
+            # A head has several indices on every axis. An LSTM cell has four where it is produced, and one where read.
+            is_one = min(slices.values(), default=1) == 1
+            step = auto_multiple(len(layer.units), bytes_of(tensor)) if is_one else 1
+        else:
+            # A channel may have several indices: with heads of 8 indices, every width is a multiple of 8.
+            step = space.round_to // gcd(space.round_to, max(slices[tensor, axis], 1))
+        found[home] = lcm(step, layer.multiple)
+    return found
+
+
+def auto_multiple(width: int, element: int) -> int:
+    """The number of channels of which a layer keeps a multiple with ``round_to="auto"``.
+
+    As many as fill 64 bytes: 16 of float32. That is halved until the layer has at least four widths to choose from;
+    below 4 channels rounding gains nothing, and it is 1. It depends on the layer alone, not on the machine.
+
+    Args:
+        width: The number of channels.
+        element: The bytes of a weight.
+
+    >>> [auto_multiple(width, 4) for width in (8, 16, 32, 63, 64, 1_000)], auto_multiple(1_000, 2)
+    ([1, 4, 8, 8, 16, 16], 32)
+    """
+    multiple = max(VECTOR // element, 1)
+    while multiple * FEWEST_STEPS > width:
+        multiple //= 2
+    return multiple if multiple >= FEWEST_STEPS else 1
 
 
 def _rounded(size: int, floor: int, step: int) -> Portion:

@@ -20,7 +20,7 @@ from keepk.plan.phases import Plan
 from keepk.plan.portions import Portion, nearest_totals, snapped
 from keepk.plan.spaces import ChannelSpace
 from keepk.rank.channels import Choice, Links, find_links
-from keepk.run.allowed_counts import allowed_choices, why_not
+from keepk.run.allowed_counts import allowed_choices, steps_of, why_not
 
 # The kinds of groups that a space can select. If several BatchNorms read a layer, its output channels are "source"
 # units and each BatchNorm's view of them is a separate set of "read" units. A plain channel is one unit on both sides.
@@ -53,6 +53,7 @@ class ChannelMembers:
         sources: One set of reads for each layer that several BatchNorms read. At least one unit of each set must
             stay, so that the layer is still read.
         links: Which units are read by other units of the space.
+        steps: By name of a layer, the number of channels of which it keeps a multiple, or all.
         uncounted: Channels of the same layers that cannot be removed; they are not part of `units`.
     """
 
@@ -65,6 +66,7 @@ class ChannelMembers:
     floors: tuple[tuple[Indices, int], ...]
     sources: tuple[Indices, ...]
     links: Links
+    steps: Mapping[str, int]
     uncounted: tuple[Uncounted, ...] = ()
 
     @property
@@ -73,12 +75,20 @@ class ChannelMembers:
         return sum(it.channels for it in self.uncounted)
 
     @property
+    def rounded(self) -> dict[str, int]:
+        """The steps that ``round_to="auto"`` has chosen; empty without it."""
+        return dict(self.steps) if self.space.round_to == "auto" else {}
+
+    @property
     def portions(self) -> list[Portion]:
         """For each choice, the counts that may be kept."""
         return [choice.portion for choice in self.choices]
 
     def allow(self, dead: Flags) -> bool:
-        """Whether the counts of the layers are allowed once these units are removed."""
+        """Whether the options of the space allow the counts of its layers once these units are removed."""
+        space = self.space
+        if space.round_to is None and not space.per_layer and space.layer_floor == 1:
+            return True  # only the model restricts the counts, which is checked when the units are removed
         return all(choice.free or choice.allows(dead) for choice in self.choices)
 
 
@@ -104,7 +114,7 @@ def find_channels(
                 )
         taken |= {int(layer.units[0]): space.name for layer in layers}
         uncounted = (*_pinned_channels(graph, space, layers), *_single_channels(graph, modules, space))
-        found[space.name] = replace(_counted(graph, space, layers), uncounted=uncounted)
+        found[space.name] = replace(_counted(graph, modules, space, layers), uncounted=uncounted)
     _refuse_sources_beside_reads(graph, found)
     return found
 
@@ -238,14 +248,24 @@ def _refuse_no_channels(graph: Graph, space: ChannelSpace, glob: str, lossy: Seq
     )
 
 
-def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> ChannelMembers:
+def _counted(
+    graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace, layers: tuple[Group, ...]
+) -> ChannelMembers:
     units = np.sort(np.concatenate([layer.units for layer in layers]))
     total = len(units)
     keep = None if space.has_budget else space.count_kept(total)
     sources = tuple(_sources(graph, units)) if space.at == "input" else ()
     links = find_links(graph, space, layers)
-    choices, floors = allowed_choices(graph, space, layers, sources, links)
-    members = ChannelMembers(space, layers, units, total, keep, choices, floors, sources, links)
+
+    def bytes_of(tensor: str) -> int:
+        path, _, attribute = tensor.rpartition(".")
+        size: int = getattr(modules[path], attribute).element_size()
+        return size
+
+    steps = steps_of(graph, space, layers, bytes_of)
+    choices, floors = allowed_choices(graph, space, layers, steps, sources, links)
+    by_name = {graph.groups[home].name: step for home, step in steps.items()}
+    members = ChannelMembers(space, layers, units, total, keep, choices, floors, sources, links, by_name)
     if keep is not None:
         _refuse_impossible_keep(graph, members, keep)
     return members

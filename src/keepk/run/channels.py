@@ -30,6 +30,7 @@ from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silenc
 from keepk.model.names import changed_model, named_parameters, refuse_other_parameters
 from keepk.model.weight_norm import lengths_of
 from keepk.plan.budgets import WORDS
+from keepk.plan.names import shown
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split
 from keepk.run.channel_members import ChannelMembers
@@ -390,6 +391,7 @@ class ChannelSide:
                 "chains": {name: [list(counts) for counts in found] for name, found in self._chains.items()},
                 # By space of a budget, the channels kept after each event. Older states have no such entry.
                 **({"kept": {name: list(it) for name, it in self._history.items()}} if self.budgets else {}),
+                **({"round_to": rounded} if (rounded := self._rounded) else {}),
             }
         }
 
@@ -412,6 +414,11 @@ class ChannelSide:
         if not fits or not chains_fit:
             raise StateError(
                 "pruner state: its channels do not fit this model. The state is damaged, or belongs to another model."
+            )
+        if saved.channels.get("round_to", {}) != self._rounded:
+            raise StateError(
+                f"pruner state: its channels were rounded to {shown(saved.channels.get('round_to', {}))}, with these "
+                f"options they are rounded to {shown(self._rounded)}. Load it with the same round_to= and dtype."
             )
         after = np.zeros(total, bool)
         after[gone] = True
@@ -468,6 +475,11 @@ class ChannelSide:
         masked = int((self.dead & self.graph.alive)[self.members[name].units].sum()) - max(0, revived)
         fixed = self._fixed[name]
         return {**bounded, **({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}
+
+    @property
+    def _rounded(self) -> dict[str, dict[str, int]]:
+        """By space with ``round_to="auto"``, the numbers that were chosen. A saved state must have the same ones."""
+        return {name: it.rounded for name, it in self.members.items() if it.rounded}
 
     def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
         try:

@@ -229,6 +229,15 @@ class Pruner:
         }
 
     @property
+    def round_to(self) -> dict[str, dict[str, int]]:
+        """By space, and by layer of it: the number of channels of which the layer keeps a multiple, or all.
+
+        These are the numbers that ``round_to="auto"`` has chosen, or that follow from ``round_to=8``. They are 1 where
+        any number may be kept, and part of `state_dict` where they were chosen.
+        """
+        return {name: dict(it.steps) for name, it in self._spec.channels.items()}
+
+    @property
     def epochs(self) -> int:
         """The number of events in the plan."""
         return len(next(iter(self._spec.plan.values())))
