@@ -12,6 +12,7 @@ on. Import the module explicitly, as with ``numpy.typing``: ``import keepk`` doe
 """
 
 from keepk.compaction.compact import Compaction
+from keepk.deploy.fit_report import Fit, FitPoint
 from keepk.deploy.latency import LatencyReport, LatencyRow, Spread
 from keepk.deploy.onnx import OnnxReport
 from keepk.graph.graph import Graph
@@ -34,6 +35,8 @@ __all__ = [
     "ChannelSpace",
     "Compaction",
     "Edits",
+    "Fit",
+    "FitPoint",
     "Graph",
     "Group",
     "Inspection",

@@ -40,7 +40,7 @@ CORE = {"torch", "safetensors", "numpy", "keepk"}
 EXTRAS = {
     "cli": {"typer", "rich"},
     "reports": {"rich", "matplotlib"},
-    "deploy": {"onnx", "onnxruntime", "rich"},
+    "deploy": {"onnx", "onnxruntime", "rich", "matplotlib"},
 }
 
 
@@ -106,6 +106,7 @@ def test_the_public_names():
             "compact",
             "errors",
             "export_onnx",
+            "fit",
             "inspect",
             "latency",
             "load",
@@ -155,6 +156,8 @@ def test_the_types_for_annotations():
             "ChannelSpace",
             "Compaction",
             "Edits",
+            "Fit",
+            "FitPoint",
             "Graph",
             "Group",
             "Inspection",
