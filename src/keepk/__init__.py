@@ -16,6 +16,7 @@ from keepk.checkpoint.checkpoint import load_checkpoint as load_checkpoint
 from keepk.checkpoint.checkpoint import save_checkpoint as save_checkpoint
 from keepk.compaction.compact import compact as compact
 from keepk.cut.shrink import shrink as shrink
+from keepk.deploy.fit import fit as fit
 from keepk.deploy.latency import latency as latency
 from keepk.deploy.load import load as load
 from keepk.deploy.onnx import export_onnx as export_onnx
@@ -50,6 +51,7 @@ __all__ = [
     "compact",
     "errors",
     "export_onnx",
+    "fit",
     "inspect",
     "latency",
     "load",

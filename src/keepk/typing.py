@@ -12,6 +12,7 @@ on. Import the module explicitly, as with ``numpy.typing``: ``import keepk`` doe
 """
 
 from keepk.compaction.compact import Compaction
+from keepk.deploy.fit_report import Fit, FitPoint
 from keepk.deploy.latency import LatencyReport, LatencyRow, Spread
 from keepk.deploy.onnx import OnnxReport
 from keepk.graph.graph import Graph
@@ -24,6 +25,7 @@ from keepk.plan.phases import Plan
 from keepk.plan.schedules import AnySchedule, Schedule
 from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.reports.inspection import Inspection
+from keepk.reports.layers import LayerReport, LayersReport
 from keepk.reports.run import BudgetReport, RunReport, SpaceReport
 
 __all__ = [
@@ -33,6 +35,8 @@ __all__ = [
     "ChannelSpace",
     "Compaction",
     "Edits",
+    "Fit",
+    "FitPoint",
     "Graph",
     "Group",
     "Inspection",
@@ -40,6 +44,8 @@ __all__ = [
     "LatencyRow",
     "Layer",
     "LayerCost",
+    "LayerReport",
+    "LayersReport",
     "OnnxReport",
     "Plan",
     "RunReport",

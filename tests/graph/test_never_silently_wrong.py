@@ -201,6 +201,8 @@ def test_a_penalty_that_train_mode_stores_is_the_same_after_a_cut():
     with torch.no_grad():
         twin.a.weight[:9], twin.a.bias[:9] = 0.0, 0.0
     twin(example), net(example)
+    assert net.penalty is not None
+    assert twin.penalty is not None
     assert torch.allclose(net.penalty, twin.penalty, rtol=1e-12)
 
 

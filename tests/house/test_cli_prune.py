@@ -1,16 +1,20 @@
 """`keepk prune`: the command loads, prunes, saves and measures; its options and errors."""
 
+import io
 import json
 import shlex
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
 import keepk
 from keepk.cli.commands import app
+from keepk.deploy.prune import STAGES
+from keepk.reports.terminal import stage_progress
 
 SOURCE = """
 import torch
@@ -72,6 +76,7 @@ def call(folder, options):
         "--macs 0.5",
         "--parameters 2_000 --round-to 4 --layer-floor 0.2",
         "--keep 20 --metric l2 --exclude 8",
+        "--macs 0.5 --per-layer",
         "--prune 0.5 --metric blend --calibrate batches.safetensors --batch 8",
         "--macs 0.5 --metric activation --calibrate batches.safetensors --set use_cache=false",
         "--macs 0.5 --metric taylor --calibrate batches.safetensors --loss MODULE:loss",
@@ -86,8 +91,23 @@ def test_prune_saves_a_smaller_model_that_loads(folder, options):
     assert loaded[0].out_channels + loaded[3].out_channels < 40
     assert "Saved to small" in result.output
     assert "MACs per sample" in result.output
+    assert "Layers now; kept counts leave out masked units" in result.output
+    for layer, width in ((0, loaded[0].out_channels), (3, loaded[3].out_channels)):
+        row = next(line for line in result.output.splitlines() if line.split()[:2] == [str(layer), "Conv2d"])
+        assert row.split()[2:4] == [str({0: 16, 3: 24}[layer]), str(width)]
     kept = json.loads((path / "small" / "arch.json").read_text())["certificate"]
     assert next(iter(kept.values()))["kept"] == loaded[0].out_channels + loaded[3].out_channels
+
+
+def test_the_progress_bar_names_each_stage_on_a_terminal_only():
+    for is_terminal in (True, False):
+        stream = io.StringIO()
+        console = Console(file=stream, force_terminal=is_terminal, width=100, color_system=None)
+        with stage_progress(console, len(STAGES)) as begin:
+            for stage in STAGES:
+                begin(stage)
+                console.print(stage.upper())  # draws the bar again
+        assert all((stage in stream.getvalue()) == is_terminal for stage in STAGES)
 
 
 @pytest.mark.parametrize(

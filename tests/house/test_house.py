@@ -39,8 +39,8 @@ USERS = {"cli"}  # it imports `keepk` itself, as users do
 CORE = {"torch", "safetensors", "numpy", "keepk"}
 EXTRAS = {
     "cli": {"typer", "rich"},
-    "reports": {"rich"},
-    "deploy": {"onnx", "onnxruntime", "rich"},
+    "reports": {"rich", "matplotlib"},
+    "deploy": {"onnx", "onnxruntime", "rich", "matplotlib"},
 }
 
 
@@ -106,6 +106,7 @@ def test_the_public_names():
             "compact",
             "errors",
             "export_onnx",
+            "fit",
             "inspect",
             "latency",
             "load",
@@ -155,6 +156,8 @@ def test_the_types_for_annotations():
             "ChannelSpace",
             "Compaction",
             "Edits",
+            "Fit",
+            "FitPoint",
             "Graph",
             "Group",
             "Inspection",
@@ -162,6 +165,8 @@ def test_the_types_for_annotations():
             "LatencyRow",
             "Layer",
             "LayerCost",
+            "LayerReport",
+            "LayersReport",
             "OnnxReport",
             "Plan",
             "RunReport",
@@ -200,6 +205,8 @@ def test_the_types_are_those_of_the_public_functions(tmp_path):
         (seen[0].producer[0], "Slices"),
         (report, "RunReport"),
         (report.spaces[0], "SpaceReport"),
+        (report.layers, "LayersReport"),
+        (report.layers.rows[0], "LayerReport"),
         (budget, "BudgetReport"),
         (graph, "Graph"),
         (graph.groups[0], "Group"),

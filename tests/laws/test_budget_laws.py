@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import keepk
@@ -201,6 +202,16 @@ def test_every_event_removes_the_blocks_of_the_oracle(name, options, cost):
         run = with_least(lambda amount, asked=asked: Run(traced_network(name), asked(amount)), cost, share)
         removed += check_events(run, cost)
     assert removed
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_automatic_widths_lose_the_blocks_of_the_oracle(cost):
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 9), nn.ReLU(), nn.Linear(9, 2)]
+    model, example = nn.Sequential(*layers), torch.randn(2, 5)
+    run = Run((model, example), one_space(cost, 0.3, metric=table_metric(2), round_to="auto"))
+    assert run.pruner.round_to == {"all": {"0": 16, "2": 8, "4": 1}}
+    assert check_events(run, cost) > 3
 
 
 @given(

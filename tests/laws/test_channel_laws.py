@@ -408,6 +408,14 @@ def test_channels_that_read_each_other_are_one_run_in_all_modes(metric):
     check_in_lockstep(runs)
 
 
+@pytest.mark.parametrize("options", [{"per_layer": True}, {"round_to": 2}])
+def test_channels_that_read_each_other_cannot_have_restricted_counts(options):
+    model, example = branches()
+    words = "only certain numbers of them may be kept, because of round_to, per_layer or equal parts, so the count"
+    with pytest.raises(SpaceError, match=words):
+        keepk.Pruner(model, keepk.channels("*", macs=0.5, **options), example=example)
+
+
 @given(data=st.data(), seed=seeds, levels=st.integers(1, 4), floor=st.integers(1, 3))
 @settings(deadline=None, max_examples=15)
 def test_a_source_stays_as_long_as_one_of_its_reads(data, seed, levels, floor):

@@ -1,27 +1,19 @@
 """The report of a run agrees with plain counting."""
 
 import copy
-import io
 import json
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import keepk
 from keepk.errors import KeepkError
 from keepk.reports.tables import PlanReport
-from networks import NETWORKS
+from reported_runs import mixed_run, rendered
 from shrinking import step
 from untyped import untyped
-
-
-def rendered(thing, width=100):
-    stream = io.StringIO()
-    Console(file=stream, width=width, color_system=None).print(thing)
-    return stream.getvalue()
 
 
 def counted_macs(model, example):
@@ -40,17 +32,6 @@ def counted_masked(pruner):
         for place in range(parameter.numel())
         if name in masks and not masks[name].reshape(-1)[place]
     )
-
-
-def mixed_run(shrink="each"):
-    """A run that prunes channels and weights of one network in three events."""
-    model, example = NETWORKS["conv_bn_flatten"]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    spaces = [
-        keepk.weights(["second.weight", "head.weight"], keep=50, name="weights", schedule=[900, 250, 50]),
-        keepk.channels(["first", "second"], keep=6, name="filters", schedule=[15, 10, 6]),
-    ]
-    return keepk.Pruner(model, spaces, optimizer, example=example, shrink=shrink), example, optimizer
 
 
 @pytest.mark.parametrize("shrink", ["each", "end", "never"])

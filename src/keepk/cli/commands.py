@@ -24,9 +24,10 @@ from keepk.cli.targets import (
     model_from,
     set_attributes,
 )
+from keepk.deploy.prune import STAGES
 from keepk.errors import KeepkError
 from keepk.reports.tables import plan_report, plan_table
-from keepk.reports.terminal import PlanPlot
+from keepk.reports.terminal import PlanPlot, stage_progress
 
 
 class PlainErrors(TyperGroup):
@@ -138,8 +139,13 @@ def prune(  # noqa: PLR0913 - the options of the command
     ] = None,
     layer_floor: Annotated[float, typer.Option(help="Least share (below 1) or number of channels per layer.")] = 1,
     round_to: Annotated[
-        int | None, typer.Option(help="Make the width of every cut layer a multiple of this.", show_default=False)
+        str | None,
+        typer.Option(
+            help='Make the width of every cut layer a multiple of this; "auto" chooses one for each layer.',
+            show_default=False,
+        ),
     ] = None,
+    per_layer: Annotated[bool, typer.Option("--per-layer", help="Keep the same share of every layer.")] = False,
 ) -> None:
     """Prune a trained model to a budget in one call, save it, and measure it.
 
@@ -147,32 +153,45 @@ def prune(  # noqa: PLR0913 - the options of the command
 
     Example: [cyan]keepk prune mynet:make_model --weights w.safetensors -i 2x3x224x224 --macs 0.5 --out small[/cyan]
     """
-    example = tuple(map(input_from, inputs))
-    net = model_from(model)
-    set_attributes(net, settings or ())
-    if weights is not None:
-        load_weights(net, weights)
-    dense = copy.deepcopy(net)
-    report = keepk.prune(
-        net,
-        example,
-        macs=_number(macs, "--macs"),
-        parameters=_number(parameters, "--parameters"),
-        keep=keep,
-        prune=share,
-        select=select or "*",
-        exclude=exclude or (),
-        metric=None if metric is None else metric_from(metric),
-        calibrate=None if calibrate is None else batches_from(calibrate, batch),
-        loss=None if loss is None else function_from(loss),
-        layer_floor=int(layer_floor) if layer_floor.is_integer() else layer_floor,
-        round_to=round_to,
-    )
-    keepk.save(net, out)
+    with stage_progress(Console(stderr=True), len(STAGES) + 3) as begin:
+        begin("load")
+        example = tuple(map(input_from, inputs))
+        net = model_from(model)
+        set_attributes(net, settings or ())
+        if weights is not None:
+            load_weights(net, weights)
+        dense = copy.deepcopy(net)
+        report = keepk.prune(
+            net,
+            example,
+            macs=_number(macs, "--macs"),
+            parameters=_number(parameters, "--parameters"),
+            keep=keep,
+            prune=share,
+            select=select or "*",
+            exclude=exclude or (),
+            metric=None if metric is None else metric_from(metric),
+            calibrate=None if calibrate is None else batches_from(calibrate, batch),
+            loss=None if loss is None else function_from(loss),
+            layer_floor=int(layer_floor) if layer_floor.is_integer() else layer_floor,
+            round_to="auto" if round_to == "auto" else _whole(round_to, "--round-to"),
+            per_layer=per_layer,
+            on_stage=begin,
+        )
+        begin("save")
+        keepk.save(net, out)
+        begin("measure")
+        speed = keepk.latency(net.eval(), example, baseline=dense.eval(), batches=1, threads=1)
     console = Console(highlight=False)
-    console.print(report)
-    console.print(keepk.latency(net.eval(), example, baseline=dense.eval(), batches=1, threads=1))
+    console.print(report, report.layers, speed, sep="\n")
     console.print(f"Saved to {out}", soft_wrap=True, markup=False)
+
+
+def _whole(written: str | None, option: str) -> int | None:
+    try:
+        return None if written is None else int(written)
+    except ValueError:
+        raise KeepkError(f'prune: {option} {written}: not a whole number. Pass one, or "auto".') from None
 
 
 def _number(written: str | None, option: str) -> int | float | None:

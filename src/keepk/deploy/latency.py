@@ -254,18 +254,19 @@ def _measured(
 ) -> LatencyRow:
     with ExitStack() as stack:
         if runtime == "torch":
-            runs = [_torch_run(model, example) for model in models]
+            runs = [torch_run(model, example) for model in models]
         else:
             folder = Path(stack.enter_context(TemporaryDirectory()))
-            runs = [_onnx_run(model, example, folder / f"{at}.onnx", threads) for at, model in enumerate(models)]
+            runs = [onnx_run(model, example, folder / f"{at}.onnx", threads) for at, model in enumerate(models)]
         stack.enter_context(torch.inference_mode())
         for model, run in zip(models, runs, strict=True):
-            _try_out(model, run, example, batch)
+            try_out(model, run, example, batch)
         stack.enter_context(no_collection())  # only now, because exporting and trying out leave garbage to collect
         return summary(runtime, batch, take_turns(runs, repeats))
 
 
-def _torch_run(model: nn.Module, example: Example) -> Run:
+def torch_run(model: nn.Module, example: Example) -> Run:
+    """A function that runs the model once, and waits for its end."""
     busy = [device for device in _devices([model], example) if device.type != "cpu"]
 
     def run() -> None:
@@ -276,14 +277,16 @@ def _torch_run(model: nn.Module, example: Example) -> Run:
     return run
 
 
-def _onnx_run(model: nn.Module, example: Example, path: Path, threads: int) -> Run:
+def onnx_run(model: nn.Module, example: Example, path: Path, threads: int) -> Run:
+    """Export the model, and return a function that runs the file once."""
     export_onnx(model, (example.arguments or example.by_name), path, dynamic_batch=False)
     session = open_session(path, threads)
     arrays = feeds(session, unwrap(model), example)
     return lambda: session.run(None, arrays)
 
 
-def _try_out(model: nn.Module, run: Run, example: Example, batch: int) -> None:
+def try_out(model: nn.Module, run: Run, example: Example, batch: int) -> None:
+    """Run once; refuse an example that forward does not take."""
     try:
         run()
     except Exception as error:

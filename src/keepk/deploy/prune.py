@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from keepk.run.pruner import Pruner
 from keepk.run.recalibrate import forward_of, recalibrate
 
 Loss = Callable[[nn.Module, Any], Tensor]
+STAGES = ("trace", "run the batches", "rank and cut", "recalibrate")
 
 
 def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but two by keyword
@@ -36,10 +37,12 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     calibrate: Iterable[Any] | None = None,
     loss: Loss | None = None,
     layer_floor: int | float = 1,
-    round_to: int | None = None,
+    round_to: int | Literal["auto"] | None = None,
+    per_layer: bool = False,
     lossy: bool = False,
     train_mode: TrainMode = "check",
     value_branches: ValueBranches = "check",
+    on_stage: Callable[[str], None] | None = None,
 ) -> RunReport:
     """Prune channels of a trained model in place, at once, without training it.
 
@@ -63,10 +66,13 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
             recomputed from them. A few batches of training data are enough.
         loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients.
         layer_floor: The least number, or share, of channels to keep in each layer.
-        round_to: Each cut layer keeps a number of channels that makes its width a multiple of this.
+        round_to: Each cut layer keeps a number of channels that makes its width a multiple of this;
+            "auto" chooses one for each layer, under a budget.
+        per_layer: Every layer keeps the same share of its channels.
         lossy: Also select channels whose removal changes the output more than zeroing them would.
         train_mode: "accept" allows a forward that fails in train mode on the example; see `keepk.trace`.
         value_branches: "accept" allows a forward with paths that no example takes; see `keepk.trace`.
+        on_stage: Called with the name of each stage as it begins, one of `STAGES`, for a progress bar.
 
     Returns:
         A report of what was asked and reached. It prints as a table.
@@ -103,13 +109,19 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         metric=metric if statistics is None or metric is None else metric(statistics),
         layer_floor=layer_floor,
         round_to=round_to,
+        per_layer=per_layer,
         lossy=lossy,
     )
+    begin = on_stage or (lambda _: None)
+    begin("trace")
     pruner = Pruner(model, space, example=example, train_mode=train_mode, value_branches=value_branches)
     with pruner:
+        begin("run the batches")
         _try_batches(unwrap(model), batches, statistics, loss)
+        begin("rank and cut")
         pruner.step()
         found = report(pruner)
+    begin("recalibrate")
     norms = (it for it in model.modules() if isinstance(it, BatchNormBase))
     if batches is not None and any(norm.running_mean is not None for norm in norms):
         recalibrate(model, batches)

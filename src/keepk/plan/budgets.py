@@ -28,10 +28,12 @@ class Budget:
     Attributes:
         cost: The bounded cost: "macs", per sample, or "parameters".
         amount: A share of the dense model's cost, between 0 and 1, or the bound itself, an int of at least 2.
+        shared: Whether all spaces with this budget share it, as they would share one of the `Pruner`.
     """
 
     cost: Cost
     amount: int | float
+    shared: bool = False
 
     def __str__(self) -> str:
         return f"{self.cost}={self.amount}"
@@ -58,8 +60,8 @@ def checked_budget(where: str, macs: object, parameters: object) -> Budget | Non
     Raises:
         SpaceError: Both were passed, or the number is neither a share between 0 and 1 nor an int of at least 2.
 
-    >>> checked_budget("Pruner", None, 0.5)
-    Budget(cost='parameters', amount=0.5)
+    >>> print(checked_budget("Pruner", None, 0.5))
+    parameters=0.5
     >>> checked_budget("Pruner", 1.0, None)
     Traceback (most recent call last):
         ...

@@ -94,16 +94,19 @@ class ChannelSpace(Space):
 
     Attributes:
         at: "output" or "input", the side on which channels are counted.
-        round_to: The width of each layer that loses channels is a multiple of this number.
+        round_to: The width of each layer that loses channels is a multiple of this number; "auto" if the layer's own
+            width says of which.
         lossy: Whether lossy channels are selected too.
         budget: The bound on the model's cost that says how many channels are kept, in place of `keep` and `prune`.
             Without any of the three, the budget is that of the `Pruner`.
+        per_layer: Whether every layer keeps the same share of its channels.
     """
 
     at: Literal["output", "input"]
-    round_to: int | None
+    round_to: int | Literal["auto"] | None
     lossy: bool
     budget: Budget | None = None
+    per_layer: bool = False
     units: ClassVar[str] = "channels"
 
     @property
@@ -183,7 +186,8 @@ def channels(
     schedule: AnySchedule = OneShot(),  # noqa: B008 - a frozen value
     name: str | None = None,
     layer_floor: int | float = 1,
-    round_to: int | None = None,
+    round_to: int | Literal["auto"] | None = None,
+    per_layer: bool = False,
     lossy: bool = False,
 ) -> ChannelSpace:
     """A space of channels, found by the names of modules (DSC-2).
@@ -213,6 +217,11 @@ def channels(
         layer_floor: The least number of channels to keep in each layer. An int is a count; a float below 1 is a share
             of the layer's width when the `Pruner` was made, rounded up. K is still met.
         round_to: Each layer keeps either all of its channels, or a number that makes its width a multiple of this.
+            "auto", under a budget only, chooses widths that kernels of CPUs like, for each layer: multiples of 16 in
+            float32, of 8 or 4 in layers of fewer than 64 or 32 channels, and any number of attention heads.
+        per_layer: Every layer keeps the same share of its channels at every event, so that equally wide layers stay
+            equally wide, as configuration files with one width require. Scores then decide only within a layer. A K
+            that does not divide is refused with the nearest ones that do.
         lossy: Also select channels whose removal changes the output more than zeroing them would, such as channels
             that a LayerNorm normalises.
 
@@ -227,8 +236,8 @@ def channels(
 
     >>> channels("features.*", keep=1_267).name
     'features.*'
-    >>> channels("features.*", macs=0.5).budget
-    Budget(cost='macs', amount=0.5)
+    >>> print(channels("features.*", macs=0.5).budget)
+    macs=0.5
     >>> channels("features.*", keep=64, at="middle")
     Traceback (most recent call last):
         ...
@@ -247,12 +256,23 @@ def channels(
         layer_floor = count(layer_floor, f"space {called!r}: layer_floor", _or_a_share, least=1)
     if at not in ("output", "input"):
         raise SpaceError(f'space {called!r}: at={shown(at)}. Pass "output" or "input".')
-    if round_to is not None:
+    if round_to == "auto" and (keep is not None or prune is not None):
+        given = f"prune={prune}" if keep is None else f"keep={keep}"
+        raise SpaceError(
+            f'space {called!r}: round_to="auto" is for budgets, got {given}. Pass macs= or parameters=, or a number: '
+            f"round_to=8."
+        )
+    if isinstance(round_to, str) and round_to != "auto":
+        raise SpaceError(f'space {called!r}: round_to={shown(round_to)}. Pass an int of at least 1, or "auto".')
+    if round_to is not None and round_to != "auto":
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
-    if not isinstance(lossy, bool):
-        raise SpaceError(f"space {called!r}: lossy={shown(lossy)}: got {type(lossy).__name__}. Pass True or False.")
+    for option, value in (("lossy", lossy), ("per_layer", per_layer)):
+        if not isinstance(value, bool):
+            raise SpaceError(
+                f"space {called!r}: {option}={shown(value)}: got {type(value).__name__}. Pass True or False."
+            )
     return ChannelSpace(
-        globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy, budget
+        globs, excluded, keep, prune, called, metric, schedule, layer_floor, at, round_to, lossy, budget, per_layer
     )
 
 

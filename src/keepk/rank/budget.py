@@ -103,11 +103,12 @@ def _blocks_of(choice: Choice, alive: Flags, values: NDArray[np.float64], forced
         units = living[0][~forced[living[0]]]
         return units, np.ones(len(units), np.int64)
     counts = np.asarray(choice.portion.within(0, sum(map(len, living))).counts[::-1], np.int64)
-    lost = (counts[0] - counts) // len(living)  # of each part, after each block
-    parts = np.stack([part[: lost[-1]] for part in living])
-    assert not forced[parts].any()  # every allowed count leaves room for the forced units
+    lost = choice.lost(counts[0] - counts)  # by part, after each block
     # One block after the other: from each part the units between two counts.
-    return parts.T.ravel(), np.diff(lost) * len(living)
+    order = np.concatenate([np.arange(1, len(counts)).repeat(np.diff(it)) for it in lost])
+    parts = np.concatenate([part[: it[-1]] for part, it in zip(living, lost, strict=True)])
+    assert not forced[parts].any()  # every allowed count leaves room for the forced units
+    return parts[np.argsort(order, kind="stable")], -np.diff(counts)
 
 
 def _reordered(units: Indices, sizes: Indices, order: Indices) -> Removals:

@@ -32,9 +32,10 @@ a unit (see docs/decisions/0010). Removing the channel, the source, removes its 
 one of its reads is, so it is ranked by the best of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,20 +107,42 @@ class Choice:
     """A set of units that are ranked and chosen together, such as the channels of a layer.
 
     Attributes:
-        blocks: The units. If there are several blocks (groups of a convolution, halves of a chunk), they lose equal
-            numbers.
+        blocks: The units. If there are several blocks (groups of a convolution, halves of a chunk), they lose units
+            together: equal numbers, or numbers in the ratio of `rates`.
         portion: How many units may be kept in all blocks together.
+        rates: For each block, how many units it loses at a time; empty if it is one unit from each.
         free: Whether any unit may be removed that no floor forces to stay. The least count of `portion` then has room
             for every set of forced units, so a particular one may leave fewer units.
     """
 
     blocks: tuple[Indices, ...]
     portion: Portion
+    rates: tuple[int, ...] = ()
     free: bool = False
+
+    @property
+    def step(self) -> int:
+        """How many units all blocks lose at a time."""
+        return sum(self.rates) or len(self.blocks)
+
+    def lost(self, number: NDArray[np.int64] | int) -> list[Any]:
+        """By block, how many of `number` removed units it loses; for an array, that of each of its entries.
+
+        >>> Choice((np.arange(4), np.arange(4, 12)), Portion((3, 6, 9, 12)), rates=(1, 2)).lost(6)
+        [2, 4]
+        """
+        rates = self.rates or (1,) * len(self.blocks)
+        return [number // self.step * rate for rate in rates]
 
     def __repr__(self) -> str:
         sizes = " + ".join(str(len(block)) for block in self.blocks)
         return f"<Choice: {sizes} units, keep {self.portion}>"
+
+    def allows(self, dead: Flags) -> bool:
+        """Whether the numbers of units that are left of each block may be kept."""
+        gone = [int(dead[block].sum()) for block in self.blocks]
+        total = sum(map(len, self.blocks)) - sum(gone)
+        return total in self.portion.counts and gone == self.lost(sum(gone))
 
     def living(self, alive: Flags) -> list[Indices]:
         """The units of each block that have not been removed."""
@@ -179,24 +202,23 @@ def keep_best(
     ]
     left = [sum(map(len, living)) for living in blocks]
     portions = [choice.portion.within(0, count) for choice, count in zip(choices, left, strict=True)]
-    chosen, following = _split(portions, blocks, values, counts, known)
+    chosen, following = _split(portions, lambda found: _gains(choices, found, blocks, values), counts, known)
     removed = [
-        block[len(block) - (count - stay) // len(living) :]
-        for living, count, stay in zip(blocks, left, chosen, strict=True)
-        for block in living
+        block[len(block) - lost :]
+        for choice, living, count, stay in zip(choices, blocks, left, chosen, strict=True)
+        for block, lost in zip(living, choice.lost(count - stay), strict=True)
     ]
     return Decision(np.sort(np.concatenate(removed)), following)
 
 
 def _split(
     portions: Sequence[Portion],
-    blocks: Sequence[Sequence[Indices]],
-    values: NDArray[np.float64],
+    gains: Callable[[Sequence[Portion]], list[NDArray[np.float64]]],
     counts: Sequence[int],
     known: Sequence[Split],
 ) -> tuple[Split, tuple[Split, ...]]:
     """The best split from which K can still be reached, and a chain of splits for the events after it."""
-    best = split(portions, counts[0], _gains(portions, blocks, values))
+    best = split(portions, counts[0], gains(portions))
     assert best is not None  # plans contain only totals that can be met
     if has_even_steps(portions) or len(counts) == 1:
         return best, tuple(known[1:])
@@ -208,20 +230,24 @@ def _split(
         return best, onward
     # Otherwise use the best split from which the known chain can be continued.
     above = [portion.within(least, portion.counts[-1]) for portion, least in zip(portions, known[1], strict=True)]
-    safe = split(above, counts[0], _gains(above, blocks, values))
+    safe = split(above, counts[0], gains(above))
     assert safe is not None  # the known chain itself is such a split
     return safe, tuple(known[1:])
 
 
 def _gains(
-    portions: Sequence[Portion], blocks: Sequence[Sequence[Indices]], values: NDArray[np.float64]
+    choices: Sequence[Choice],
+    portions: Sequence[Portion],
+    blocks: Sequence[Sequence[Indices]],
+    values: NDArray[np.float64],
 ) -> list[NDArray[np.float64]]:
     """By portion, for each of its counts, the sum of the values of the units kept."""
     gains = []
-    for portion, living in zip(portions, blocks, strict=True):
-        lost = (sum(map(len, living)) - np.asarray(portion.counts, np.int64)) // len(living)
+    for choice, portion, living in zip(choices, portions, blocks, strict=True):
+        lost = choice.lost(sum(map(len, living)) - np.asarray(portion.counts, np.int64))
         sums = [np.concatenate([[0.0], np.cumsum(values[block])]) for block in living]
-        gains.append(sum((total[len(block) - lost] for total, block in zip(sums, living, strict=True)), np.zeros(1)))
+        each = (total[len(block) - it] for total, block, it in zip(sums, living, lost, strict=True))
+        gains.append(sum(each, np.zeros(1)))
     return gains
 
 
@@ -252,7 +278,7 @@ def refuse_bound_links(graph: Graph, space: ChannelSpace, links: Links, free: In
     """
     bound = ~np.isin(links.pairs, free).all(axis=1)
     if bound.any():
-        why = "only certain numbers of them may be kept, because of round_to or equal parts"
+        why = "only certain numbers of them may be kept, because of round_to, per_layer or equal parts"
         raise _uncountable(graph, space, links.pairs[bound][0], why)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from keepk.errors import KeepkError
 from keepk.model.costs import model_costs, per_what
 from keepk.plan.numbers import exact_number
+from keepk.reports.layers import NO_LAYERS, LayersReport, layers_report
 from keepk.reports.tables import Table, html_table, percent
 from keepk.run.counting import count_masked
 from keepk.run.pruner import Pruner
@@ -82,6 +83,7 @@ class RunReport:
             batch size could not be determined; MACs are then those of the whole example.
         error: The error that the user passed, in percent.
         budgets: The budgets of the run.
+        layers: What every layer has lost and costs now: iterate over it, print it as a table, or call its ``plot``.
 
     Parameters and MACs count tensors as they are, as `keepk.inspect` does. Weights that are only masked are counted in
     `masked`; removing channels, or `keepk.compact`, lowers parameters and MACs.
@@ -96,6 +98,7 @@ class RunReport:
     batch: int | None
     error: float | None
     budgets: tuple[BudgetReport, ...] = ()
+    layers: LayersReport = NO_LAYERS
 
     @property
     def line(self) -> str:
@@ -112,7 +115,7 @@ class RunReport:
         for space in (it for it in spaces if it["asked"] is not None):
             del space["implied"]  # only budgets imply a count
         budgets = [{**asdict(it), "spaces": list(it.spaces)} for it in self.budgets]
-        return {**asdict(self), "spaces": spaces, "budgets": budgets}
+        return {**asdict(self), "spaces": spaces, "budgets": budgets, "layers": self.layers.data()}
 
     def __str__(self) -> str:
         return f"{self._title()}\n{self._table()}\n{self._costs()}"
@@ -209,6 +212,14 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     -----  --------  -----  -------  ----  ------  -----
     0      channels      6        4     4  66.67%      2
     51 parameters, 44 MACs per sample
+    >>> print(report(pruner).layers)
+    Layers now; kept counts leave out masked units, parameters and MACs include masked entries, MACs are per sample
+    layer      type  channels  kept  kept %  parameters  MACs
+    -----  --------  --------  ----  ------  ----------  ----
+    0        Linear         6     4  66.67%          36    32
+    2        Linear         -     -       -          15    12
+    -----  --------  --------  ----  ------  ----------  ----
+    total  2 layers         -     -       -          51    44
     >>> report(pruner, error=1.5).line
     'epoch 1/2: kept 0 4 of 6; 51 parameters, 44 MACs per sample, error 1.50 %'
     """
@@ -235,7 +246,8 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     parameters, masked = sum(it.numel() for it in pruner.model.parameters()), count_masked(pruner.masks, pruner.model)
     costs = None if pruner.example is None else model_costs(pruner.model, pruner.example)
     macs, batch = (None, None) if costs is None else (costs.macs, costs.batch)
-    return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error, budgets)
+    layers = layers_report(pruner.model, pruner.counted_layers(), None if costs is None else costs.layers, batch)
+    return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error, budgets, layers)
 
 
 def _implied(pruner: Pruner) -> dict[str, int]:

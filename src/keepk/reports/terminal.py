@@ -120,3 +120,20 @@ def epoch_progress(console: Console, epochs: int) -> Iterator[Callable[[str, str
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=epochs, words="")
         yield lambda phase, words: progress.update(bar, advance=1, description=phase, words=words)
+
+
+@contextmanager
+def stage_progress(console: Console, stages: int) -> Iterator[Callable[[str], None]]:
+    """Show a progress bar over the stages of a task; nothing where output is not a terminal.
+
+    Args:
+        console: Where the bar is drawn.
+        stages: How often the callback will be called.
+
+    Yields:
+        A callback that takes the name of each stage as it begins.
+    """
+    columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar, begun = progress.add_task("", total=stages), count()
+        yield lambda stage: progress.update(bar, completed=next(begun), description=stage, refresh=True)

@@ -58,7 +58,8 @@ def asked_budgets(
         of_run: The budget of the `Pruner`, for the spaces without a number.
         phases: The phases of the run; None without phases.
     """
-    found = [AskedBudget(it.name, (it.name,), it.budget) for it in spaces if it.budget is not None]
+    own = [(it.name, it.budget) for it in spaces if it.budget is not None]
+    found = [AskedBudget(name, (name,), budget) for name, budget in own if not budget.shared]
     without = tuple(it.name for it in spaces if it.has_budget and it.budget is None)
     if of_run is None and without:
         raise SpaceError(
@@ -70,13 +71,16 @@ def asked_budgets(
             f"Pruner: {of_run}, but no channel space is left to it: each has its own keep=, prune=, macs= or "
             f"parameters=. Leave these out of the spaces that the budget is for."
         )
-    if of_run is not None:
-        if any(it.name == of_run.cost for it in spaces):
+    of_several = [(of_run, without)] if of_run is not None else []
+    for budget in dict.fromkeys(budget for _, budget in own if budget.shared):  # of `keepk.fit`
+        of_several.append((budget, tuple(name for name, other in own if other == budget)))
+    for budget, names in of_several:
+        if any(it.name == budget.cost for it in spaces):
             raise SpaceError(
-                f"space {of_run.cost!r}: a budget of the Pruner has this name in the plan. Give the space another "
+                f"space {budget.cost!r}: a budget of the Pruner has this name in the plan. Give the space another "
                 f"name=."
             )
-        found.append(AskedBudget(of_run.cost, without, of_run))
+        found.append(AskedBudget(budget.cost, names, budget))
     _refuse_two_at_once(found, phases)
     return found
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import gcd, lcm
 
 import numpy as np
 from torch import nn
@@ -12,6 +11,7 @@ from keepk.errors import SpaceError
 from keepk.graph.findings import is_output
 from keepk.graph.graph import Graph
 from keepk.graph.ids.facts import Role
+from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.metrics.layers import metric_name, refuse_uncalled, traits_of
 from keepk.model.edits import Indices
@@ -19,9 +19,9 @@ from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Portion, nearest_totals, snapped
 from keepk.plan.spaces import ChannelSpace
-from keepk.rank.channels import Choice, Links, find_links, refuse_bound_links
+from keepk.rank.channels import Choice, Links, find_links
+from keepk.run.allowed_counts import allowed_choices, steps_of, why_not
 
-NONE = np.zeros(0, np.int64)
 # The kinds of groups that a space can select. If several BatchNorms read a layer, its output channels are "source"
 # units and each BatchNorm's view of them is a separate set of "read" units. A plain channel is one unit on both sides.
 KINDS = {"output": ("channel", "source"), "input": ("channel", "read")}
@@ -48,9 +48,12 @@ class ChannelMembers:
         total: M, the number of units.
         keep: K, the number of units to keep; None if a budget says how many.
         choices: The sets of units that are chosen from together.
+        floors: Sets of units of which the ranking has to keep at least so many, because the counts of `choices` do
+            not see to it.
         sources: One set of reads for each layer that several BatchNorms read. At least one unit of each set must
             stay, so that the layer is still read.
         links: Which units are read by other units of the space.
+        steps: By name of a layer, the number of channels of which it keeps a multiple, or all.
         uncounted: Channels of the same layers that cannot be removed; they are not part of `units`.
     """
 
@@ -60,8 +63,10 @@ class ChannelMembers:
     total: int
     keep: int | None
     choices: tuple[Choice, ...]
+    floors: tuple[tuple[Indices, int], ...]
     sources: tuple[Indices, ...]
     links: Links
+    steps: Mapping[str, int]
     uncounted: tuple[Uncounted, ...] = ()
 
     @property
@@ -70,9 +75,21 @@ class ChannelMembers:
         return sum(it.channels for it in self.uncounted)
 
     @property
+    def rounded(self) -> dict[str, int]:
+        """The steps that ``round_to="auto"`` has chosen; empty without it."""
+        return dict(self.steps) if self.space.round_to == "auto" else {}
+
+    @property
     def portions(self) -> list[Portion]:
         """For each choice, the counts that may be kept."""
         return [choice.portion for choice in self.choices]
+
+    def allow(self, dead: Flags) -> bool:
+        """Whether the options of the space allow the counts of its layers once these units are removed."""
+        space = self.space
+        if space.round_to is None and not space.per_layer and space.layer_floor == 1:
+            return True  # only the model restricts the counts, which is checked when the units are removed
+        return all(choice.free or choice.allows(dead) for choice in self.choices)
 
 
 class NoChannelsError(SpaceError):
@@ -97,7 +114,7 @@ def find_channels(
                 )
         taken |= {int(layer.units[0]): space.name for layer in layers}
         uncounted = (*_pinned_channels(graph, space, layers), *_only_channels(graph, modules, space))
-        found[space.name] = replace(_counted(graph, space, layers), uncounted=uncounted)
+        found[space.name] = replace(_counted(graph, modules, space, layers), uncounted=uncounted)
     _refuse_sources_beside_reads(graph, found)
     return found
 
@@ -115,7 +132,7 @@ def modules_of(layer: Group, at: str) -> list[str]:
     wanted = {Role.PRODUCER if at == "output" else Role.READER}
     if layer.kind == "read":
         wanted.add(Role.CARRIER)  # a read belongs to its BatchNorm
-    names = dict.fromkeys(_module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
+    names = dict.fromkeys(module_of(tensor) for tensor, _, role in layer.axes if role in wanted)
     # `layer.module` refers to the producer, or to the reader if the layer is a read.
     is_named_by_it = at == "output" or layer.kind == "read"
     return list(dict.fromkeys([*names, layer.module])) if is_named_by_it else [*names]
@@ -130,7 +147,7 @@ def _has_side(graph: Graph, layer: Group, at: str) -> bool:
     return at == "input" or any(role is not Role.READER for role in own)
 
 
-def _module_of(tensor: str) -> str:
+def module_of(tensor: str) -> str:
     """The path of the module that owns a tensor, without parametrizations and `torch.compile` wrappers."""
     path = f".{tensor.rpartition('.')[0]}".partition(".parametrizations.")[0]
     return path.replace("._orig_mod", "").removeprefix(".")
@@ -193,7 +210,7 @@ def _refuse_no_channels(graph: Graph, space: ChannelSpace, glob: str, lossy: Seq
     fixed = [
         it
         for it in graph.fixed
-        if matches(_module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
+        if matches(module_of(it.tensor), [glob]) and graph.wiring.roles.get((it.tensor, it.axis)) is role
     ]
     # The outputs of a model are always fixed. Mention them only if the glob does not name a lossy layer.
     by_name = _any([it.module for it in lossy], [glob])
@@ -231,14 +248,24 @@ def _refuse_no_channels(graph: Graph, space: ChannelSpace, glob: str, lossy: Seq
     )
 
 
-def _counted(graph: Graph, space: ChannelSpace, layers: tuple[Group, ...]) -> ChannelMembers:
+def _counted(
+    graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace, layers: tuple[Group, ...]
+) -> ChannelMembers:
     units = np.sort(np.concatenate([layer.units for layer in layers]))
     total = len(units)
     keep = None if space.has_budget else space.count_kept(total)
     sources = tuple(_sources(graph, units)) if space.at == "input" else ()
     links = find_links(graph, space, layers)
-    choices = tuple(_choices(graph, space, layers, units, sources, links))
-    members = ChannelMembers(space, layers, units, total, keep, choices, sources, links)
+
+    def bytes_of(tensor: str) -> int:
+        path, _, attribute = tensor.rpartition(".")
+        size: int = getattr(modules[path], attribute).element_size()
+        return size
+
+    steps = steps_of(graph, space, layers, bytes_of)
+    choices, floors = allowed_choices(graph, space, layers, steps, sources, links)
+    by_name = {graph.groups[home].name: step for home, step in steps.items()}
+    members = ChannelMembers(space, layers, units, total, keep, choices, floors, sources, links, by_name)
     if keep is not None:
         _refuse_impossible_keep(graph, members, keep)
     return members
@@ -251,6 +278,7 @@ def _refuse_impossible_keep(graph: Graph, members: ChannelMembers, keep: int) ->
     if keep < least:
         needs = [f"layer_floor={space.layer_floor} in {len(layers)} layers"]
         needs += [f"round_to={space.round_to}"] if space.round_to else []
+        needs += ["the same share in each"] if space.per_layer else []
         needs += [f"a reader for each of {len(members.sources)} sources"] if members.sources else []
         needs += ["the channels that these read"] if len(members.links.pairs) else []
         raise SpaceError(
@@ -261,7 +289,7 @@ def _refuse_impossible_keep(graph: Graph, members: ChannelMembers, keep: int) ->
     if possible != [keep]:
         raise SpaceError(
             f"space {space.name!r}: keep={keep} of {members.total} channels cannot be met: "
-            f"{_why_not(graph, space, members.units)}. Nearest possible: {' and '.join(map(str, possible))}."
+            f"{why_not(graph, space, members.layers)}. Nearest possible: {' and '.join(map(str, possible))}."
         )
 
 
@@ -276,7 +304,7 @@ def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group])
         pinned = [it for it in classes if it in graph.solution.pinned and it not in seen]
         seen |= set(pinned)
         if pinned:
-            yield Uncounted(_module_of(tensor), len(pinned), len(classes), str(graph.solution.pinned[pinned[0]]))
+            yield Uncounted(module_of(tensor), len(pinned), len(classes), str(graph.solution.pinned[pinned[0]]))
 
 
 def _only_channels(graph: Graph, modules: Mapping[str, nn.Module], space: ChannelSpace) -> Iterator[Uncounted]:
@@ -294,7 +322,7 @@ def layers_of_one_channel(graph: Graph, modules: Mapping[str, nn.Module]) -> lis
     """
     # The graph lists layers in the order of the forward pass. It has no axis for a layer with a single channel on both
     # sides; such a layer is placed after the module before it.
-    order = {name: float(place) for place, name in enumerate(_module_of(it) for it, _ in graph.wiring.roles)}
+    order = {name: float(place) for place, name in enumerate(module_of(it) for it, _ in graph.wiring.roles)}
     last = -1.0
     for name in modules:
         if name in order or _width(modules[name], "in") == 1:
@@ -310,116 +338,6 @@ def layers_of_one_channel(graph: Graph, modules: Mapping[str, nn.Module]) -> lis
 
 def _width(module: nn.Module, side: str) -> object:
     return getattr(module, f"{side}_features", getattr(module, f"{side}_channels", None))
-
-
-def _why_not(graph: Graph, space: ChannelSpace, units: Indices) -> str:
-    mine = set(units.tolist())
-    bound = [blocks for blocks in graph.bindings if mine & set(np.concatenate(blocks).tolist())]
-    reasons = [f"{len(blocks)} parts must keep equal numbers" for blocks in bound[:1]]
-    reasons += [f"round_to={space.round_to} restricts the width of each layer"] if space.round_to else []
-    aligned = [layer for layer in graph.groups if layer.multiple > 1 and mine & set(layer.units.tolist())]
-    reasons += [f"{layer.name!r} must keep a multiple of {layer.multiple} ({layer.aligned})" for layer in aligned[:1]]
-    return " and ".join(reasons)
-
-
-def _choices(
-    graph: Graph,
-    space: ChannelSpace,
-    layers: Sequence[Group],
-    units: Indices,
-    sources: Sequence[Indices],
-    links: Links,
-) -> Iterable[Choice]:
-    """The sets of units that are chosen from together, each with the counts that may be kept.
-
-    Every count leaves room for the floors of the layers and for a read of each source.
-    """
-    mine = np.zeros(len(graph.units), bool)
-    mine[units] = True
-    bound = np.zeros(len(graph.units), bool)
-    for blocks in graph.bindings:
-        members = np.concatenate(blocks)
-        bound[members] = True
-        if mine[members].any():
-            _refuse_outsiders(graph, space, members[~mine[members]])
-            yield Choice(blocks, _bound_portion(graph, space, blocks, sources))
-    free = [(layer, layer.units[~bound[layer.units]]) for layer in layers]
-    free = [(layer, members) for layer, members in free if len(members)]
-    steps = [_step(graph, layer, space.round_to) for layer, _ in free]
-    loose = [it for it, step in zip(free, steps, strict=True) if step == 1]
-    refuse_bound_links(graph, space, links, np.concatenate([NONE, *(members for _, members in loose)]))
-    if loose:
-        # Layers without conditions on their counts form one choice: any of their channels may be removed.
-        members = np.concatenate([members for _, members in loose])
-        floors = [space.floor_of(len(layer.units)) for layer, _ in loose]
-        needed = links.needed([own for _, own in loose], floors)
-        least = sum(needed) + _count_read(graph, sources, members)
-        yield Choice((members,), Portion(tuple(range(min(least, len(members)), len(members) + 1))), free=True)
-    for (layer, members), step in zip(free, steps, strict=True):
-        if step > 1:
-            least = space.floor_of(len(layer.units)) + _count_read(graph, sources, members)
-            yield Choice((members,), _rounded(len(members), least, step))
-
-
-def _count_read(graph: Graph, sources: Iterable[Indices], units: Indices) -> int:
-    """How many of the sources have a read among these units."""
-    here = np.zeros(len(graph.units), bool)
-    here[units] = True
-    return sum(bool(here[reads].any()) for reads in sources)
-
-
-def _refuse_outsiders(graph: Graph, space: ChannelSpace, outside: Indices) -> None:
-    if len(outside):
-        other = graph.groups[int(graph.units.group[outside[0]])]
-        remedy = "Use lossy=True" if other.lossy and not space.lossy else "Select that module too"
-        raise SpaceError(
-            f"space {space.name!r}: some of its layers must lose as many channels as {other.name!r}, "
-            f"which is not in the space. {remedy}, or exclude both."
-        )
-
-
-def _bound_portion(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], sources: Sequence[Indices]) -> Portion:
-    """The counts that may be kept of blocks that lose equal numbers; a block keeps the floor of each of its layers."""
-    sizes = [len(block) for block in blocks]
-    floors = [
-        sum(space.floor_of(len(graph.groups[home].units)) for home in np.unique(graph.units.group[block]).tolist())
-        + _count_read(graph, sources, block)
-        for block in blocks
-    ]
-    most = min(size - min(floor, size) for size, floor in zip(sizes, floors, strict=True))
-    homes = {int(graph.units.group[block[0]]) for block in blocks}
-    any_width = all(_step(graph, graph.groups[home], space.round_to) == 1 for home in homes)
-    lost = [number for number in range(most, -1, -1) if any_width or _fits(graph, space, blocks, number)]
-    return Portion(tuple(sum(sizes) - len(blocks) * number for number in lost))
-
-
-def _fits(graph: Graph, space: ChannelSpace, blocks: Sequence[Indices], lost: int) -> bool:
-    """Whether every layer has an allowed width after each block loses `lost` channels."""
-    if lost == 0:
-        return True
-    widths = dict[int, int]()
-    for block in blocks:
-        home = int(graph.units.group[block[0]])
-        widths[home] = widths.get(home, 0) + len(block) - lost
-    return all(count % _step(graph, graph.groups[home], space.round_to) == 0 for home, count in widths.items())
-
-
-def _step(graph: Graph, layer: Group, round_to: int | None) -> int:
-    """The number of channels that a layer must lose at a time, so that its width stays a multiple of `round_to`.
-
-    A channel may have several indices: with heads of 8 indices, every width is a multiple of 8.
-    """
-    if round_to is None:
-        return layer.multiple
-    tensor, axis, _ = next((it for it in layer.axes if it[2] is Role.PRODUCER), layer.axes[0])
-    slices = [(name, dim) for name, dim, _ in graph.slices(int(layer.units[0]))]
-    width = max(slices.count((tensor, axis)), 1)
-    return lcm(round_to // gcd(round_to, width), layer.multiple)
-
-
-def _rounded(size: int, floor: int, step: int) -> Portion:
-    multiples = [count for count in range(step, size, step) if count >= floor]
-    return Portion((*multiples, size))
 
 
 def _sources(graph: Graph, units: Indices) -> Iterable[Indices]:

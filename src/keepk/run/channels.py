@@ -27,6 +27,7 @@ from keepk.metrics.layers import Layer, Parameters, Use, layers_of
 from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
 from keepk.model.names import changed_model, lengths_of, named_parameters, refuse_other_parameters
 from keepk.plan.budgets import WORDS
+from keepk.plan.names import shown
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split
 from keepk.run.channel_members import ChannelMembers
@@ -388,6 +389,7 @@ class ChannelSide:
                 "chains": {name: [list(counts) for counts in found] for name, found in self._chains.items()},
                 # By space of a budget, the channels kept after each event. Older states have no such entry.
                 **({"kept": {name: list(it) for name, it in self._history.items()}} if self.budgets else {}),
+                **({"round_to": rounded} if (rounded := self._rounded) else {}),
             }
         }
 
@@ -411,6 +413,11 @@ class ChannelSide:
             raise StateError(
                 "pruner state: its channels do not fit this model. The state is damaged, or belongs to another model."
             )
+        if saved.channels.get("round_to", {}) != self._rounded:
+            raise StateError(
+                f"pruner state: its channels were rounded to {shown(saved.channels.get('round_to', {}))}, with these "
+                f"options they are rounded to {shown(self._rounded)}. Load it with the same round_to= and dtype."
+            )
         after = np.zeros(total, bool)
         after[gone] = True
         for name, it in self.members.items():
@@ -421,6 +428,12 @@ class ChannelSide:
                 raise StateError(
                     f"pruner state: space {name!r} keeps {kept} channels, the plan says {planned}. "
                     f"The state is damaged."
+                )
+            if not it.allow(after):
+                raise StateError(
+                    f"pruner state: space {name!r}: the numbers of channels that its layers keep are none that its "
+                    f"round_to=, layer_floor= and per_layer= allow here. Load the state with the options it was saved "
+                    f"with."
                 )
         for budget in self.budgets:
             reached, bound = self._reached(after)[budget.name], budget.plan[saved.epoch - 1] if saved.epoch else None
@@ -460,6 +473,11 @@ class ChannelSide:
         masked = int((self.dead & self.graph.alive)[self.members[name].units].sum()) - max(0, revived)
         fixed = self._fixed[name]
         return {**bounded, **({"masked": masked} if masked > 0 else {}), **({"fixed": fixed} if fixed else {})}
+
+    @property
+    def _rounded(self) -> dict[str, dict[str, int]]:
+        """By space with ``round_to="auto"``, the numbers that were chosen. A saved state must have the same ones."""
+        return {name: it.rounded for name, it in self.members.items() if it.rounded}
 
     def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
         try:

@@ -158,8 +158,7 @@ def _forced(members: ChannelMembers, values: NDArray[np.float64], dead: Flags) -
     """The units that must stay: the best of every layer up to its floor, and the best read of every source."""
     forced, heights = np.zeros(len(values), bool), members.links.heights
     # Readers before their sources: a kept read also keeps its source, which then counts towards that layer's floor.
-    layers = sorted(members.layers, key=lambda layer: int(heights[layer.units[0]]))
-    needs = [(layer.units, members.space.floor_of(len(layer.units))) for layer in layers]
+    needs = sorted(members.floors, key=lambda it: int(heights[it[0][0]]))
     needs += [(reads, 1) for reads in members.sources]
     for units, least in needs:
         living = units[~dead[units]]

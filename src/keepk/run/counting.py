@@ -5,7 +5,8 @@ whatever changed it: ``model.load_state_dict(best)``, training without the Prune
 parameter that was replaced is counted as it is in the model now.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,6 +88,33 @@ def count_channels(
         for layer in members.layers:
             found[space] += _width_gained(graph, layer, ~dead | back, model)
     return found
+
+
+def channels_by_layer(
+    spaces: Mapping[str, "ChannelMembers"], graph: Graph, dead: Flags, zeroed: Masks, model: nn.Module
+) -> Iterator[tuple["ChannelMembers", Group, int]]:
+    """For each layer of each space, the number of its channels that `count_channels` finds."""
+    alone = {
+        f"{space} {place}": replace(it, layers=(layer,), units=layer.units, total=len(layer.units))
+        for space, it in spaces.items()
+        for place, layer in enumerate(it.layers)
+    }
+    found = count_channels(alone, graph, dead, zeroed, model)
+    for name, it in alone.items():
+        yield it, it.layers[0], found[name]
+
+
+def weights_by_parameter(
+    spaces: Mapping[str, "Members"], zeroed: Masks, model: nn.Module
+) -> Iterator[tuple[str, str, int]]:
+    """For each parameter of each weight space: the space, its name, and the number that `count_weights` finds."""
+    for space, it in spaces.items():
+        # Without globs, so that parameters that were added since are not counted with every other one.
+        no_globs = replace(it.space, select=(), exclude=())
+        for name, parameter in it.parameters.items():
+            alone = {space: replace(it, space=no_globs, parameters={name: parameter})}
+            kept = parameter.numel() - (int(zeroed[name].count_nonzero()) if name in zeroed else 0)
+            yield space, name, count_weights(alone, zeroed, {space: kept}, model)[space]
 
 
 def count_masked(masks: Mapping[str, Tensor], model: nn.Module) -> int:

@@ -228,6 +228,15 @@ class Pruner:
         }
 
     @property
+    def round_to(self) -> dict[str, dict[str, int]]:
+        """By space, and by layer of it: the number of channels of which the layer keeps a multiple, or all.
+
+        These are the numbers that ``round_to="auto"`` has chosen, or that follow from ``round_to=8``. They are 1 where
+        any number may be kept, and part of `state_dict` where they were chosen.
+        """
+        return {name: dict(it.steps) for name, it in self._spec.channels.items()}
+
+    @property
     def epochs(self) -> int:
         """The number of events in the plan."""
         return len(next(iter(self._spec.plan.values())))
@@ -278,6 +287,14 @@ class Pruner:
             asked_by: The name of the caller; each caller gets one warning per space.
         """
         return self._session.certificate(self._counted(asked_by))
+
+    def counted_layers(self) -> list[tuple[str, str, int, int]]:
+        """By layer and kind of unit: the module, the kind, the units before the first event, and those left now.
+
+        A module that produces or reads several layers of a space is listed once for each of them.
+        """
+        self._session.follow_cuts()
+        return self._session.counted_layers()
 
     @property
     def closed(self) -> bool:

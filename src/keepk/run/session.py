@@ -6,6 +6,7 @@ space counts weights in the remaining channels only, so channels have to be deci
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -29,8 +30,10 @@ from keepk.metrics.layers import Use
 from keepk.model.edits import Cut, Undo, left_of
 from keepk.model.names import changed_model, named_parameters
 from keepk.rank.kth_largest import one_thread
+from keepk.run.channel_members import module_of, modules_of
 from keepk.run.channels import NO_OPERATION, ChannelSide, Event, Operation, Surgery, by_plain_name, nothing
 from keepk.run.checks import RunSpec
+from keepk.run.counting import channels_by_layer, weights_by_parameter
 from keepk.run.state import Saved, pruner_state, read_pruner_state
 from keepk.run.warnings import Watch
 from keepk.run.weights import WeightSide
@@ -207,6 +210,19 @@ class Session:
     def counted(self) -> dict[str, int]:
         """By space: how many units the model's tensors have now, including masked ones that are no longer zero."""
         return {name: count for side in self.sides for name, count in side.counted.items()}
+
+    def counted_layers(self) -> list[tuple[str, str, int, int]]:
+        """By layer: its module, the kind of its units, and how many there were at first and are counted now."""
+        model, found = self.spec.model, list[tuple[str, str, int, int]]()
+        if isinstance(side := self.channels, ChannelSide):
+            for members, layer, kept in channels_by_layer(side.members, side.graph, side.dead, side.zeroed, model):
+                # The last name may be that of a parametrization.
+                for module in dict.fromkeys(module_of(f"{it}.") for it in modules_of(layer, members.space.at)):
+                    found.append((module, side.kind, len(layer.units), kept))
+        sizes = self.weights.sizes
+        for space, name, kept in weights_by_parameter(self.weights.members, self.weights.zeroed, model):
+            found.append((module_of(name), self.weights.kind, prod(sizes[space][name]), kept))
+        return found
 
     @property
     def masks(self) -> Masks:

@@ -24,6 +24,7 @@ from keepk.model.names import named_tensors
 from keepk.plan.fewest_weights import Count, Factor, Product, least
 from keepk.plan.names import matches
 from keepk.plan.phases import Goal, Phase, Plan, through_phases
+from keepk.rank.channels import Choice
 from keepk.run.channel_members import ChannelMembers, snapped_plans
 from keepk.run.weights import Members
 
@@ -87,8 +88,8 @@ class _KindCounts:
         marks = self._marks(tensors)
         for name, members in spaces.items():
             for choice in members.choices:
-                if not self._add_bound(name, choice.blocks, choice.portion.counts, marks):
-                    self._add_free(name, members, choice.blocks, choice.portion.counts, marks)
+                if not self._add_bound(name, choice, marks):
+                    self._add_free(name, members, choice, marks)
         self._add_loose(marks)
         self._kind = self._kind[self._leader]
 
@@ -138,22 +139,23 @@ class _KindCounts:
                 np.add.at(marks, self._leader[owners].ravel(), random.integers(1, 2**62))
         return marks
 
-    def _add_bound(self, name: str, blocks: Sequence[Indices], counts: Sequence[int], marks: Indices) -> bool:
+    def _add_bound(self, name: str, choice: Choice, marks: Indices) -> bool:
         """Add one count for all blocks of a binding, if each block has one kind of units; otherwise return False."""
+        blocks = choice.blocks
         if len(blocks) == 1 or any(len(np.unique(marks[block])) > 1 for block in blocks):
             return False
-        self._counts.append(Count(counts, name))
+        self._counts.append(Count(choice.portion.counts, name))
         total = sum(map(len, blocks))
-        for block in blocks:
-            self._add(block, len(self._counts) - 1, len(block) - total / len(blocks), 1 / len(blocks))
+        rates = choice.lost(choice.step)
+        for block, rate in zip(blocks, rates, strict=True):
+            part = rate / choice.step  # of the units that are lost
+            self._add(block, len(self._counts) - 1, len(block) - total * part, part)
         return True
 
-    def _add_free(
-        self, name: str, members: ChannelMembers, blocks: Sequence[Indices], counts: Sequence[int], marks: Indices
-    ) -> None:
+    def _add_free(self, name: str, members: ChannelMembers, choice: Choice, marks: Indices) -> None:
         """Add one count for each kind of units in each layer, from the fewest that may be kept to all."""
-        most_gone = (sum(map(len, blocks)) - counts[0]) // len(blocks)
-        for block in blocks:
+        blocks, counts = choice.blocks, choice.portion.counts
+        for block, most_gone in zip(blocks, choice.lost(sum(map(len, blocks)) - counts[0]), strict=True):
             homes = self._graph.units.group[block]
             for home in np.unique(homes).tolist():
                 layer = block[homes == home]
