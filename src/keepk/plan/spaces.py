@@ -256,15 +256,9 @@ def channels(
         layer_floor = count(layer_floor, f"space {called!r}: layer_floor", _or_a_share, least=1)
     if at not in ("output", "input"):
         raise SpaceError(f'space {called!r}: at={shown(at)}. Pass "output" or "input".')
-    if round_to == "auto" and (keep is not None or prune is not None):
-        given = f"prune={prune}" if keep is None else f"keep={keep}"
-        raise SpaceError(
-            f'space {called!r}: round_to="auto" is for budgets, got {given}. Pass macs= or parameters=, or a number: '
-            f"round_to=8."
-        )
-    if isinstance(round_to, str) and round_to != "auto":
-        raise SpaceError(f'space {called!r}: round_to={shown(round_to)}. Pass an int of at least 1, or "auto".')
-    if round_to is not None and round_to != "auto":
+    if isinstance(round_to, str):
+        _check_auto(called, round_to, keep, prune)
+    elif round_to is not None:
         round_to = count(round_to, f"space {called!r}: round_to", SpaceError, least=1)
     for option, value in (("lossy", lossy), ("per_layer", per_layer)):
         if not isinstance(value, bool):
@@ -278,6 +272,18 @@ def channels(
 
 def _or_a_share(message: str) -> SpaceError:
     return SpaceError(f"{message.removesuffix('.')}, or a share between 0 and 1.")
+
+
+def _check_auto(called: str, round_to: str, keep: int | None, prune: float | None) -> None:
+    """Refuse a `round_to` that is a string other than "auto", or "auto" without a budget."""
+    if round_to != "auto":
+        raise SpaceError(f'space {called!r}: round_to={shown(round_to)}. Pass an int of at least 1, or "auto".')
+    if keep is not None or prune is not None:
+        given = f"prune={prune}" if keep is None else f"keep={keep}"
+        raise SpaceError(
+            f'space {called!r}: round_to="auto" is for budgets, got {given}. Pass macs= or parameters=, or a number: '
+            f"round_to=8."
+        )
 
 
 def _globs(function: str, select: Any, exclude: Any, *, such_as: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
