@@ -227,7 +227,8 @@ class _LossyResult:
     @property
     def exists(self) -> bool:
         """Whether anything still holds one of the results, or may hold it."""
-        return not self.memory or not all(reference.expired() for reference in self.memory)
+        expired = (reference.expired() for reference in self.memory)  # type: ignore[no-untyped-call]  # torch's own
+        return not self.memory or not all(expired)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -428,7 +429,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         """Note the results of an operation that marked channels as lossy, to see later whether anything uses them."""
         # Without storage, nothing can be seen. torch's schema of a BatchNorm does not say that it writes statistics.
         seen = all(tensor.layout is torch.strided for tensor in call.outputs) and not _updates_statistics(call)
-        memory = tuple(StorageWeakRef(tensor.untyped_storage()) for tensor in call.outputs) if seen else ()
+        storages = [tensor.untyped_storage() for tensor in call.outputs] if seen else []
+        memory = tuple(map(StorageWeakRef, storages))
         self._lossy.append(_LossyResult(step, bounds, memory))
 
     def _note_written(self, outputs: Sequence[Tensor]) -> None:

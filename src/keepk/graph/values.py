@@ -435,7 +435,7 @@ class _Linked(torch.autograd.Function):
         return product.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # torch's own
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # Only a forward that computes gradients itself gets here. Forces are the gradient of an energy with respect to
         # the input, to which the product is linked already; an inner step of training needs those of the parameters.
         if not any(map(_is_asked_for, ctx.parameters)):

@@ -12,7 +12,7 @@ try:
     from torch._C import _get_mkldnn_enabled as get_mkldnn_enabled
     from torch._C import _LinAlgError as LinAlgError  # type: ignore[attr-defined]  # missing in torch's types
     from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
-    from torch._C import _will_engine_execute_node as will_engine_execute  # type: ignore[attr-defined]  # likewise
+    from torch._C import _will_engine_execute_node as will_engine_execute
     from torch._ops import OpOverload, OpOverloadPacket
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
