@@ -280,3 +280,54 @@ def test_scales_that_hardly_differ_are_told_once():
             assert "Train longer first, or choose another metric=" in words[0]
     with quiet():
         keepk.Pruner(model, keepk.channels("*", keep=30, metric=keepk.metrics.l2), example=torch.zeros(2, 40)).step()
+
+
+def encoder():
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(64, 8, 128, batch_first=True)
+
+
+def run_once(model, space):
+    keepk.Pruner(model, space, example=torch.randn(2, 5, 64)).step()
+
+
+def test_heads_beside_neurons_are_told_once_with_their_sizes():
+    words = (
+        r"space '\*': has units of very different size: one of 'self_attn.in_proj_weight' has 2,072 weights, one of "
+        r"'linear1' has 129\. One ranking of both says little\. Put them into separate spaces, under one budget"
+    )
+    sizes = {}
+    for name, kept in (("self_attn*", 7), ("linear1", 127)):
+        model = encoder()
+        before = sum(it.numel() for it in model.parameters())
+        run_once(model, keepk.channels(name, keep=kept))
+        sizes[name] = before - sum(it.numel() for it in model.parameters())
+    assert sizes == {"self_attn*": 2072, "linear1": 129}
+    for number in ({"macs": 0.6}, {"keep": 100}):
+        with pytest.warns(KeepkWarning, match=words) as told:
+            run_once(encoder(), keepk.channels("*", **number))
+        assert sum("has units" in str(it.message) for it in told) == 1
+
+
+def test_units_that_compare_are_not_told():
+    spaces = [keepk.channels(it, name=it) for it in ("self_attn*", "linear1")]
+    widths = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 2_000), nn.ReLU(), nn.Linear(2_000, 2))
+    cells = nn.LSTM(8, 64, batch_first=True)
+    rows = torch.randn(2, 5, 64)
+    with quiet():
+        keepk.Pruner(encoder(), spaces, macs=0.6, example=rows)
+        keepk.Pruner(encoder(), keepk.channels("*", macs=0.7, per_layer=True), example=rows)
+        keepk.Pruner(encoder(), [spaces[0]], macs=0.9, example=rows)
+        keepk.Pruner(widths, keepk.channels("*", macs=0.6), example=torch.randn(2, 3))
+        keepk.Pruner(Outputs(cells), keepk.channels("*", macs=0.6), example=torch.randn(2, 5, 8))
+
+
+class Outputs(nn.Module):
+    """The last output of an LSTM, through hidden neurons of few weights."""
+
+    def __init__(self, cells):
+        super().__init__()
+        self.cells, self.hidden, self.out = cells, nn.Linear(64, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.hidden(self.cells(x)[0][:, -1])))

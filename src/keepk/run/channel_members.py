@@ -1,8 +1,10 @@
 """The channels of each channel space: globs matched with the modules of a traced model, and checked."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import prod
 
 import numpy as np
 from torch import nn
@@ -291,6 +293,27 @@ def _refuse_impossible_keep(graph: Graph, members: ChannelMembers, keep: int) ->
             f"space {space.name!r}: keep={keep} of {members.total} channels cannot be met: "
             f"{why_not(graph, space, members.layers)}. Nearest possible: {' and '.join(map(str, possible))}."
         )
+
+
+def unit_sizes(graph: Graph, members: ChannelMembers) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """The layer with the largest heads, the one with the smallest single channels, and how many weights a unit has.
+
+    A head has several indices on every axis that it belongs to; a single channel has one on at least one of them.
+
+    Returns:
+        None for a kind of which the space has no layer, or if layers are ranked apart.
+    """
+    heads, channels = list[tuple[str, int]](), list[tuple[str, int]]()
+    for layer in members.layers if not members.space.per_layer else ():
+        slices = Counter((name, dim) for name, dim, _ in graph.slices(int(layer.units[0])))
+        sizes = {
+            (name, dim): number * prod(graph.wiring.shapes[name]) // graph.wiring.shapes[name][dim]
+            for (name, dim), number in slices.items()
+            if name in graph.wiring.parameters
+        }
+        kind = heads if min(slices.values(), default=1) > 1 else channels
+        kind.append((layer.name, sum(sizes.values())))
+    return max(heads, key=lambda it: it[1], default=None), min(channels, key=lambda it: it[1], default=None)
 
 
 def _pinned_channels(graph: Graph, space: ChannelSpace, layers: Iterable[Group]) -> Iterator[Uncounted]:

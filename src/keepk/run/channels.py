@@ -30,7 +30,7 @@ from keepk.plan.budgets import WORDS
 from keepk.plan.names import shown
 from keepk.plan.phases import Plan
 from keepk.plan.portions import Split
-from keepk.run.channel_members import ChannelMembers
+from keepk.run.channel_members import ChannelMembers, unit_sizes
 from keepk.run.choosing import Chooser, Ranking, RunBudget, RunCosts, first_chains, ranked
 from keepk.run.counting import count_channels, masked_places
 from keepk.run.state import Saved
@@ -258,8 +258,9 @@ class ChannelSide:
         self._history: dict[str, tuple[int, ...]] = {name: () for it in budgets for name in it.spaces}
 
     def warn_of_uncounted(self) -> None:
-        """Warn about layers with channels that their space does not count."""
+        """Warn about layers with channels that their space does not count, and about units that do not compare."""
         for name, it in self.members.items():
+            self._watch.mixed_units(name, *unit_sizes(self.graph, it))
             layers = [(u.layer, u.channels, u.width, u.why) for u in it.uncounted]
             self._watch.uncounted(name, it.keep, it.total, layers)
 

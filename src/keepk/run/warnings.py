@@ -14,6 +14,8 @@ from keepk.errors import KeepkWarning
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 Thin = tuple[str, int, int]  # a layer's name, how many of its units the event would keep, how many it has
 SPREAD = 0.05  # standard deviation of scales relative to their mean, below which their order is mostly noise
+Unit = tuple[str, int]  # a layer's name, and the number of weights of one of its units
+MIXED = 10  # times as many weights: a head of 2,000 weights beside a hidden neuron of 72
 SHARE = 0.05  # of a layer's units: a ranking that keeps fewer is usually meaningless
 
 
@@ -59,6 +61,11 @@ class Watch:
         """Warn about channels that cannot be removed and are not counted."""
         if layers:
             self.once(("uncounted", space), uncounted_message(space, keep, total, layers))
+
+    def mixed_units(self, space: str, heads: Unit | None, channels: Unit | None) -> None:
+        """Warn about a space that ranks heads beside single channels of a very different size."""
+        if heads is not None and channels is not None and heads[1] >= MIXED * channels[1]:
+            self.once(("mixed", space), mixed_message(space, heads, channels))
 
     def tied_scores(self, space: str, kind: str, tied: int, total: int) -> None:
         """Warn if most units of a space have the score at which the ranking is cut."""
@@ -145,6 +152,15 @@ def uncounted_message(space: str, keep: int | None, total: int, layers: Sequence
         f"{said}: "
         f"{some}{more}. The space keeps {keep:,} of the {total:,} others, so {keep + fixed:,} remain in total. Choose "
         f"keep= accordingly, or leave these layers out with exclude=."
+    )
+
+
+def mixed_message(space: str, heads: Unit, channels: Unit) -> str:
+    """The message about a space with units of very different size."""
+    return (
+        f"space {space!r}: has units of very different size: one of {heads[0]!r} has {heads[1]:,} weights, one of "
+        f"{channels[0]!r} has {channels[1]:,}. One ranking of both says little. Put them into separate spaces, "
+        f"under one budget with Pruner(macs=...), or pass per_layer=True."
     )
 
 

@@ -551,7 +551,8 @@ class Replays:
     inputs: TraceInputs | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
-        return self  # immutable apart from the cache, and large
+        # The rest is immutable and large. The cache is about one model: a copy of it may change and still have its shapes.
+        return replace(self, fitting=set(self.fitting))
 
     @cached_property
     def steps(self) -> list[Step]:
