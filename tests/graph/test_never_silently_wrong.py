@@ -896,6 +896,27 @@ def test_a_model_that_changed_since_its_trace_is_compared_with_itself_as_it_is_n
     assert model.a.out_features == 7
 
 
+class SwitchesOff(Hidden):
+    """With `narrow` set, the branch for few channels is another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow = False
+
+    def between(self, h, _):
+        return h * 2 if self.narrow and h.shape[1] < 6 else h
+
+
+def test_a_cut_that_fitted_one_copy_of_a_model_is_replayed_on_another_that_changed():
+    model, example = SwitchesOff(), vectors()
+    graph = keepk.trace(model, example)
+    other, its_graph = copy.deepcopy((model, graph))
+    keepk.shrink(model, graph, range(12))
+    other.narrow = True
+    with pytest.raises(ShrinkError, match="forward would not do what it did"):
+        keepk.shrink(other, its_graph, range(12))
+
+
 class LazyMask(nn.Module):
     """Builds a mask in the first forward; in train mode, `squeeze` drops the axis of a single remaining channel."""
 

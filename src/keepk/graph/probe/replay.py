@@ -551,7 +551,7 @@ class Replays:
     inputs: TraceInputs | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replays":
-        # The rest is immutable and large. The cache is about one model: a copy of it may change and still have its shapes.
+        # The rest is immutable and large. The cache is about one model: a copy may change and have the same shapes.
         return replace(self, fitting=set(self.fitting))
 
     @cached_property
