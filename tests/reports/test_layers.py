@@ -63,7 +63,8 @@ def test_costs_add_up_to_those_of_the_model(name, at):
         side = pruner._session.channels
         assert isinstance(side, ChannelSide)
         listed = {it.name for it in report.layers if it.channels is not None}
-        assert listed == {n for it in side.members["all"].layers for n in modules_of(it, at)}
+        names, known = {n for it in side.members["all"].layers for n in modules_of(it, at)}, dict(model.named_modules())
+        assert listed == {name for name in names if name in known}
         pruner.step()
 
 
@@ -85,6 +86,17 @@ def test_layers_of_one_residual_stream_list_the_same_channels():
         ("other", 8, 3),
         ("out", None, None),
     ]
+
+
+def test_heads_are_listed_at_their_module_only():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 4, 8, batch_first=True)
+    pruner = keepk.Pruner(model, keepk.channels("self_attn*", keep=3), example=torch.randn(2, 5, 16))
+    for kept in (4, 3):
+        layers = pruner.report().layers
+        assert [(it.name, it.channels, it.channels_kept) for it in layers if it.channels] == [("self_attn", 4, kept)]
+        assert "(removed)" not in str(layers)
+        pruner.step()
 
 
 def test_a_parametrized_layer_is_one_row():

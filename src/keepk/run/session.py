@@ -214,11 +214,13 @@ class Session:
     def counted_layers(self) -> list[tuple[str, str, int, int]]:
         """By layer: its module, the kind of its units, and how many there were at first and are counted now."""
         model, found = self.spec.model, list[tuple[str, str, int, int]]()
+        modules = {module_of(f"{name}.") for name, _ in model.named_modules()}
         if isinstance(side := self.channels, ChannelSide):
             for members, layer, kept in channels_by_layer(side.members, side.graph, side.dead, side.zeroed, model):
-                # The last name may be that of a parametrization.
-                for module in dict.fromkeys(module_of(f"{it}.") for it in modules_of(layer, members.space.at)):
-                    found.append((module, side.kind, len(layer.units), kept))
+                # A name may be that of a parametrization, or of a parameter such as `in_proj_weight`.
+                names = list(dict.fromkeys(module_of(f"{it}.") for it in modules_of(layer, members.space.at)))
+                for name in [it for it in names if it in modules] or names[:1]:
+                    found.append((name, side.kind, len(layer.units), kept))
         sizes = self.weights.sizes
         for space, name, kept in weights_by_parameter(self.weights.members, self.weights.zeroed, model):
             found.append((module_of(name), self.weights.kind, prod(sizes[space][name]), kept))
