@@ -36,6 +36,7 @@ from keepk.model.edits import (
     forget_compiled,
     left_of,
     new_entry,
+    refuse_missing_modules,
     undone_by,
 )
 from keepk.model.example import refuse_quantised
@@ -157,6 +158,7 @@ def prepare(
         edits = graph.edits(_numbers(units))
         if not len(edits.units):
             return Prepared(model, edits, (), ())
+        refuse_missing_modules(inner, dict(inner.named_modules()), edits)
         refuse_holders(model, edits, wrapper)
         if replay:  # after the cheap checks: it runs forward
             refuse_unfit(inner, graph, edits)

@@ -352,7 +352,8 @@ def index_tensor(indices: np.ndarray, like: Tensor) -> Tensor:
     return torch.tensor(indices, device=like.device)
 
 
-def _refuse_missing(module: nn.Module, modules: Mapping[str, nn.Module], edits: Edits) -> None:
+def refuse_missing_modules(module: nn.Module, modules: Mapping[str, nn.Module], edits: Edits) -> None:
+    """Refuse a model or a follower that lacks a module whose attributes or class the cut changes."""
     paths = [*(it.module for it in edits.settings), *(it.module for it in edits.selections), *edits.headwise]
     for path in paths:
         if path not in modules:
@@ -371,7 +372,7 @@ def cut_module(module: nn.Module, tensors: Mapping[str, Tensor], edits: Edits) -
         edits: The cuts.
     """
     modules = dict(module.named_modules())
-    _refuse_missing(module, modules, edits)
+    refuse_missing_modules(module, modules, edits)
     changes: list[Change] = [new_contents(tensors[cut.tensor], cut) for cut in edits.cuts]
     changes += [new_setting(modules[setting.module], setting) for setting in edits.settings]
     for selection in edits.selections:
