@@ -206,7 +206,7 @@ def test_resumed_runs_end_alike_and_other_options_are_refused():
     assert [layer.out_features for layer in one.model if isinstance(layer, nn.Linear)] == [2, 2, 2, 2]
     free, fresh = made(metric=lambda layer: torch.from_numpy(layer.units).double()), made(per_layer=True)
     free.step()
-    with pytest.raises(StateError, match="space 'all': the numbers of channels that its layers keep are none that its"):
+    with pytest.raises(StateError, match="space 'all': its round_to=, layer_floor= and per_layer= do not allow"):
         fresh.load_state_dict(free.state_dict())
 
 

@@ -128,7 +128,7 @@ class Fit:
 
 
 def with_budget(spaces: Sequence[ChannelSpace], macs: int) -> tuple[ChannelSpace, ...]:
-    """The spaces with a budget of so many MACs, which several of them share."""
+    """The spaces with a budget of `macs`, which they share if there are several."""
     return tuple(replace(it, budget=Budget("macs", macs, shared=len(spaces) > 1)) for it in spaces)
 
 

@@ -148,17 +148,7 @@ class GradientSums:
                 it.with_gradient += 1
 
     def mean_squares(self, layer: Layer) -> Tensor:
-        """The means of squared first-order changes of the loss, for `keepk.metrics.taylor`.
-
-        Args:
-            layer: The channels of one layer.
-
-        Returns:
-            A float64 tensor of shape [channels].
-
-        Raises:
-            RankError: No batch was counted, or the statistics do not include these channels.
-        """
+        """See `Statistics.mean_squares`."""
         self._refuse_no_data()
         place = np.full(max(int(self._units.max(initial=-1)), int(layer.units.max())) + 1, -1)
         place[self._units] = np.arange(len(self._units))
@@ -172,17 +162,7 @@ class GradientSums:
         return sums / self._batches
 
     def mean_of_squares(self, of: str | Slices) -> Tensor:
-        """The means of squared gradients, for `keepk.metrics.fisher`.
-
-        Args:
-            of: The name of a parameter of a weight space, or slices of a layer's channels.
-
-        Returns:
-            A float tensor of the parameter's shape, or of the shape of the slices' tensor.
-
-        Raises:
-            RankError: No batch was counted, or the statistics do not include this parameter.
-        """
+        """See `Statistics.squared_gradients`."""
         self._refuse_no_data()
         name = of if isinstance(of, str) else of.name
         it = self._squares.get(name if isinstance(of, str) else _of_channels(of))
@@ -206,7 +186,7 @@ class GradientSums:
         }
 
     def refuse_other_channels(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state of other channels than these."""
+        """Refuse a state that belongs to different channels."""
         units, sums, batches = state["units"], state["sums"], state["batches"]
         fits = isinstance(units, Tensor) and units.tolist() == self._units.tolist()
         if not fits or len(state["with_gradient"]) != len(self._gates):

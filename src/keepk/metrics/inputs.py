@@ -306,22 +306,7 @@ class InputStatistics:
             hook.reset()
 
     def means(self, layer: Layer, order: Order) -> Tensor:
-        """The means of ``|x|^order`` over the activations x of a layer's channels, for `keepk.metrics.activation`.
-
-        The activations are the inputs of the layers that read the channels. A channel that a linear layer reads as
-        several features, as after a flatten, has the mean over these features; a channel with several readers has
-        the mean over the readers that were called.
-
-        Args:
-            layer: The channels of one layer.
-            order: 0 counts values that are not zero, 1 sums magnitudes, 2 sums squares.
-
-        Returns:
-            A float tensor of shape [channels].
-
-        Raises:
-            RankError: No forward pass was counted, or the statistics do not include these channels.
-        """
+        """See `Statistics.mean_inputs`."""
         hooks = [
             (slices, it)
             for slices in layer.reader
@@ -342,17 +327,7 @@ class InputStatistics:
         return torch.stack([it.to(found[0].device) for it in found]).mean(0)
 
     def norms(self, name: str) -> Tensor:
-        """The L2 norm of each input feature of a layer over all values counted, for `keepk.metrics.wanda`.
-
-        Args:
-            name: The name of the layer's weight.
-
-        Returns:
-            A float tensor that broadcasts to the weight: every weight has the norm of the feature that it multiplies.
-
-        Raises:
-            RankError: No forward pass was counted, or the statistics do not include this weight.
-        """
+        """See `Statistics.input_norms`."""
         weight = self._weights.get(name)
         hooks = self._inputs.get(weight, []) if weight is not None else []
         if weight is None or not hooks or any(2 not in it.orders for it in hooks):

@@ -83,7 +83,8 @@ class RunReport:
             batch size could not be determined; MACs are then those of the whole example.
         error: The error that the user passed, in percent.
         budgets: The budgets of the run.
-        layers: What every layer has lost and costs now: iterate over it, print it as a table, or call its ``plot``.
+        layers: The units, parameters and MACs of every layer, before and now: iterate over it, print it as a table, or
+            call its ``plot``.
 
     Parameters and MACs count tensors as they are, as `keepk.inspect` does. Weights that are only masked are counted in
     `masked`; removing channels, or `keepk.compact`, lowers parameters and MACs.

@@ -60,9 +60,9 @@ def allowed_choices(
         links: Which channels of the space are read by others of it.
 
     Returns:
-        The choices; every count of them leaves room for the floors of the layers and for a read of each source. And
-        sets of units of which the ranking has to keep at least so many: the layers whose floors are not met by the
-        counts alone.
+        The choices; every count of them leaves room for the floors of the layers and for a read of each source. Also
+        the floors that the ranking has to respect: sets of units, each with the number that must stay, for the layers
+        whose floors the counts alone do not ensure.
 
     Raises:
         SpaceError: A layer must lose as many channels as one outside of the space, or the counts of channels that are
@@ -201,7 +201,7 @@ def _portion(
 
 
 def _fits(graph: Graph, steps: Steps, blocks: Sequence[Indices], rates: Sequence[int], times: int) -> bool:
-    """Whether every layer has an allowed width after the blocks have lost channels so many times."""
+    """Whether every layer has an allowed width after each block has lost channels the given number of times."""
     if times == 0:
         return True
     widths = dict[int, int]()

@@ -166,7 +166,7 @@ def planned_budgets(budgets: Sequence[RunBudget], plan: Plan) -> list[RunBudget]
 def trial(found: FoundSpaces, plan: Plan, budgets: Sequence[RunBudget], costs: RunCosts | None) -> Chooser:
     """A `Chooser` of a run that has not begun, for the present ranking."""
     graph, members = found.graph, found.channels
-    assert graph is not None  # whoever has a budget has channels
+    assert graph is not None  # a budget needs channels
     parameters, dead = Parameters.of(found.model), np.zeros(len(graph.units), bool)
     counted = {name: plan[name] for name, it in members.items() if it.keep is not None}
     return Chooser(

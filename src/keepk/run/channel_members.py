@@ -50,8 +50,8 @@ class ChannelMembers:
         total: M, the number of units.
         keep: K, the number of units to keep; None if a budget says how many.
         choices: The sets of units that are chosen from together.
-        floors: Sets of units of which the ranking has to keep at least so many, because the counts of `choices` do
-            not see to it.
+        floors: Sets of units, each with the number that the ranking has to keep, where the counts of `choices` do not
+            ensure it.
         sources: One set of reads for each layer that several BatchNorms read. At least one unit of each set must
             stay, so that the layer is still read.
         links: Which units are read by other units of the space.

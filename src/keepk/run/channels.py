@@ -432,8 +432,8 @@ class ChannelSide:
                 )
             if not it.allow(after):
                 raise StateError(
-                    f"pruner state: space {name!r}: the numbers of channels that its layers keep are none that its "
-                    f"round_to=, layer_floor= and per_layer= allow here. Load the state with the options it was saved "
+                    f"pruner state: space {name!r}: its round_to=, layer_floor= and per_layer= do not allow the numbers "
+                    f"of channels that its layers keep in this state. Load the state with the options it was saved "
                     f"with."
                 )
         for budget in self.budgets:
