@@ -432,9 +432,9 @@ class ChannelSide:
                 )
             if not it.allow(after):
                 raise StateError(
-                    f"pruner state: space {name!r}: its round_to=, layer_floor= and per_layer= do not allow the numbers "
-                    f"of channels that its layers keep in this state. Load the state with the options it was saved "
-                    f"with."
+                    f"pruner state: space {name!r}: its round_to=, layer_floor= and per_layer= do not allow the "
+                    f"numbers of channels that its layers keep in this state. Load the state with the options it was "
+                    f"saved with."
                 )
         for budget in self.budgets:
             reached, bound = self._reached(after)[budget.name], budget.plan[saved.epoch - 1] if saved.epoch else None
