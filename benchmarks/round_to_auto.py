@@ -107,7 +107,7 @@ VARIANTS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 
 
 def measured(name: str, repeats: int, batches: list[int]) -> Iterator[dict[str, Any]]:
-    """One line per variant: its MACs, parameters and latencies; or why there are none."""
+    """One line per variant: its MACs, parameters and latencies, or the error that prevented the measurement."""
     dense, example = built(name)
     cost = model_costs(dense, example)
     for variant, cut in VARIANTS.items():
