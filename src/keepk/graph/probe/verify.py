@@ -24,7 +24,9 @@ from keepk.model.torch_internals import TorchDispatchMode, tree_map
 
 TOLERANCE = 1e-8  # in float64, where rounding is far below and a wrong channel far above
 SHOWN = 6  # layers in a message
-NOISY = 4  # runs with other weights and inputs, in a comparison by outputs
+# Comparisons by outputs are repeated with noise on the inputs and other weights: the weights times these, plus noise. A
+# channel that is inactive with its own weights is active with their opposites.
+NOISY = (1, -1, 0, 0, 1, -1, 0, 0)
 REMEDIES = {
     "shrink": "Keep more units there, leave the layer out (exclude=...), or pass replay=False if the difference is "
     "intended.",
@@ -320,15 +322,15 @@ def _is_torchs_shortcut(model: nn.Module, graph: Graph, edits: Edits, found: Mis
     run = replace(found.run, example=_in_float64(found.run.example))
     try:
         same = _Trial(Workshop(model, run.example, None), graph, run).difference(edits) <= TOLERANCE
-        noisy = (_with_noise(model, run, seed) for seed in range(NOISY))
+        noisy = (_with_noise(model, run, times, seed) for seed, times in enumerate(NOISY))
         # NaN says nothing: the noise may leave the domain of an operation (a logarithm).
         return same and not any(_Trial(workshop, graph, it).difference(edits) > TOLERANCE for workshop, it in noisy)
     except Exception:  # forward may raise anything on a copy that it does not fit
         return False
 
 
-def _with_noise(model: nn.Module, run: Run, seed: int) -> tuple[Workshop, Run]:
-    """A copy of the model with noise on its parameters, and the run with noise on its input."""
+def _with_noise(model: nn.Module, run: Run, times: int, seed: int) -> tuple[Workshop, Run]:
+    """A copy of the model whose parameters are multiplied and have noise added, and the run with noise on its input."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(tensor: Tensor) -> Tensor:
@@ -341,7 +343,7 @@ def _with_noise(model: nn.Module, run: Run, seed: int) -> tuple[Workshop, Run]:
     twin = Workshop(model, run.example, None).copy()
     with torch.no_grad():
         for parameter in (it for it in twin.parameters() if it.is_floating_point()):
-            parameter.add_(noise(parameter) * parameter.abs().mean())
+            parameter.copy_(times * parameter + noise(parameter) * parameter.abs().mean())
     return Workshop(twin, example, None), replace(run, example=example)
 
 
