@@ -26,11 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(name))
 
 
-def pytest_collection_finish() -> None:
-    """Exclude everything that exists before the first test from garbage collection.
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_collection_of_what_other_modules_left() -> None:
+    """Exclude everything that exists before a module's first test from garbage collection.
 
     keepk collects garbage before it refuses a second Pruner or a DDP wrapper that may have been deleted. Each time,
-    Python would walk over all collected tests and all of torch.
+    Python would walk over all collected tests, all of torch, and the graphs and libraries of earlier modules.
     """
     gc.collect()
     gc.freeze()
