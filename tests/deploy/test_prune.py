@@ -41,6 +41,9 @@ def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+TAYLOR = {"macs": 0.5, "metric": keepk.metrics.taylor, "calibrate": batches()}
+
+
 def macs_of(net):
     found = model_costs(net, EXAMPLE).macs
     assert found is not None
@@ -120,6 +123,25 @@ def test_an_iterator_and_the_other_numbers_serve_too():
             KeepkError,
             "calibrate= has no batches. Pass at least one",
         ),
+        ({"macs": 0.5, "calibrate": []}, KeepkError, "calibrate= has no batches. Pass at least one"),
+        ({"macs": 0.5, "calibrate": [EXAMPLE, EXAMPLE[:1, :, :3, :3]]}, KeepkError, "batch 2 has only one value"),
+        ({"macs": 0.5, "calibrate": [EXAMPLE[:0]]}, KeepkError, "prune: calibrate: batch 1 is empty"),
+        ({"macs": 0.5, "calibrate": [EXAMPLE * torch.nan]}, KeepkError, "BatchNorm '1' would be NaN or infinite"),
+        # The loss takes these batches, but recalibration could not run them after the cut.
+        (
+            {
+                "macs": 0.5,
+                "metric": keepk.metrics.taylor,
+                "calibrate": [(3, EXAMPLE)],
+                "loss": lambda net, it: net(it[1]).mean(),
+            },
+            KeepkError,
+            "prune: calibrate: a batch is a tuple that begins with int",
+        ),
+        (TAYLOR | {"loss": lambda net, it: net(it[0]).mean().item()}, KeepkError, "loss= returned a float"),
+        (TAYLOR | {"loss": lambda net, it: net(it[0])}, KeepkError, r"loss= returned a tensor of shape \(8, 10\)"),
+        (TAYLOR | {"loss": lambda net, it: net(it[0]).mean().detach()}, KeepkError, "without gradients"),
+        (TAYLOR | {"loss": "mse"}, KeepkError, "got loss='mse'"),
     ],
 )
 def test_a_refused_call_changes_nothing(options, error, words):
