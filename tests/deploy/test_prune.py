@@ -117,7 +117,17 @@ def test_an_iterator_and_the_other_numbers_serve_too():
         ({"macs": 0.5, "calibrate": EXAMPLE}, KeepkError, "calibrate: got one Tensor. Pass a loader or a list"),
         ({"macs": 0.5, "calibrate": {"x": EXAMPLE}}, KeepkError, "calibrate: got one dict. Pass a loader or a list"),
         ({"macs": 0.5, "calibrate": ["picture"]}, KeepkError, "prune: calibrate: a batch is a str"),
-        ({"macs": 0.5, "calibrate": [EXAMPLE, EXAMPLE[:, :2]]}, RuntimeError, "channels"),
+        (
+            {"macs": 0.5, "calibrate": [EXAMPLE, EXAMPLE[:, :2]]},
+            KeepkError,
+            "of a calibrate= batch failed .RuntimeError",
+        ),
+        (
+            {"macs": 0.5, "calibrate": [EXAMPLE.half()], "metric": keepk.metrics.activation},
+            KeepkError,
+            "forward pass of calibrate= batch 1 failed .RuntimeError",
+        ),
+        (TAYLOR | {"loss": lambda net, it: net(it["x"])}, KeepkError, "loss= of batch 1 failed .TypeError"),
         (
             {"macs": 0.5, "metric": keepk.metrics.activation, "calibrate": []},
             KeepkError,

@@ -1,7 +1,7 @@
 """`prune`: prune a trained model in one call, without a training loop."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -183,12 +183,12 @@ def _try_batches(
             if statistics is None and norms:
                 break  # the rehearsal below runs all of them
             if statistics is None or loss is None:
-                with torch.no_grad():
+                with torch.no_grad(), _naming(f"the forward pass of calibrate= batch {number}"):
                     forward_of(model, batch, "prune: calibrate")
                 continue
             for parameter, _ in gradients:
                 parameter.grad = None
-            with torch.enable_grad():
+            with torch.enable_grad(), _naming(f"loss= of batch {number}"):
                 _checked_loss(loss(model, batch), number).backward()  # type: ignore[no-untyped-call]  # torch's own
             statistics.update()
     finally:
@@ -199,8 +199,26 @@ def _try_batches(
     if not number:
         raise KeepkError("prune: calibrate= has no batches. Pass at least one, or omit it.")
     if norms:
-        with nullcontext() if statistics is None else statistics.paused():
+        with (
+            nullcontext() if statistics is None else statistics.paused(),
+            _naming("the forward pass of a calibrate= batch"),
+        ):
             rehearse(model, batches, "prune: calibrate")
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Raise a KeepkError in place of whatever the user's model or loss raises."""
+    try:
+        yield
+    except (KeepkError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"[:300]
+        raise KeepkError(
+            f"prune: {what} failed ({said}). Pass batches that the model takes as model(inputs), as tensors, "
+            f"(inputs, targets) or dicts of keyword arguments, and a loss that takes the model and a batch."
+        ) from error
 
 
 def _checked_loss(value: Any, number: int) -> Tensor:
