@@ -19,7 +19,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import keepk
+from keepk.metrics.layers import Layer
 from keepk.model.costs import model_costs
 from keepk_paper.digits import DigitsNet, Recipe, load_digits, train_dense
 from keepk_paper.models import VGG16
@@ -41,6 +42,26 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import prune_crepe as crepe
 
 Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class RanksInLayer:
+    """A metric whose scores are replaced by their ranks in the layer, as shares: all layers lose the same share."""
+
+    of: Callable[..., Tensor]
+    over = "layer"
+    ranks = ("channels",)
+    needs = ("weights",)
+
+    def __call__(self, layer: Layer) -> Tensor:
+        """The shares of the layer's channels that score lower."""
+        return self.of(layer).double().argsort().argsort() / len(layer)
+
+    def scores(self, layers: Sequence[Layer]) -> list[Tensor]:
+        """The same for all layers of a space."""
+        return [self(layer) for layer in layers]
+
+
 SHARES, FLOORS = (0.5, 0.25), (1, 0.1)
 TUNED = (0.25, 0.1)  # the share and the floor of the networks that are trained after the cut
 CALIBRATION = 8  # batches; 4 of CREPE
@@ -50,6 +71,8 @@ METRICS: dict[str, Callable[..., Any]] = {
     "blend": keepk.metrics.blend(alpha=0.5),
     "gamma, per layer": keepk.metrics.blend(alpha=1.0, over="layer"),
     "product": keepk.metrics.product,
+    "gamma, ranks in layer": RanksInLayer(keepk.metrics.bn_scale),
+    "product, ranks in layer": RanksInLayer(keepk.metrics.product),
     "taylor": keepk.metrics.taylor,
     "random": keepk.metrics.random,
 }

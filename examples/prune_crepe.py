@@ -51,7 +51,6 @@ LOWEST, STEP = 1997.3794084376191, 20  # the first pitch and the distance betwee
 SHARES = (0.5, 0.25, 0.1)
 SEEDS = (1, 2, 3)
 CALIBRATION, TEST, BATCH = 128, 1_000, 32  # frames
-FLOOR = 0.05  # at least this share of every layer stays
 Sounds = tuple[Tensor, Tensor]  # frames [N, 1024], normalised, and their pitches in cents above 10 Hz [N]
 
 
@@ -194,7 +193,7 @@ def calibration(seed: int) -> list[Sounds]:
 def pruned_at_once(dense: Crepe, macs: int | float, metric: Callable[..., Any] | None, seed: int) -> Crepe:
     """A copy that `keepk.prune` cuts to a budget and recalibrates."""
     model, batches = copy.deepcopy(dense), calibration(seed)
-    keepk.prune(model, batches[0][0][:2], macs=macs, layer_floor=FLOOR, metric=metric, calibrate=batches, loss=loss)
+    keepk.prune(model, batches[0][0][:2], macs=macs, metric=metric, calibrate=batches, loss=loss)
     return model
 
 
@@ -210,9 +209,7 @@ def annealed(dense: Crepe, macs: int | float, folder: Path, *, epochs: int, fram
     model = copy.deepcopy(dense)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=1e-4)
     steps = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    space = keepk.channels(
-        "*", macs=macs, layer_floor=FLOOR, name="channels", schedule=keepk.Cubic(epochs=max(1, epochs // 2))
-    )
+    space = keepk.channels("*", macs=macs, name="channels", schedule=keepk.Cubic(epochs=max(1, epochs // 2)))
     pruner = keepk.Pruner(model, space, optimizer, example=sounds[0][:2])
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": steps, "pruner": pruner}
     first = 0
@@ -285,15 +282,13 @@ def networks(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator
             sizes = {"epochs": options.epochs, "frames": options.training_frames}
             yield {**key, "training_frames": options.training_frames}, partial(annealed, dense, macs, folder, **sizes)
             continue
-        for seed in options.seeds:
-            metrics = {
-                "one-shot": None,
-                "one-shot, Taylor": keepk.metrics.taylor,
-                "random": keepk.metrics.random(seed=seed),
-            }
-            for name, metric in metrics.items():
-                key = {"network": name, "macs_asked": macs, "seed": seed}
-                yield key, partial(pruned_at_once, dense, macs, metric, seed)
+        rankings = [("one-shot", None, 1), ("one-shot, Taylor", keepk.metrics.taylor, 1)]
+        rankings += [("random", keepk.metrics.random(seed=seed), seed) for seed in options.seeds]
+        for name, metric, seed in rankings:
+            yield (
+                {"network": name, "macs_asked": macs, "seed": seed},
+                partial(pruned_at_once, dense, macs, metric, seed),
+            )
 
 
 def run(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> None:
@@ -325,7 +320,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12, help="of annealing")
     parser.add_argument("--training-frames", type=int, default=8_192, help="of annealing")
     parser.add_argument("--frames", type=int, default=TEST, help="test frames")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS], help="of random scores")
     parser.add_argument("--repeats", type=int, default=30, help="of a measured forward pass")
     parser.add_argument("--folder", type=Path, default=Path("runs/crepe"), help="for downloads and checkpoints")
     parser.add_argument("--out", type=Path, default=Path("results/examples/crepe.jsonl"))

@@ -36,7 +36,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     metric: Callable[..., Any] | None = None,
     calibrate: Iterable[Any] | None = None,
     loss: Loss | None = None,
-    layer_floor: int | float = 1,
+    layer_floor: int | float | None = None,
     round_to: int | Literal["auto"] | None = None,
     per_layer: bool = False,
     lossy: bool = False,
@@ -65,7 +65,8 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         calibrate: Batches of inputs, as for `keepk.recalibrate`. After the cut, running statistics of BatchNorms are
             recomputed from them. A few batches of training data are enough.
         loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients.
-        layer_floor: The least number, or share, of channels to keep in each layer.
+        layer_floor: The least number, or share, of channels to keep in each layer; None means a tenth under a budget,
+            otherwise 1.
         round_to: Each cut layer keeps a number of channels that makes its width a multiple of this;
             "auto" chooses one for each layer, under a budget.
         per_layer: Every layer keeps the same share of its channels.
