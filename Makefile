@@ -42,7 +42,7 @@ format: $(INSTALLED)  ## format the code and fix lint with ruff
 	$(BIN)/ruff check --fix .
 
 tables: $(INSTALLED)  ## regenerate the docs' tables from results/
-	$(BIN)/python -m keepk_paper.tables.pages README.md docs/*.md
+	$(BIN)/python -m keepk_paper.tables.pages README.md docs/*.md docs/decisions/*.md
 
 $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[docs]'

@@ -32,7 +32,7 @@ EXAMPLE = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
 
 
 def spaces(**options):
-    return [keepk.channels("*", name="all", metric=L2, **options)]
+    return [keepk.channels("*", **{"name": "all", "metric": L2, "layer_floor": 1, **options})]
 
 
 def exactly(ms):

@@ -41,6 +41,9 @@ def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+TAYLOR = {"macs": 0.5, "metric": keepk.metrics.taylor, "calibrate": batches()}
+
+
 def macs_of(net):
     found = model_costs(net, EXAMPLE).macs
     assert found is not None
@@ -114,12 +117,41 @@ def test_an_iterator_and_the_other_numbers_serve_too():
         ({"macs": 0.5, "calibrate": EXAMPLE}, KeepkError, "calibrate: got one Tensor. Pass a loader or a list"),
         ({"macs": 0.5, "calibrate": {"x": EXAMPLE}}, KeepkError, "calibrate: got one dict. Pass a loader or a list"),
         ({"macs": 0.5, "calibrate": ["picture"]}, KeepkError, "prune: calibrate: a batch is a str"),
-        ({"macs": 0.5, "calibrate": [EXAMPLE, EXAMPLE[:, :2]]}, RuntimeError, "channels"),
+        (
+            {"macs": 0.5, "calibrate": [EXAMPLE, EXAMPLE[:, :2]]},
+            KeepkError,
+            "of a calibrate= batch failed .RuntimeError",
+        ),
+        (
+            {"macs": 0.5, "calibrate": [EXAMPLE.half()], "metric": keepk.metrics.activation},
+            KeepkError,
+            "forward pass of calibrate= batch 1 failed .RuntimeError",
+        ),
+        (TAYLOR | {"loss": lambda net, it: net(it["x"])}, KeepkError, "loss= of batch 1 failed .TypeError"),
         (
             {"macs": 0.5, "metric": keepk.metrics.activation, "calibrate": []},
             KeepkError,
             "calibrate= has no batches. Pass at least one",
         ),
+        ({"macs": 0.5, "calibrate": []}, KeepkError, "calibrate= has no batches. Pass at least one"),
+        ({"macs": 0.5, "calibrate": [EXAMPLE, EXAMPLE[:1, :, :3, :3]]}, KeepkError, "batch 2 has only one value"),
+        ({"macs": 0.5, "calibrate": [EXAMPLE[:0]]}, KeepkError, "prune: calibrate: batch 1 is empty"),
+        ({"macs": 0.5, "calibrate": [EXAMPLE * torch.nan]}, KeepkError, "BatchNorm '1' would be NaN or infinite"),
+        # The loss takes these batches, but recalibration could not run them after the cut.
+        (
+            {
+                "macs": 0.5,
+                "metric": keepk.metrics.taylor,
+                "calibrate": [(3, EXAMPLE)],
+                "loss": lambda net, it: net(it[1]).mean(),
+            },
+            KeepkError,
+            "prune: calibrate: a batch is a tuple that begins with int",
+        ),
+        (TAYLOR | {"loss": lambda net, it: net(it[0]).mean().item()}, KeepkError, "loss= returned a float"),
+        (TAYLOR | {"loss": lambda net, it: net(it[0])}, KeepkError, r"loss= returned a tensor of shape \(8, 10\)"),
+        (TAYLOR | {"loss": lambda net, it: net(it[0]).mean().detach()}, KeepkError, "without gradients"),
+        (TAYLOR | {"loss": "mse"}, KeepkError, "got loss='mse'"),
     ],
 )
 def test_a_refused_call_changes_nothing(options, error, words):

@@ -1,12 +1,15 @@
 """The code that users copy first: the script in examples/, the README's first block, and the API index."""
 
+import argparse
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,14 +27,23 @@ PUBLIC = [
 ]
 
 
-@pytest.fixture
-def prune_a_convnet():
-    spec = importlib.util.spec_from_file_location("prune_a_convnet", REPOSITORY / "examples" / "prune_a_convnet.py")
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def prune_a_convnet():
+    return example("prune_a_convnet")
+
+
+@pytest.fixture
+def prune_crepe():
+    return example("prune_crepe")
 
 
 @pytest.mark.filterwarnings("error::keepk.KeepkWarning")
@@ -59,6 +71,110 @@ def test_the_examples_command_line(prune_a_convnet, monkeypatch):
         "fine_tune_epochs": 5,
         "folder": Path("there"),
     }
+
+
+class Torchcrepe(torch.nn.Module):
+    """The network as torchcrepe 0.0.24 builds it, with two-dimensional convolutions and sigmoids at the end."""
+
+    def __init__(self, widths):
+        super().__init__()
+        for number, (before, after) in enumerate(zip((1, *widths), widths, strict=False), start=1):
+            size, stride = ((512, 1), (4, 1)) if number == 1 else ((64, 1), (1, 1))
+            setattr(self, f"conv{number}", torch.nn.Conv2d(before, after, size, stride))
+            setattr(self, f"conv{number}_BN", torch.nn.BatchNorm2d(after, eps=0.0010000000474974513, momentum=0.0))
+        self.classifier = torch.nn.Linear(4 * widths[-1], 360)
+
+    def forward(self, frames):
+        seen = frames[:, None, :, None]
+        for number in range(1, 7):
+            seen = torch.nn.functional.pad(seen, (0, 0, 254, 254) if number == 1 else (0, 0, 31, 32))
+            seen = torch.relu(getattr(self, f"conv{number}")(seen))
+            seen = torch.nn.functional.max_pool2d(getattr(self, f"conv{number}_BN")(seen), (2, 1), (2, 1))
+        return torch.sigmoid(self.classifier(seen.permute(0, 2, 1, 3).flatten(1)))
+
+
+def test_crepe_computes_what_torchcrepe_computes(prune_crepe):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        theirs = Torchcrepe(prune_crepe.WIDTHS["tiny"])
+        for name, value in theirs.state_dict().items():
+            if "_BN" in name and value.is_floating_point():
+                value.uniform_(0.5, 1.5)
+    ours = prune_crepe.from_torchcrepe(theirs.state_dict(), "tiny")
+    frames, _ = prune_crepe.synthesised(5, seed=1)
+    torch.testing.assert_close(ours(frames).sigmoid(), theirs.eval()(frames))
+    full = prune_crepe.Crepe()
+    assert sum(it.numel() for it in full.parameters()) == 22_239_976
+
+
+@pytest.mark.parametrize("glide", [0.0, 3.0, -2.0])
+@pytest.mark.parametrize("pitch", [61.0, 440.0, 990.0])
+def test_synthesised_sounds_have_the_pitch_that_is_said(prune_crepe, pitch, glide):
+    """The frequency of a tone is the slope of its analytic signal's phase; a voice repeats after one period."""
+    random = np.random.default_rng(0)
+    tone = prune_crepe._sound(random, pitch, glide=glide, voice=False)
+    spectrum = np.fft.fft(tone * np.hanning(len(tone)))
+    spectrum[len(tone) // 2 :] = 0
+    phases = np.unwrap(np.angle(np.fft.ifft(spectrum)))
+    slope = (phases[528] - phases[496]) / 32 * prune_crepe.RATE / (2 * np.pi)
+    assert abs(1_200 * np.log2(slope / pitch)) < 25
+    voice = prune_crepe._sound(random, 400.0, glide=0.0, voice=True)  # a period of 40 samples
+    assert np.corrcoef(voice[40:], voice[:-40])[0, 1] > 0.999
+    assert max(np.corrcoef(voice[lag:], voice[:-lag])[0, 1] for lag in range(10, 31)) < 0.99
+
+
+def test_pitches_are_decoded_and_scored(prune_crepe):
+    cents = torch.tensor([3_000.0, 4_321.0, 7_777.0])
+    logits = torch.logit(prune_crepe.targets(cents), eps=1e-6)
+    assert (prune_crepe.decoded(logits) - cents).abs().max() < 1
+    off = cents + torch.tensor([0.0, 49.0, 51.0])
+    fixed = torch.nn.Module()
+    fixed.forward = lambda _: logits
+    assert prune_crepe.accuracy(fixed, (torch.zeros(3, 1_024), off)) == 66.67
+
+
+def test_the_crepe_example_measures_every_network_once(prune_crepe, tmp_path, monkeypatch):
+    monkeypatch.setattr(prune_crepe, "SHARES", (0.5,))
+    monkeypatch.setattr(prune_crepe, "CALIBRATION", 64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dense, tiny = (prune_crepe.Crepe(widths) for widths in ((16, 8, 8, 8, 8, 16), (8, 4, 4, 4, 4, 8)))
+        options = argparse.Namespace(
+            **{"anneal": False, "epochs": 2, "training_frames": 64, "frames": 30, "seeds": [1], "repeats": 3},
+            **{"folder": tmp_path, "out": tmp_path / "results" / "crepe.jsonl"},
+        )
+        for _ in range(2):  # the second time everything is there
+            prune_crepe.run(dense, tiny, options)
+            lines = [json.loads(line) for line in options.out.read_text().splitlines()]
+            assert len(lines) == 2 + 2 * 3
+        options.anneal = True
+        prune_crepe.run(dense, tiny, options)
+    lines = [json.loads(line) for line in options.out.read_text().splitlines()]
+    assert [line["network"] for line in lines[8:]] == ["annealed"] * 2
+    bounds = {None: lines[0]["macs"], 0.5: lines[0]["macs"] // 2, lines[1]["macs"]: lines[1]["macs"]}
+    for line in lines:
+        assert line["macs"] <= bounds[line["macs_asked"]]
+        assert 0 <= line["accuracy"] <= 100
+        assert line["file_bytes"] > 4 * line["parameters"]
+    assert lines[0]["widths"] == [16, 8, 8, 8, 8, 16]
+
+
+def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkeypatch):
+    dense = prune_crepe.Crepe((8, 4, 4, 4, 4, 8))
+    whole = prune_crepe.annealed(dense, 0.5, tmp_path / "whole", epochs=3, frames=64)
+    save = keepk.save_checkpoint
+
+    def save_and_die(*arguments, **options):
+        save(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(keepk, "save_checkpoint", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        prune_crepe.annealed(dense, 0.5, tmp_path / "killed", epochs=3, frames=64)
+    monkeypatch.undo()
+    resumed = prune_crepe.annealed(dense, 0.5, tmp_path / "killed", epochs=3, frames=64)
+    for (name, value), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
 
 
 @pytest.mark.filterwarnings("error::keepk.KeepkWarning")

@@ -164,7 +164,7 @@ def test_layers_without_a_common_share_are_refused():
         "layer_floor=1 only all of their channels can be kept. Select layers whose widths have a larger common divisor"
     )
     refused(words, small(6, 5), keep=5)
-    refused(words, small(6, 5), macs=0.5)
+    refused(words, small(6, 5), macs=0.5, layer_floor=1)
 
 
 def test_a_budget_below_the_floors_names_the_least():

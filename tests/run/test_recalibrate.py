@@ -85,6 +85,10 @@ def test_batches_may_come_with_targets_or_as_dicts():
         (7, "batches: got one int"),
         ([BATCHES[0], "picture"], "a batch is a str. Pass tensors"),
         ([(3, 4)], "a batch is a tuple that begins with int"),
+        ([BATCHES[0], torch.zeros(0, 3, 7, 7)], "batch 2 is empty: its first tensor has the shape \\(0, 3, 7, 7\\)"),
+        ([BATCHES[0], BATCHES[1] * torch.nan], "the statistics of BatchNorm '1' would be NaN or infinite"),
+        ([BATCHES[0] * 1e38], "the statistics of BatchNorm '1' would be NaN or infinite"),
+        ([BATCHES[0], torch.randn(1, 3, 3, 3)], "batch 2 has only one value per channel at BatchNorm '1'"),
     ],
 )
 def test_what_is_no_batch_is_refused_and_nothing_changes(batches, words):

@@ -87,6 +87,8 @@ def run_to_the_end(pruner):
             r"space '0': macs=0.1 \(6 MACs\) is below the 19 MACs per sample .* Choose macs=19 or more, a ",
         ),
         ({"macs": 20, "layer_floor": 2}, "macs=20 is below the 28 MACs per sample"),
+        # Every removal is forbidden, so no budget helps, and the dense cost itself would be refused.
+        ({"macs": 20, "layer_floor": 8}, r"below the 64 MACs .* keeps only its floor. Choose a lower layer_floor= or"),
         ({"macs": 20, "round_to": 4}, "macs=20 is below the 46 MACs per sample .* a lower layer_floor= or round_to="),
         ({"parameters": 10}, "parameters=10 is below the 27 parameters that the model still has"),
         ({"macs": 0.5, "schedule": [40, 50, 32]}, "space '0': plan .*rises from 40 to 50"),

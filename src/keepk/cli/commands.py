@@ -137,7 +137,13 @@ def prune(  # noqa: PLR0913 - the options of the command
             show_default=False,
         ),
     ] = None,
-    layer_floor: Annotated[float, typer.Option(help="Least share (below 1) or number of channels per layer.")] = 1,
+    layer_floor: Annotated[
+        float | None,
+        typer.Option(
+            help="Least share (below 1) or number of channels per layer; by default 0.1 under a budget, otherwise 1.",
+            show_default=False,
+        ),
+    ] = None,
     round_to: Annotated[
         str | None,
         typer.Option(
@@ -173,7 +179,7 @@ def prune(  # noqa: PLR0913 - the options of the command
             metric=None if metric is None else metric_from(metric),
             calibrate=None if calibrate is None else batches_from(calibrate, batch),
             loss=None if loss is None else function_from(loss),
-            layer_floor=int(layer_floor) if layer_floor.is_integer() else layer_floor,
+            layer_floor=int(layer_floor) if layer_floor is not None and layer_floor.is_integer() else layer_floor,
             round_to="auto" if round_to == "auto" else _whole(round_to, "--round-to"),
             per_layer=per_layer,
             on_stage=begin,

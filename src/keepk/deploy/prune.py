@@ -1,6 +1,7 @@
 """`prune`: prune a trained model in one call, without a training loop."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -12,12 +13,11 @@ from keepk.metrics.layers import traits_of
 from keepk.metrics.statistics import Statistics
 from keepk.model.example import TrainMode, ValueBranches, not_a_model
 from keepk.model.names import unwrap
-from keepk.model.torch_internals import BatchNormBase
 from keepk.plan.names import shown
 from keepk.plan.spaces import channels
 from keepk.reports.run import RunReport, report
 from keepk.run.pruner import Pruner
-from keepk.run.recalibrate import forward_of, recalibrate
+from keepk.run.recalibrate import forward_of, norms_with_statistics, recalibrate, rehearse
 
 Loss = Callable[[nn.Module, Any], Tensor]
 STAGES = ("trace", "run the batches", "rank and cut", "recalibrate")
@@ -36,7 +36,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     metric: Callable[..., Any] | None = None,
     calibrate: Iterable[Any] | None = None,
     loss: Loss | None = None,
-    layer_floor: int | float = 1,
+    layer_floor: int | float | None = None,
     round_to: int | Literal["auto"] | None = None,
     per_layer: bool = False,
     lossy: bool = False,
@@ -65,7 +65,8 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         calibrate: Batches of inputs, as for `keepk.recalibrate`. After the cut, running statistics of BatchNorms are
             recomputed from them. A few batches of training data are enough.
         loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients.
-        layer_floor: The least number, or share, of channels to keep in each layer.
+        layer_floor: The least number, or share, of channels to keep in each layer; None means a tenth under a budget,
+            otherwise 1.
         round_to: Each cut layer keeps a number of channels that makes its width a multiple of this;
             "auto" chooses one for each layer, under a budget.
         per_layer: Every layer keeps the same share of its channels.
@@ -122,8 +123,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
         pruner.step()
         found = report(pruner)
     begin("recalibrate")
-    norms = (it for it in model.modules() if isinstance(it, BatchNormBase))
-    if batches is not None and any(norm.running_mean is not None for norm in norms):
+    if batches is not None and norms_with_statistics(model):
         recalibrate(model, batches)
     return found
 
@@ -169,30 +169,69 @@ def _statistics_for(
 def _try_batches(
     model: nn.Module, batches: Iterable[Any] | None, statistics: Statistics | None, loss: Loss | None
 ) -> None:
-    """Run every batch in eval mode, for the statistics and so that a batch that does not fit is refused in time.
+    """Run every batch, for the statistics, and to refuse in time whatever would fail after the cut.
 
-    Gradients and modes of the model are restored.
+    Statistics are collected in eval mode. Gradients, modes and statistics of BatchNorms are restored.
     """
+    if batches is None:
+        return
+    norms, number = norms_with_statistics(model), 0
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    number = 0
     try:
         model.eval()
-        for batch in () if batches is None else batches:
-            number += 1
+        for number, batch in enumerate(batches, start=1):
+            if statistics is None and norms:
+                break  # the rehearsal below runs all of them
             if statistics is None or loss is None:
-                with torch.no_grad():
+                with torch.no_grad(), _naming(f"the forward pass of calibrate= batch {number}"):
                     forward_of(model, batch, "prune: calibrate")
                 continue
             for parameter, _ in gradients:
                 parameter.grad = None
-            with torch.enable_grad():
-                loss(model, batch).backward()  # type: ignore[no-untyped-call]  # torch's own
+            with torch.enable_grad(), _naming(f"loss= of batch {number}"):
+                _checked_loss(loss(model, batch), number).backward()  # type: ignore[no-untyped-call]  # torch's own
             statistics.update()
     finally:
         for module, training in modes:
             module.training = training
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    if batches is not None and not number:
+    if not number:
         raise KeepkError("prune: calibrate= has no batches. Pass at least one, or omit it.")
+    if norms:
+        with (
+            nullcontext() if statistics is None else statistics.paused(),
+            _naming("the forward pass of a calibrate= batch"),
+        ):
+            rehearse(model, batches, "prune: calibrate")
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Raise a KeepkError in place of whatever the user's model or loss raises."""
+    try:
+        yield
+    except (KeepkError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"[:300]
+        raise KeepkError(
+            f"prune: {what} failed ({said}). Pass batches that the model takes as model(inputs), as tensors, "
+            f"(inputs, targets) or dicts of keyword arguments, and a loss that takes the model and a batch."
+        ) from error
+
+
+def _checked_loss(value: Any, number: int) -> Tensor:
+    """The value of a loss, if it is one number with gradients."""
+    remedy = "It has to return the loss of the batch as a tensor with one element, computed by the model."
+    if not isinstance(value, Tensor):
+        raise KeepkError(f"prune: loss= returned a {type(value).__name__} for batch {number}. {remedy}")
+    if value.numel() != 1:
+        raise KeepkError(f"prune: loss= returned a tensor of shape {tuple(value.shape)} for batch {number}. {remedy}")
+    if not value.requires_grad:
+        raise KeepkError(
+            f"prune: loss= returned a tensor without gradients for batch {number}. {remedy} Leave out detach() and "
+            f"torch.no_grad(), and check that the model's parameters have requires_grad=True."
+        )
+    return value

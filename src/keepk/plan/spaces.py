@@ -14,6 +14,8 @@ from keepk.plan.numbers import count, exact_share, keep_count
 from keepk.plan.schedules import AnySchedule, OneShot, checked_schedule
 
 # The metrics of keepk.metrics as they are written in a call, for errors about metrics that are passed as strings.
+# Of the layer floors that were measured, the smallest that no longer hurts; see docs/decisions/0020.
+BUDGET_FLOOR = 0.1
 OF_WEIGHTS = ("magnitude", "lamp", "random(seed=0)", "fisher(statistics)", "wanda(statistics)")
 OF_CHANNELS = (
     "l1",
@@ -185,7 +187,7 @@ def channels(
     metric: Callable[..., Any] | None = None,
     schedule: AnySchedule = OneShot(),  # noqa: B008 - a frozen value
     name: str | None = None,
-    layer_floor: int | float = 1,
+    layer_floor: int | float | None = None,
     round_to: int | Literal["auto"] | None = None,
     per_layer: bool = False,
     lossy: bool = False,
@@ -215,7 +217,8 @@ def channels(
             budget, the bound on the cost after each epoch.
         name: The name of the space in plans, reports and phases. Default: the globs.
         layer_floor: The least number of channels to keep in each layer. An int is a count; a float below 1 is a share
-            of the layer's width when the `Pruner` was made, rounded up. K is still met.
+            of the layer's width when the `Pruner` was made, rounded up. K is still met. None means 1, and a tenth
+            (0.1) under a budget, which would otherwise prefer to empty the layers whose scores are low.
         round_to: Each layer keeps either all of its channels, or a number that makes its width a multiple of this.
             "auto", under a budget only, chooses widths that kernels of CPUs like, for each layer: multiples of 16 in
             float32, of 8 or 4 in layers of fewer than 64 or 32 channels, and any number of attention heads.
@@ -252,7 +255,9 @@ def channels(
         keep = _checked_count(called, keep, prune)
     _refuse_non_metric(called, metric, OF_CHANNELS)
     schedule = checked_schedule(schedule, f"space {called!r}: schedule")
-    if not (isinstance(layer_floor, float) and 0 < layer_floor < 1):
+    if layer_floor is None:
+        layer_floor = BUDGET_FLOOR if keep is None and prune is None else 1
+    elif not (isinstance(layer_floor, float) and 0 < layer_floor < 1):
         layer_floor = count(layer_floor, f"space {called!r}: layer_floor", _or_a_share, least=1)
     if at not in ("output", "input"):
         raise SpaceError(f'space {called!r}: at={shown(at)}. Pass "output" or "input".')

@@ -203,10 +203,12 @@ def refuse_unreachable(chooser: Chooser, budgets: Sequence[RunBudget], costs: Ru
 def _unreachable(budget: RunBudget, costs: RunCosts, bound: int, least: int, epoch: int) -> str:
     exact = bound == budget.asked.amount
     said = "" if exact else f" ({bound:,} {WORDS[budget.cost]}{f' at epoch {epoch + 1}' * (bound > budget.target)})"
+    # The dense cost itself is not a budget, so a larger one does not help if the floors allow no removal.
+    larger = f"{budget.cost}={least} or more, " if least < budget.dense else ""
     return (
         f"{budget.where}: {budget.asked}{said} is below the {costs.shown(budget.cost, least)} that the model still has "
-        f"when every layer keeps only its floor. Choose {budget.cost}={least} or more, a lower layer_floor= or "
-        f"round_to=, or select more layers."
+        f"when every layer keeps only its floor. Choose {larger}a lower layer_floor= or round_to=, or select more "
+        f"layers."
     )
 
 

@@ -31,8 +31,9 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
         The number of batches.
 
     Raises:
-        KeepkError: The model has no BatchNorm with running statistics, `batches` is empty or a single batch, or a batch
-            has none of the forms above.
+        KeepkError: The model has no BatchNorm with running statistics, `batches` is empty or a single batch, a batch
+            has none of the forms above or no rows, a BatchNorm gets only one value per channel, or its statistics
+            would not be finite.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout())
     >>> recalibrate(model, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])])
@@ -47,23 +48,87 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             f"recalibrate: batches: got one {type(batches).__name__}. Pass a loader or a list of batches, such as "
             f"[inputs]."
         )
-    norms = [it for it in model.modules() if isinstance(it, BatchNormBase) and it.running_mean is not None]
+    norms = norms_with_statistics(model)
     if not norms:
         raise KeepkError(
             "recalibrate: the model has no BatchNorm with running statistics, so there is nothing to compute. "
             "Remove the call."
         )
     with _only_these_train(model, norms):
-        number = 0
-        for batch in batches:
-            forward_of(model, batch, "recalibrate")
-            number += 1
-        if not number:
+        return _recompute(model, norms, batches, "recalibrate")
+
+
+@torch.no_grad()
+def rehearse(model: nn.Module, batches: Iterable[Any], caller: str) -> None:
+    """Do what `recalibrate` does and restore the old statistics, to find out whether it succeeds.
+
+    Args:
+        model: A model without wrappers, with a BatchNorm that has running statistics.
+        batches: As for `recalibrate`, at least one.
+        caller: The function and argument that errors name.
+    """
+    norms = norms_with_statistics(model)
+    before = _buffers_of(norms)
+    with _only_these_train(model, norms):
+        _recompute(model, norms, batches, caller)
+    _restore(before)
+
+
+def norms_with_statistics(model: nn.Module) -> list[BatchNormBase]:
+    """The BatchNorms that have running statistics."""
+    return [it for it in model.modules() if isinstance(it, BatchNormBase) and it.running_mean is not None]
+
+
+def _recompute(model: nn.Module, norms: Sequence[BatchNormBase], batches: Iterable[Any], caller: str) -> int:
+    """Run all batches, and return their number; refuses batches that give no valid statistics."""
+    names = {module: name for name, module in model.named_modules()}
+    number = 0
+
+    def refuse_single_values(norm: nn.Module, arguments: tuple[Any, ...]) -> None:
+        values = next((it for it in arguments if isinstance(it, Tensor)), None)
+        if values is not None and values.ndim > 1 and values.numel() == values.shape[1]:
             raise KeepkError(
-                "recalibrate: batches is empty, so there are no statistics to compute. Pass at least one batch; an "
-                "iterator can be used only once."
+                f"{caller}: batch {number} has only one value per channel at BatchNorm {names[norm]!r}, which has no "
+                f"variance. Pass batches of two samples or more; a DataLoader drops the last, smaller one with "
+                f"drop_last=True."
+            )
+
+    hooks = [norm.register_forward_pre_hook(refuse_single_values) for norm in norms]
+    try:
+        for number, batch in enumerate(batches, start=1):
+            _refuse_empty(batch, f"{caller}: batch {number}")
+            forward_of(model, batch, caller)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not number:
+        raise KeepkError(
+            f"{caller}: batches is empty, so there are no statistics to compute. Pass at least one batch; an "
+            f"iterator can be used only once."
+        )
+    for norm in norms:
+        if not all(bool(it.isfinite().all()) for it in norm.buffers(recurse=False)):
+            raise KeepkError(
+                f"{caller}: the statistics of BatchNorm {names[norm]!r} would be NaN or infinite. Check the batches "
+                f"for such values, and for numbers that overflow in the model's dtype."
             )
     return number
+
+
+def _refuse_empty(batch: Any, where: str) -> None:
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else [batch]
+    first = next((it for it in parts if isinstance(it, Tensor)), None)
+    if first is not None and first.ndim and not len(first):
+        raise KeepkError(f"{where} is empty: its first tensor has the shape {tuple(first.shape)}. Leave it out.")
+
+
+def _buffers_of(norms: Sequence[BatchNormBase]) -> list[tuple[Tensor, Tensor]]:
+    return [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
+def _restore(before: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, old in before:
+        buffer.copy_(old)
 
 
 @contextmanager
@@ -71,7 +136,7 @@ def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Itera
     """Put BatchNorms into train mode with fresh statistics, all others into eval mode; restore modes and momenta."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(norm, norm.momentum) for norm in norms]
-    before = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+    before = _buffers_of(norms)
     try:
         for module, _ in modes:
             module.training = False  # not .eval(): some modules override it
@@ -80,8 +145,7 @@ def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Itera
             norm.reset_running_stats()
         yield
     except BaseException:
-        for buffer, old in before:
-            buffer.copy_(old)
+        _restore(before)
         raise
     finally:
         for norm, momentum in momenta:

@@ -1,7 +1,7 @@
 """The paper's tables with our results beside them, generated from result files.
 
-``python -m keepk_paper.tables.pages README.md docs/*.md`` updates the tables of these pages: the text between
-``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced.
+``python -m keepk_paper.tables.pages README.md docs/*.md docs/decisions/*.md`` updates the tables of these
+pages: the text between ``<!-- table: NAME -->`` and ``<!-- end -->`` is replaced.
 """
 
 import re
@@ -17,6 +17,7 @@ from keepk.plan.names import nearest
 from keepk.reports.tables import Table
 from keepk_paper import densenet, results, vgg
 from keepk_paper.tables import benchmarks as benchmark_tables
+from keepk_paper.tables import budgets as budget_tables
 from keepk_paper.tables import channels as channel_tables
 from keepk_paper.tables import parity as parity_tables
 from keepk_paper.tables import summary as summary_table
@@ -124,6 +125,8 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/shrink_event_half": lambda: benchmark_tables.shrink_event_half(result_folder / "benchmarks"),
         "benchmarks/budget_event": lambda: benchmark_tables.budget_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
+        "benchmarks/default_metric": lambda: budget_tables.default_metric(result_folder / "benchmarks"),
+        "examples/crepe": lambda: budget_tables.crepe(result_folder / "examples"),
         "summary/results": lambda: summary_table.summary_table(result_folder),
         "zoo/summary": lambda: zoo_tables.summary(result_folder / "zoo"),
         "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
