@@ -68,8 +68,9 @@ class Pruner:
     Args:
         model: The model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
         spaces: What to keep: one or more of `keepk.weights(...)` and `keepk.channels(...)`.
-        optimizer: The optimizer that trains the model, or several. Pass None only if nothing trains after an event:
-            without an optimizer the zeros are not held.
+        optimizer: The optimizer that trains the model, or several. Wrappers without state of their own (accelerate's,
+            Fabric's) are looked through. Pass None only if nothing trains after an event, because without an optimizer
+            the zeros are not held, and () if you build it later and pass it to `attach`.
         epochs: The length of the plan. None uses the length of the schedules.
         phases: Spans of epochs in which some spaces are pruned and some parameters frozen. Their lengths add up to the
             length of the plan.
@@ -165,9 +166,8 @@ class Pruner:
         self._session = Session(self._spec)
         self._handles: list[RemovableHandle] = []
         # Public hooks only: the optimizer's methods are never replaced, and `close` removes the hooks again.
-        for it in self._spec.optimizers:
-            self._handles.append(it.register_step_pre_hook(self._before_update))
-            self._handles.append(it.register_step_post_hook(self._after_update))
+        for it in self._session.optimizers:
+            self._hook(it)
         register_live(self)
 
     @property
@@ -339,6 +339,7 @@ class Pruner:
             OptimizerError: The optimizer has state that cannot be zeroed weight by weight.
             DisagreementError: Another process has failed or would keep different units.
             StateError: Pruned weights are no longer zero, and the Pruner has no optimizer whose steps would zero them.
+            PlanError: A phase freezes parameters, and no optimizer was attached.
             KeepkError: The Pruner is closed.
 
         >>> import keepk
@@ -401,6 +402,38 @@ class Pruner:
         """
         self._session.follow_cuts()
         self._session.apply_masks()
+
+    @torch.no_grad()
+    def attach(self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        """Add an optimizer that trains the model, as if it had been passed to the Pruner.
+
+        Use it where a framework builds the optimizer after the Pruner. From now on the optimizer's steps keep pruned
+        weights at zero, and its state is zeroed and cut at every event; the state of weights that are pruned already is
+        zeroed now. Optimizers that the Pruner already has are left as they are.
+
+        Args:
+            optimizer: The optimizer, or several. Wrappers without state of their own are looked through.
+
+        Raises:
+            OptimizerError: An optimizer does not train the model, or its state cannot be zeroed weight by weight;
+                none of them is attached.
+            KeepkError: The Pruner is closed.
+
+        >>> import keepk
+        >>> model = nn.Linear(10, 10)
+        >>> pruner = Pruner(model, keepk.weights("weight", keep=25), optimizer=())
+        >>> pruner.step()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> pruner.attach(optimizer)
+        >>> model(torch.ones(1, 10)).sum().backward()
+        >>> optimizer.step()
+        >>> pruner.kept
+        {'weight': 25}
+        """
+        self._session.refuse_closed()
+        self._session.follow_cuts()
+        for it in self._session.attach(optimizer):
+            self._hook(it)
 
     def report(self, *, error: float | None = None) -> "RunReport":
         """A summary of the run: planned, kept and requested units per space, parameters and MACs.
@@ -534,6 +567,10 @@ class Pruner:
 
         return f"<p>Plan of a Pruner at epoch {self.epoch} of {self.epochs}</p>{plan_html(self._spec.plan)}"
 
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+        self._handles.append(optimizer.register_step_post_hook(self._after_update))
+
     @property
     def _is_at_work(self) -> bool:
         """Whether events are still to come or weights are still masked."""
@@ -557,13 +594,14 @@ class Pruner:
         self._session.follow_cuts()
         self._refuse_unusable(wrapper)
         # Without an optimizer there are no steps to count, and pruning without training is intended.
-        if self._spec.optimizers:
+        if self._session.optimizers:
             self._session.watch.hasty(before, now, self.epochs)
         return self._session.decide(wrapper)
 
     def _refuse_unusable(self, wrapper: Any) -> None:
         self._session.refuse_closed()
         self._session.refuse_revived()
+        self._session.refuse_not_frozen()
         if wrapper is not None:
             refuse_other_wrapper(wrapper, self._spec.model)
 
