@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from keepk.cut.holders import TAKEN_BACK, Follower, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
+from keepk.metrics.statistics import Statistics
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.plan.budgets import WORDS, checked_budget
@@ -295,6 +296,11 @@ class Pruner:
         """
         self._session.follow_cuts()
         return self._session.counted_layers()
+
+    @property
+    def statistics(self) -> tuple[Statistics, ...]:
+        """The statistics that the metrics of the spaces read, each once."""
+        return self._session.statistics
 
     @property
     def closed(self) -> bool:
