@@ -406,14 +406,18 @@ def test_an_attached_optimizer_is_the_same_as_one_that_was_passed():
     run(1)  # between two events, when weights are masked already
 
 
-def test_the_state_of_pruned_weights_is_zeroed_when_an_optimizer_is_attached():
+def test_an_attached_optimizer_keeps_its_state_until_the_next_event():
     net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     updated(net, optimizer, torch.randn(5, net[0].in_features))
-    pruner = keepk.Pruner(net, keepk.weights("0.weight", keep=3), ())
+    pruner = keepk.Pruner(net, keepk.weights("0.weight", keep=3, schedule=[9, 3]), ())
     pruner.step()
-    assert int(optimizer.state[net[0].weight]["momentum_buffer"].count_nonzero()) > 3
+    before = optimizer.state[net[0].weight]["momentum_buffer"].clone()
     pruner.attach([optimizer])
+    assert torch.equal(optimizer.state[net[0].weight]["momentum_buffer"], before)
+    updated(net, optimizer, torch.randn(5, net[0].in_features))
+    assert int(net[0].weight.count_nonzero()) <= 9
+    pruner.step()
     assert int(optimizer.state[net[0].weight]["momentum_buffer"].count_nonzero()) <= 3
     pruner.close()
     assert not optimizer._optimizer_step_post_hooks

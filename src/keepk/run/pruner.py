@@ -414,8 +414,8 @@ class Pruner:
         """Add an optimizer that trains the model, as if it had been passed to the Pruner.
 
         Use it where a framework builds the optimizer after the Pruner. From now on the optimizer's steps keep pruned
-        weights at zero, and its state is zeroed and cut at every event; the state of weights that are pruned already is
-        zeroed now. Optimizers that the Pruner already has are left as they are.
+        weights at zero, and its state is zeroed and cut at every event. Nothing changes now; optimizers that the Pruner
+        already has are ignored.
 
         Args:
             optimizer: The optimizer, or several. Wrappers without state of their own are looked through.

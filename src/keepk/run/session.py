@@ -421,11 +421,8 @@ class Session:
         asked = [None] if given is None else given  # None is no optimizer here
         found = checked_optimizers(self.spec.model, asked, names, any(self.spec.frozen_by_epoch), self.optimizers)
         new = [it for it in found if not any(it is known for known in self.optimizers)]
+        # Its state stays as it is: in a resumed run it was saved with the masks, and the run has to end bit-equal.
         self.optimizers += new
-        for it in self.held:
-            it.zero_state(new)
-        for optimizer in new if self.held or self.frozen else ():
-            restart_flat_history(optimizer)
         return new
 
     # Cuts by others --------------------------------------------------------------------------------------------------
