@@ -3,8 +3,8 @@
     python examples/prune_a_llama.py [--mlp 96] [--groups 4] [--epochs 5] [--out folder]
 
 The model is a small Llama with random weights, and the data are sequences in which every token is the sum of the two
-tokens before it. To adapt the script, change `make_model` and `make_data`. Run it again with the same ``--out`` after it
-was killed, and it continues. It needs ``pip install "keepk[transformers]"``.
+tokens before it. To adapt the script, change `make_model` and `make_data`. If it was killed, run it again with the same
+``--out``, and it continues. It needs ``pip install "keepk[transformers]"``.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import keepk
 from keepk.integrations.transformers import PruningCallback, resume
 from keepk.typing import Space
 
-TOKENS, LENGTH, SEQUENCES = 31, 16, 256
+TOKENS, LENGTH, SEQUENCES = 31, 16, 128
 
 
 def make_model() -> Any:
@@ -63,7 +63,7 @@ def run(*, mlp: int, groups: int, epochs: int, folder: Path) -> Any:
     arguments = TrainingArguments(
         str(folder / "run"),
         num_train_epochs=epochs,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=16,
         learning_rate=3e-3,
         logging_strategy="epoch",
         save_strategy="epoch",

@@ -3,21 +3,19 @@
 import os
 import shutil
 import signal
-import socket
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from torch import nn
 
 import keepk
 from keepk.errors import CheckpointError, KeepkError, KeepkWarning, PlanError
 from keepk.integrations.transformers import PruningCallback, resume
 from keepk.run.checks import live_pruner
-from killing import in_child
+from killing import in_child, in_two_ranks
 
 # transformers logs a table of every checkpoint that it writes or reads, and forked children are single-threaded
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -378,24 +376,6 @@ def test_the_pruner_is_there_once_training_has_begun(tmp_path):
 # Two processes
 
 
-def in_two_processes(work):
-    """Run `work` in two forked processes of one gloo group, as torchrun would; the results of both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def as_rank(rank):
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        return work()
-
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(in_child, lambda: as_rank(1))
-        found = in_child(lambda: as_rank(0))
-        return [found[1], other.result()[1]]
-
-
 def test_two_processes_keep_the_same_weights_and_resume(tmp_path):
     weights_only = lambda _, **options: PruningCallback(  # noqa: E731
         keepk.weights("last.weight", keep=17, schedule=[30, 17]), **options
@@ -403,6 +383,7 @@ def test_two_processes_keep_the_same_weights_and_resume(tmp_path):
     options = {"given": weights_only, "ddp_backend": "gloo", **SAVING}
 
     def run(checkpoint=None):
+        AcceleratorState._reset_state(reset_partial_state=True)
         trainer = trainer_of(tmp_path, **options)
         trainer.train(
             resume_from_checkpoint=None if checkpoint is None else resume(trainer, str(tmp_path / checkpoint))
@@ -411,14 +392,15 @@ def test_two_processes_keep_the_same_weights_and_resume(tmp_path):
         assert callback_in(trainer).pruner.kept == {"last.weight": 17}
         return [value.tolist() for value in trainer.model.state_dict().values()]
 
-    first, second = in_two_processes(run)
+    first, second = in_two_ranks(run)
     assert first[-2:] == second[-2:]  # the last layer: BatchNorm's statistics differ between processes
-    again = in_two_processes(lambda: run("checkpoint-4"))
+    again = in_two_ranks(lambda: run("checkpoint-4"))
     assert again[0][-2:] == first[-2:]
 
 
 def test_a_wrapper_that_a_cut_would_have_to_replace_is_refused(tmp_path):
     def run():
+        AcceleratorState._reset_state(reset_partial_state=True)
         trainer = trainer_of(tmp_path, ddp_backend="gloo")
         with pytest.raises(KeepkError, match="wraps the model in DistributedDataParallel and keeps this wrapper"):
             trainer.train()
@@ -426,4 +408,4 @@ def test_a_wrapper_that_a_cut_would_have_to_replace_is_refused(tmp_path):
         masked.train()
         return callback_in(masked).pruner.kept
 
-    assert in_two_processes(run) == [{"hidden": 10, "last": 17}] * 2
+    assert in_two_ranks(run) == [{"hidden": 10, "last": 17}] * 2

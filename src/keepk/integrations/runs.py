@@ -5,7 +5,7 @@ resumed run it is made earlier, because the model has to be cut before the frame
 optimizer, which frameworks build later, is attached when training begins.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from keepk.checkpoint.checkpoint import INDEX, load_checkpoint, save_checkpoint
+from keepk.cut.holders import Follower
 from keepk.errors import KeepkError, PlanError, StateError
 from keepk.plan.names import shown
 from keepk.plan.spaces import Space
@@ -63,6 +64,11 @@ class CallbackRun:
         """Whether events change the sizes of tensors."""
         kinds = {entry["kind"] for entry in self.pruner.certificate.values()}
         return "channels" in kinds and self._options.get("shrink") != "never"
+
+    def follow(self, followers: Iterable[Follower]) -> None:
+        """Cut these with the model too, besides the user's followers. Call it before the Pruner is made."""
+        given = self._options.get("followers", ())
+        self._options["followers"] = [*given, *(it for it in followers if not any(it is other for other in given))]
 
     @contextmanager
     def begun(self, model: nn.Module, optimizers: Any) -> Iterator[None]:
