@@ -40,6 +40,8 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
             sys.setprofile(None)
             os.write(writer, answer)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     os.close(writer)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from keepk.errors import KeepkError, PlanError
-from keepk.integrations.runs import CallbackRun, Every
+from keepk.integrations.runs import CallbackRun, Every, run_state
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
 
@@ -91,7 +91,7 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
         """The state of pruning, which Lightning saves in its checkpoints."""
         if not self._run.has_begun:
             return {}
-        return {**self._run.state(), EVENT_EPOCH: self._event_epoch}
+        return {**run_state(self.pruner), EVENT_EPOCH: self._event_epoch}
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Remove the hook of `setup`. The Pruner stays open, so that further training keeps its zeros."""

@@ -1,20 +1,21 @@
-"""A run whose `Pruner` is made by a framework's callback: the part that all adapters share.
+"""The part that all adapters share: a run whose `Pruner` a callback makes, its state, and events in a user's loop.
 
 A framework decides when the model and the optimizer exist. In a new run, the Pruner is made when training begins. In a
 resumed run it is made earlier, because the model has to be cut before the framework loads weights into it; the
 optimizer, which frameworks build later, is attached when training begins.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from keepk.checkpoint.checkpoint import INDEX, load_checkpoint, save_checkpoint
 from keepk.cut.holders import Follower
-from keepk.errors import KeepkError, PlanError, StateError
+from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
 from keepk.plan.names import shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
@@ -95,30 +96,16 @@ class CallbackRun:
         Raises:
             StateError: The state comes from another model or plan.
         """
-        if not isinstance(state, Mapping) or not {"pruner", "statistics"} <= set(state):
-            raise StateError(f"{self.who}: not the state of a pruning callback. Resume from a checkpoint of this run.")
         if self._made is not None:
             self._refuse_other_model(model)
         made = self._made or Pruner(model, self._spaces, (), **self._options)
         try:
-            made.load_state_dict(state["pruner"])
+            load_run_state(made, state)
         except Exception:
             if made is not self._made:
                 made.close()
             raise
         self._made = made
-        if len(state["statistics"]) != len(self._made.statistics):
-            raise StateError(
-                f"{self.who}: the state has {len(state['statistics'])} statistics, and the spaces read "
-                f"{len(self._made.statistics)}. Pass the same spaces."
-            )
-        for statistics, saved in zip(self._made.statistics, state["statistics"], strict=True):
-            statistics.load_state_dict(saved)
-
-    def state(self) -> dict[str, Any]:
-        """The state of the Pruner and of the statistics that its metrics read, as plain values and tensors."""
-        statistics = [it.state_dict() for it in self.pruner.statistics]
-        return {"pruner": self.pruner.state_dict(), "statistics": statistics}
 
     def collect_gradients(self) -> None:
         """Add the gradients of a batch to the statistics that metrics read."""
@@ -159,9 +146,32 @@ class CallbackRun:
             )
 
 
-def write_state(folder: Path, run: CallbackRun, step: int) -> None:
+def run_state(pruner: Pruner) -> dict[str, Any]:
+    """The state of a Pruner and of the statistics that its metrics read, as plain values and tensors."""
+    return {"pruner": pruner.state_dict(), "statistics": [it.state_dict() for it in pruner.statistics]}
+
+
+def load_run_state(pruner: Pruner, state: Any) -> None:
+    """Load what `run_state` returned: cut the model, and restore masks and statistics.
+
+    Raises:
+        StateError: The state comes from another model or plan.
+    """
+    if not isinstance(state, Mapping) or not {"pruner", "statistics"} <= set(state):
+        raise StateError("pruning: the checkpoint has no state of pruning. Resume from a checkpoint of this run.")
+    if len(state["statistics"]) != len(pruner.statistics):
+        raise StateError(
+            f"pruning: the state has {len(state['statistics'])} statistics, and the spaces read "
+            f"{len(pruner.statistics)}. Pass the same spaces."
+        )
+    pruner.load_state_dict(state["pruner"])
+    for statistics, saved in zip(pruner.statistics, state["statistics"], strict=True):
+        statistics.load_state_dict(saved)
+
+
+def write_state(folder: Path, pruner: Pruner, step: int = 0) -> None:
     """Write the state of a run into a folder, completely or not at all."""
-    save_checkpoint(folder, extra={"step": step, **run.state()})
+    save_checkpoint(folder, extra={"step": step, **run_state(pruner)})
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -177,3 +187,36 @@ def read_state(folder: Path) -> dict[str, Any]:
 def has_state(folder: Path) -> bool:
     """Whether a folder has a state of a run."""
     return (folder / INDEX).is_file()
+
+
+# In the user's own loop -----------------------------------------------------------------------------------------------
+
+
+def pruner_of(given: object, who: str) -> Pruner:
+    """The argument, if it is a `Pruner`."""
+    if not isinstance(given, Pruner):
+        raise KeepkError(f"{who}: got {type(given).__name__} as the pruner. Pass the keepk.Pruner of the model.")
+    return given
+
+
+def stepped(pruner: Pruner, wrapper: Any, log: Callable[[dict[str, float]], None]) -> Any:
+    """Hold an event and log its numbers; returns what replaces a `DistributedDataParallel` wrapper, or None."""
+    before = pruner.epoch
+    replaced = pruner.step(wrapper) if isinstance(wrapper, DistributedDataParallel) else pruner.step()
+    if pruner.epoch > before:  # not after the end of the plan
+        log(pruner.report().flat())
+    return replaced
+
+
+@contextmanager
+def cut_before_wrapping(remedy: str) -> Iterator[None]:
+    """A context that cuts a model, which may be in a wrapper; `remedy` says how to cut it before it is wrapped."""
+    try:
+        yield
+    except (ShrinkError, StateError) as error:
+        if "DistributedDataParallel" not in str(error):
+            raise
+        raise KeepkError(
+            f"resume: the model has to be cut to its saved size before it is wrapped in DistributedDataParallel. "
+            f"{remedy}"
+        ) from error

@@ -150,7 +150,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         """Write the state of pruning into the checkpoint that the Trainer has just written."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_state(folder / STATE, self._run, state.global_step)
+            write_state(folder / STATE, self.pruner, state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Count forward passes again. The Pruner stays open, so that further training keeps its zeros."""
