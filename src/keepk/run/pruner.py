@@ -84,8 +84,8 @@ class Pruner:
             forward fails or computes something that the trace has not seen, the event is refused and nothing changes.
         shrink: Channels are removed at "each" event, at the "end" of their plans, or "never"; until then they are
             masked.
-        followers: Copies of the model's weights, to be cut and zeroed with it at every event: an `AveragedModel`, a
-            copy of the model, dicts of tensors.
+        followers: Copies of the model's weights, to be cut and zeroed with it at every event: an `AveragedModel`,
+            timm's ``ModelEmaV3``, a copy of the model, dicts of tensors.
         macs: One budget for all channel spaces that have no `keep`, `prune`, `macs` or `parameters` of their own: a
             bound on the multiply-accumulates of the whole model, per sample. A float below 1 is a share of `model` as
             it is given, an int is the number itself. Each of these spaces keeps the same share of its channels, to the
