@@ -26,6 +26,8 @@ from keepk.errors import KeepkWarning as KeepkWarning
 from keepk.graph.probe.verify import verify as verify
 from keepk.graph.rules.registry import rule as rule
 from keepk.graph.trace import trace as trace
+from keepk.integrations.pretrained import from_pretrained as from_pretrained
+from keepk.integrations.pretrained import save_pretrained as save_pretrained
 from keepk.metrics.statistics import Statistics as Statistics
 from keepk.plan.phases import Phase as Phase
 from keepk.plan.schedules import Annealing as Annealing
@@ -52,6 +54,7 @@ __all__ = [
     "errors",
     "export_onnx",
     "fit",
+    "from_pretrained",
     "inspect",
     "latency",
     "load",
@@ -63,6 +66,7 @@ __all__ = [
     "rule",
     "save",
     "save_checkpoint",
+    "save_pretrained",
     "shrink",
     "trace",
     "verify",

@@ -18,6 +18,7 @@ from keepk.deploy.onnx import OnnxReport
 from keepk.graph.graph import Graph
 from keepk.graph.rules.call import Call
 from keepk.graph.units import Group
+from keepk.integrations.pretrained import SavedPretrained
 from keepk.metrics.layers import Layer, Slices
 from keepk.model.costs import LayerCost
 from keepk.model.edits import Edits
@@ -49,6 +50,7 @@ __all__ = [
     "OnnxReport",
     "Plan",
     "RunReport",
+    "SavedPretrained",
     "Schedule",
     "Slices",
     "Space",

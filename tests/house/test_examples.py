@@ -1,4 +1,4 @@
-"""The code that users copy first: the script in examples/, the README's first block, and the API index."""
+"""The code that users copy first: the scripts in examples/, the README's first block, and the API index."""
 
 import argparse
 import contextlib
@@ -27,7 +27,8 @@ PUBLIC = [
 ]
 
 
-def example(name):
+def script(name):
+    """A script in examples/, imported by its path."""
     spec = importlib.util.spec_from_file_location(name, REPOSITORY / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -38,12 +39,12 @@ def example(name):
 
 @pytest.fixture
 def prune_a_convnet():
-    return example("prune_a_convnet")
+    return script("prune_a_convnet")
 
 
 @pytest.fixture
 def prune_crepe():
-    return example("prune_crepe")
+    return script("prune_crepe")
 
 
 @pytest.mark.filterwarnings("error::keepk.KeepkWarning")
@@ -56,6 +57,32 @@ def test_the_example_keeps_exactly_what_is_asked(prune_a_convnet, tmp_path, caps
     assert small.head[2].weight.count_nonzero() <= 100
     assert {path.name for path in tmp_path.iterdir()} >= {"small", "small.onnx"}
     assert "channels  channels    192       96    96  50.00%     96" in capsys.readouterr().out
+
+
+def test_the_example_for_transformers_continues_after_a_kill(tmp_path, capsys):
+    """Its second run finds the checkpoint of the first one, and plain transformers loads the model."""
+    example = script("prune_a_llama")
+    options = {"mlp": 96, "groups": 4, "epochs": 3, "folder": tmp_path}
+    with torch.random.fork_rng(devices=[]):
+        loaded = example.run(**options)
+        again = example.run(**options)
+    config = loaded.config
+    assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads) == (48, 4, 2)
+    assert all(torch.equal(one, two) for one, two in zip(loaded.parameters(), again.parameters(), strict=True))
+    assert not (tmp_path / "model" / "arch.json").exists()
+    assert "'keepk/kept/heads': 4" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*(many workers|number of training batches|is not empty|treespec)")
+@pytest.mark.parametrize("name", ["prune_in_lightning", "prune_with_accelerate"])
+def test_the_examples_for_frameworks_continue_after_a_kill(name, tmp_path):
+    """The second run finds the checkpoint of the first one."""
+    example = script(name)
+    with torch.random.fork_rng(devices=[]):
+        small = example.run(channels=24, epochs=3, folder=tmp_path)
+        again = example.run(channels=24, epochs=3, folder=tmp_path)
+    assert small[0].out_channels + small[4].out_channels == 24
+    assert all(torch.equal(one, two) for one, two in zip(small.parameters(), again.parameters(), strict=True))
 
 
 def test_the_examples_command_line(prune_a_convnet, monkeypatch):

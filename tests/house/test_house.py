@@ -29,8 +29,8 @@ ROOMS = [
     "checkpoint",
     "reports",
     "deploy",
-    "typing",
     "integrations",
+    "typing",
     "cli",
 ]
 # `pruner.report()` needs a package to the right, which it imports when it is called and never at the top.
@@ -42,6 +42,7 @@ EXTRAS = {
     "reports": {"rich", "matplotlib"},
     "deploy": {"onnx", "onnxruntime", "rich", "matplotlib"},
 }
+FRAMEWORKS = {"transformers", "accelerate", "lightning", "peft", "timm"}
 
 
 def imports(path):
@@ -74,7 +75,14 @@ def test_rooms_import_only_from_their_left(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_core_needs_torch_safetensors_and_numpy_only(path):
     allowed = CORE | EXTRAS.get(room_of(path), set()) | sys.stdlib_module_names
+    allowed |= {path.stem} if room_of(path) == "integrations" else set()
     assert {name.split(".")[0] for name, _ in imports(path)} <= allowed
+
+
+def test_a_framework_is_imported_only_in_the_file_of_its_name():
+    for path in MODULES:
+        found = {name.split(".")[0] for name, _ in imports(path)} & FRAMEWORKS
+        assert found <= ({path.stem} if room_of(path) == "integrations" else set()), path
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -107,6 +115,7 @@ def test_the_public_names():
             "errors",
             "export_onnx",
             "fit",
+            "from_pretrained",
             "inspect",
             "latency",
             "load",
@@ -118,6 +127,7 @@ def test_the_public_names():
             "rule",
             "save",
             "save_checkpoint",
+            "save_pretrained",
             "shrink",
             "trace",
             "verify",
@@ -170,6 +180,7 @@ def test_the_types_for_annotations():
             "OnnxReport",
             "Plan",
             "RunReport",
+            "SavedPretrained",
             "Schedule",
             "Slices",
             "Space",
@@ -226,6 +237,7 @@ def test_importing_keepk_imports_no_extra():
     code = (
         "import sys, keepk\n"
         "extras = {'rich', 'typer', 'matplotlib', 'sklearn', 'scipy', 'onnx', 'onnxruntime', 'torch._dynamo'}\n"
+        "extras |= {'transformers', 'accelerate', 'lightning', 'peft', 'timm'}\n"
         "extras &= set(sys.modules)\n"
         "assert not extras, extras"
     )

@@ -371,3 +371,82 @@ def test_a_pruner_that_has_cut_its_last_channel_holds_nothing_and_is_not_in_the_
     masks.step()
     with pytest.raises(SpaceError, match=r"with space '4\.weight', at the end of its plan; each of the two would"):
         keepk.Pruner(net, keepk.channels("0", keep=4), optimizer, example=example)
+
+
+# Optimizers that are attached later
+
+
+def updated(net, optimizer, rows):
+    optimizer.zero_grad()
+    net(rows).square().mean().backward()
+    optimizer.step()
+
+
+def test_an_attached_optimizer_is_the_same_as_one_that_was_passed():
+    def run(attach_after):
+        torch.manual_seed(0)
+        net = mlp()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+        spaces = [keepk.channels("0", keep=3, schedule=[4, 3]), keepk.weights("4.weight", keep=4, schedule=[6, 4])]
+        given = optimizer if attach_after is None else ()
+        pruner = keepk.Pruner(net, spaces, given, example=torch.randn(2, net[0].in_features))
+        for number, rows in enumerate(torch.randn(4, 5, net[0].in_features)):
+            if number == attach_after:
+                pruner.attach(optimizer)
+            if attach_after is None or number >= attach_after:
+                updated(net, optimizer, rows)
+            pruner.step()
+            assert int(net[4].weight.count_nonzero()) == pruner.kept["4.weight"]
+        return net, optimizer
+
+    passed, attached = run(None), run(0)
+    for mine, theirs in zip(attached[0].parameters(), passed[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert all(torch.equal(attached[1].state[mine][key], it) for key, it in passed[1].state[theirs].items())
+    run(1)  # between two events, when weights are masked already
+
+
+def test_an_attached_optimizer_keeps_its_state_until_the_next_event():
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    updated(net, optimizer, torch.randn(5, net[0].in_features))
+    pruner = keepk.Pruner(net, keepk.weights("0.weight", keep=3, schedule=[9, 3]), ())
+    pruner.step()
+    before = optimizer.state[net[0].weight]["momentum_buffer"].clone()
+    pruner.attach([optimizer])
+    assert torch.equal(optimizer.state[net[0].weight]["momentum_buffer"], before)
+    updated(net, optimizer, torch.randn(5, net[0].in_features))
+    assert int(net[0].weight.count_nonzero()) <= 9
+    pruner.step()
+    assert int(optimizer.state[net[0].weight]["momentum_buffer"].count_nonzero()) <= 3
+    pruner.close()
+    assert not optimizer._optimizer_step_post_hooks
+    with pytest.raises(keepk.errors.KeepkError, match="closed"):
+        pruner.attach(optimizer)
+
+
+@pytest.mark.parametrize("bad", [None, 3, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)])
+def test_what_is_no_optimizer_of_the_model_is_not_attached(bad):
+    net = mlp()
+    pruner, good = keepk.Pruner(net, keepk.weights("*", keep=3)), torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(keepk.errors.OptimizerError):
+        pruner.attach([good, bad] if bad is not None else untyped(None))
+    assert not good._optimizer_step_post_hooks
+
+
+def test_a_phase_that_freezes_needs_an_optimizer_by_the_first_event():
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def make():
+        phases = [keepk.Phase(epochs=2, prune=["0.weight"], freeze=["4.*"])]
+        return keepk.Pruner(net, keepk.weights("0.weight", keep=3, schedule=[4, 3]), (), phases=phases)
+
+    with make() as pruner, pytest.raises(keepk.errors.PlanError, match=r"attach\(optimizer\)"):
+        pruner.step()
+    before = net[4].weight.clone()
+    with make() as pruner:
+        pruner.attach(optimizer)
+        updated(net, optimizer, torch.randn(5, net[0].in_features))
+        pruner.step()
+    assert torch.equal(before, net[4].weight)

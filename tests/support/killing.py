@@ -8,10 +8,12 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -38,6 +40,8 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
             sys.setprofile(None)
             os.write(writer, answer)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     os.close(writer)
@@ -47,6 +51,23 @@ def in_child(work: Callable[[], Any]) -> tuple[int, Any]:
     if status not in (0, -signal.SIGKILL):
         raise RuntimeError(f"a child ended with {status}")
     return -status, json.loads(answer) if status == 0 else None
+
+
+def in_two_ranks(work: Callable[[], Any]) -> list[Any]:
+    """Run `work` in two forked children with the environment that torchrun sets; the results of both."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def as_rank(rank):
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+        return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(in_child, lambda: as_rank(1))
+        first = in_child(lambda: as_rank(0))
+        return [first[1], other.result()[1]]
 
 
 def kill_after(calls: int, counts: Counts) -> None:

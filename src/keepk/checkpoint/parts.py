@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from keepk.cut.masks import unwrap_optimizer
 from keepk.errors import CheckpointError
 from keepk.model.edits import Undo
 from keepk.model.names import unwrap
@@ -135,10 +136,10 @@ class ModulePart:
 
 
 class OptimizerPart:
-    """An optimizer, whose state keeps its saved dtype; torch would cast it to the parameter's."""
+    """An optimizer, without wrappers, whose state keeps its saved dtype; torch would cast it to the parameter's."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        self._name, self._optimizer = name, optimizer
+        self._name, self._optimizer = name, unwrap_optimizer(optimizer)
 
     def capture(self) -> Any:
         """See `Part`."""

@@ -50,11 +50,14 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
 
 
 Follower = nn.Module | dict[str, Tensor]
+EMAS = {"ModelEmaV2", "ModelEmaV3"}  # of timm, which is not a dependency
 
 
 def followed(follower: nn.Module) -> nn.Module:
     """The module inside a follower that has the model's structure and names."""
-    return unwrap(follower.module if isinstance(follower, AveragedModel) else follower)
+    averages = isinstance(follower, AveragedModel) or EMAS & {kind.__name__ for kind in type(follower).__mro__}
+    inner = getattr(follower, "module", None) if averages else None
+    return unwrap(inner if isinstance(inner, nn.Module) else follower)
 
 
 def tensors_of(follower: object) -> Mapping[str, Tensor]:

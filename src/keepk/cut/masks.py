@@ -5,7 +5,7 @@ kernels update masked weights too.
 
 Optimizer state follows the masks. State of the parameter's shape (momentum, Adam's moments) is zeroed entry by entry.
 Counters are left alone. The flat history of LBFGS has no entry per weight, so it is cleared. Any other state is refused
-by name, before anything is pruned.
+by name, before anything is pruned. A wrapper around an optimizer that has no state of its own is looked through.
 
 Zeroing runs at memory bandwidth. On a CPU, ``masked_fill_`` handles one entry at a time. Instead, a mask is widened to
 words of the weights' size, with all bits set where a weight is alive, and combined with the bits of the weights by a
@@ -88,8 +88,28 @@ def refuse_factored(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def unwrapped_optimizers(given: Iterable[Any]) -> list[Any]:
+    """The optimizers inside wrappers that have no state of their own (`unwrap_optimizer`), each once."""
+    return list({id(inner): inner for inner in map(unwrap_optimizer, given)}.values())
+
+
+def unwrap_optimizer(given: Any) -> Any:
+    """The optimizer inside a wrapper that has no state of its own, such as accelerate's, Fabric's and Lightning's.
+
+    Such a wrapper only forwards ``step()``: its state and its parameter groups are those of the inner optimizer, which
+    runs the hooks. Anything else is returned as it is.
+    """
+    if not isinstance(given, torch.optim.Optimizer):
+        return given
+    for _, inner in _inside(given):
+        shared = given.state is inner.state and given.param_groups is inner.param_groups
+        if shared and not any(isinstance(value, Tensor) for value in vars(given).values()):
+            return unwrap_optimizer(inner)
+    return given
+
+
 def refuse_wrapping(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that wraps another one, unless both were passed: the inner state would not be pruned."""
+    """Refuse an optimizer with state that wraps another one, unless both were passed: one state would not be pruned."""
     for outer in optimizers:
         for attribute, inner in _inside(outer):
             if not any(inner is it for it in optimizers):

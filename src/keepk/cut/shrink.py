@@ -21,6 +21,7 @@ from keepk.cut.masks import (
     refuse_wrapping,
     restart_flat_history,
     state_per_weight,
+    unwrapped_optimizers,
 )
 from keepk.cut.record import noted
 from keepk.errors import ShrinkError
@@ -233,7 +234,7 @@ def _refuse_share(units: object) -> None:
 def _listed(optimizer: object) -> list[Any]:
     if optimizer is None:
         return []
-    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    return unwrapped_optimizers(optimizer if isinstance(optimizer, Sequence) else [optimizer])
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:

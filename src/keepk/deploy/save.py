@@ -55,7 +55,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     refuse_extra_state(inner)
     refuse_meta(inner, "Materialize the model first.")
     if certificate:
-        _refuse_untrue(inner)
+        refuse_untrue(inner)
     description = describe(inner)
     if certificate:
         pruner = live_pruner(inner)
@@ -67,7 +67,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     write_folder(folder, to_document(description), tensors)
 
 
-def _refuse_untrue(model: nn.Module) -> None:
+def refuse_untrue(model: nn.Module) -> None:
     """Refuse wrong counts; warn about a model whose Pruner has not pruned anything yet."""
     pruner, untrue, kept_by = live_pruner(model), untrue_weights(model), certificate_of(model)
     for space, back in revived_channels(model).items():

@@ -118,6 +118,19 @@ class RunReport:
         budgets = [{**asdict(it), "spaces": list(it.spaces)} for it in self.budgets]
         return {**asdict(self), "spaces": spaces, "budgets": budgets, "layers": self.layers.data()}
 
+    def flat(self, prefix: str = "keepk/") -> dict[str, float]:
+        """The event, the units kept per space, parameters and MACs as one flat dict, as loggers of metrics take it.
+
+        >>> import torch, keepk
+        >>> pruner = Pruner(torch.nn.Linear(10, 10), keepk.weights("weight", keep=25), example=torch.zeros(2, 10))
+        >>> pruner.step()
+        >>> report(pruner).flat()
+        {'keepk/event': 1, 'keepk/kept/weight': 25, 'keepk/parameters': 110, 'keepk/macs': 100}
+        """
+        kept = {f"{prefix}kept/{space.name}": space.kept for space in self.spaces}
+        macs = {} if self.macs is None else {f"{prefix}macs": self.macs}
+        return {f"{prefix}event": self.epoch, **kept, f"{prefix}parameters": self.parameters, **macs}
+
     def __str__(self) -> str:
         return f"{self._title()}\n{self._table()}\n{self._costs()}"
 

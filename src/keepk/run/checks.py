@@ -23,7 +23,13 @@ from keepk.cut.holders import (
     refuse_missing,
     tensors_of,
 )
-from keepk.cut.masks import refuse_factored, refuse_foreign_state, refuse_stranger, refuse_wrapping
+from keepk.cut.masks import (
+    refuse_factored,
+    refuse_foreign_state,
+    refuse_stranger,
+    refuse_wrapping,
+    unwrapped_optimizers,
+)
 from keepk.errors import PlanError, SpaceError
 from keepk.graph.graph import Graph
 from keepk.graph.trace import trace_inputs
@@ -81,7 +87,7 @@ class RunSpec:
         budgets: The budgets.
         costs: The cost of the model without any of its channels; None without budgets.
         late: The weight spaces that are pruned after a budget has cut their tensors.
-        optimizers: The optimizers that train the model.
+        optimizers: The optimizers that were passed; `Pruner.attach` adds others to the session.
         followers: Copies of the weights that are cut and zeroed with the model.
         frozen_by_epoch: For each epoch of the phases, the frozen parameters; empty without phases.
         shrink: When channels are removed: at "each" event, at the "end", or "never".
@@ -386,19 +392,32 @@ def refuse_masked_directions(model: nn.Module, weights: Mapping[str, Members]) -
 
 
 def checked_optimizers(
-    model: nn.Module, given: Any, names: Mapping[nn.Parameter, str], freezes: bool
+    model: nn.Module,
+    given: Any,
+    names: Mapping[nn.Parameter, str],
+    freezes: bool,
+    known: Iterable[torch.optim.Optimizer] = (),
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a run; refuses one that does not train the model, or whose state cannot be cut and zeroed."""
+    """The optimizers of a run; refuses one that does not train the model, or whose state cannot be cut and zeroed.
+
+    Args:
+        model: The unwrapped model.
+        given: The user's optimizer, several, or None.
+        names: The parameters of weight spaces, with their names.
+        freezes: Whether a phase freezes parameters.
+        known: Optimizers that the run already has.
+    """
     several = isinstance(given, Iterable) and not isinstance(given, nn.Module)
-    optimizers = () if given is None else tuple(given) if several else (given,)
+    optimizers = tuple(unwrapped_optimizers(() if given is None else given if several else (given,)))
     for optimizer in optimizers:
         refuse_stranger(optimizer, [*model.parameters()])
         refuse_factored(optimizer)
         refuse_foreign_state(optimizer, names)
-    refuse_wrapping(optimizers)
-    if freezes and not optimizers:
+    refuse_wrapping([*known, *optimizers])
+    if freezes and given is None:
         raise PlanError(
-            "Pruner: a phase freezes parameters, but no optimizer was passed. Pass the one that trains them."
+            "Pruner: a phase freezes parameters, but no optimizer was passed. Pass the one that trains them, or "
+            "optimizer=() if you build it later and pass it to pruner.attach()."
         )
     return optimizers
 

@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from keepk.cut.holders import TAKEN_BACK, Follower, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
+from keepk.metrics.statistics import Statistics
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.plan.budgets import WORDS, checked_budget
@@ -68,8 +69,9 @@ class Pruner:
     Args:
         model: The model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
         spaces: What to keep: one or more of `keepk.weights(...)` and `keepk.channels(...)`.
-        optimizer: The optimizer that trains the model, or several. Pass None only if nothing trains after an event:
-            without an optimizer the zeros are not held.
+        optimizer: The optimizer that trains the model, or several. Wrappers without state of their own (accelerate's,
+            Fabric's) are looked through. Pass None only if nothing trains after an event, because without an optimizer
+            the zeros are not held, and () if you build it later and pass it to `attach`.
         epochs: The length of the plan. None uses the length of the schedules.
         phases: Spans of epochs in which some spaces are pruned and some parameters frozen. Their lengths add up to the
             length of the plan.
@@ -82,8 +84,8 @@ class Pruner:
             forward fails or computes something that the trace has not seen, the event is refused and nothing changes.
         shrink: Channels are removed at "each" event, at the "end" of their plans, or "never"; until then they are
             masked.
-        followers: Copies of the model's weights, to be cut and zeroed with it at every event: an `AveragedModel`, a
-            copy of the model, dicts of tensors.
+        followers: Copies of the model's weights, to be cut and zeroed with it at every event: an `AveragedModel`,
+            timm's ``ModelEmaV3``, a copy of the model, dicts of tensors.
         macs: One budget for all channel spaces that have no `keep`, `prune`, `macs` or `parameters` of their own: a
             bound on the multiply-accumulates of the whole model, per sample. A float below 1 is a share of `model` as
             it is given, an int is the number itself. Each of these spaces keeps the same share of its channels, to the
@@ -165,9 +167,8 @@ class Pruner:
         self._session = Session(self._spec)
         self._handles: list[RemovableHandle] = []
         # Public hooks only: the optimizer's methods are never replaced, and `close` removes the hooks again.
-        for it in self._spec.optimizers:
-            self._handles.append(it.register_step_pre_hook(self._before_update))
-            self._handles.append(it.register_step_post_hook(self._after_update))
+        for it in self._session.optimizers:
+            self._hook(it)
         register_live(self)
 
     @property
@@ -297,6 +298,11 @@ class Pruner:
         return self._session.counted_layers()
 
     @property
+    def statistics(self) -> tuple[Statistics, ...]:
+        """The statistics that the metrics of the spaces read, each once."""
+        return self._session.statistics
+
+    @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._session.closed
@@ -339,6 +345,7 @@ class Pruner:
             OptimizerError: The optimizer has state that cannot be zeroed weight by weight.
             DisagreementError: Another process has failed or would keep different units.
             StateError: Pruned weights are no longer zero, and the Pruner has no optimizer whose steps would zero them.
+            PlanError: A phase freezes parameters, and no optimizer was attached.
             KeepkError: The Pruner is closed.
 
         >>> import keepk
@@ -401,6 +408,38 @@ class Pruner:
         """
         self._session.follow_cuts()
         self._session.apply_masks()
+
+    @torch.no_grad()
+    def attach(self, optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
+        """Add an optimizer that trains the model, as if it had been passed to the Pruner.
+
+        Use it where a framework builds the optimizer after the Pruner. From now on the optimizer's steps keep pruned
+        weights at zero, and its state is zeroed and cut at every event. Nothing changes now; optimizers that the Pruner
+        already has are ignored.
+
+        Args:
+            optimizer: The optimizer, or several. Wrappers without state of their own are looked through.
+
+        Raises:
+            OptimizerError: An optimizer does not train the model, or its state cannot be zeroed weight by weight;
+                none of them is attached.
+            KeepkError: The Pruner is closed.
+
+        >>> import keepk
+        >>> model = nn.Linear(10, 10)
+        >>> pruner = Pruner(model, keepk.weights("weight", keep=25), optimizer=())
+        >>> pruner.step()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> pruner.attach(optimizer)
+        >>> model(torch.ones(1, 10)).sum().backward()
+        >>> optimizer.step()
+        >>> pruner.kept
+        {'weight': 25}
+        """
+        self._session.refuse_closed()
+        self._session.follow_cuts()
+        for it in self._session.attach(optimizer):
+            self._hook(it)
 
     def report(self, *, error: float | None = None) -> "RunReport":
         """A summary of the run: planned, kept and requested units per space, parameters and MACs.
@@ -534,6 +573,10 @@ class Pruner:
 
         return f"<p>Plan of a Pruner at epoch {self.epoch} of {self.epochs}</p>{plan_html(self._spec.plan)}"
 
+    def _hook(self, optimizer: torch.optim.Optimizer) -> None:
+        self._handles.append(optimizer.register_step_pre_hook(self._before_update))
+        self._handles.append(optimizer.register_step_post_hook(self._after_update))
+
     @property
     def _is_at_work(self) -> bool:
         """Whether events are still to come or weights are still masked."""
@@ -557,13 +600,14 @@ class Pruner:
         self._session.follow_cuts()
         self._refuse_unusable(wrapper)
         # Without an optimizer there are no steps to count, and pruning without training is intended.
-        if self._spec.optimizers:
+        if self._session.optimizers:
             self._session.watch.hasty(before, now, self.epochs)
         return self._session.decide(wrapper)
 
     def _refuse_unusable(self, wrapper: Any) -> None:
         self._session.refuse_closed()
         self._session.refuse_revived()
+        self._session.refuse_not_frozen()
         if wrapper is not None:
             refuse_other_wrapper(wrapper, self._spec.model)
 

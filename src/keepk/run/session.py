@@ -24,7 +24,7 @@ from keepk.cut.record import (
     masked_places,
     record_of,
 )
-from keepk.errors import KeepkError, ShrinkError, StateError
+from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
 from keepk.metrics.channels import collected_terms
 from keepk.metrics.layers import Use
 from keepk.model.edits import Cut, Undo, left_of
@@ -32,7 +32,7 @@ from keepk.model.names import changed_model, named_parameters
 from keepk.rank.kth_largest import one_thread
 from keepk.run.channel_members import module_of, modules_of
 from keepk.run.channels import NO_OPERATION, ChannelSide, Event, Operation, Surgery, by_plain_name, nothing
-from keepk.run.checks import RunSpec
+from keepk.run.checks import RunSpec, checked_optimizers
 from keepk.run.counting import channels_by_layer, weights_by_parameter
 from keepk.run.state import Saved, pruner_state, read_pruner_state
 from keepk.run.warnings import Watch
@@ -162,15 +162,17 @@ class Session:
         statistics: The statistics that metrics read, in an order that is the same in all processes.
         epoch: The number of past events.
         frozen: The parameters that get no update in the coming epoch.
+        optimizers: The optimizers that train the model.
         held: The masks, ready to be applied after every optimizer step.
         closed: Whether the user has closed the `Pruner`.
     """
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec, self.watch, self.closed = spec, Watch(), False
+        self.optimizers = [*spec.optimizers]  # shared with both sides, so that they see those attached later
         self.channels: ChannelSide | NoChannels = NoChannels()
         if spec.graph is not None:
-            surgery = Surgery(spec.model, spec.graph, spec.optimizers, spec.followers, spec.replayed)
+            surgery = Surgery(spec.model, spec.graph, self.optimizers, spec.followers, spec.replayed)
             self.channels = ChannelSide(
                 spec.graph,
                 spec.model,
@@ -182,7 +184,7 @@ class Session:
                 budgets=spec.budgets,
                 costs=spec.costs,
             )
-        self.weights = WeightSide(spec.model, spec.weights, spec.plan, spec.optimizers, self.watch, spec.late)
+        self.weights = WeightSide(spec.model, spec.weights, spec.plan, self.optimizers, self.watch, spec.late)
         self.sides: tuple[Side, ...] = (self.channels, self.weights)
         metrics = [it.space.metric for side in self.sides for it in side.members.values()]
         self.statistics = tuple(dict.fromkeys(it.statistics for metric in metrics for it in collected_terms(metric)))
@@ -305,7 +307,7 @@ class Session:
         self.epoch = epoch
         frozen = self.spec.frozen_by_epoch[epoch] if epoch < len(self.spec.frozen_by_epoch) else ()
         if frozen is not self.frozen:
-            for optimizer in self.spec.optimizers:
+            for optimizer in self.optimizers:
                 restart_flat_history(optimizer)  # LBFGS would still move frozen weights along its old directions
         self.frozen = frozen
 
@@ -357,9 +359,9 @@ class Session:
         with one_thread():  # waking a thread pool takes longer than it saves here
             for it in self.held:
                 it.zero()
-                it.zero_state(self.spec.optimizers)
+                it.zero_state(self.optimizers)
             zero_followers(self.spec.followers, zeroed)
-        for optimizer in self.spec.optimizers if zeroed else ():
+        for optimizer in self.optimizers if zeroed else ():
             restart_flat_history(optimizer)
 
     def _hold_masks(self) -> Masks:
@@ -373,14 +375,14 @@ class Session:
         """Copy the weights and optimizer state that the masks are about to zero; returns a function to restore them."""
         parameters, zeroed = named_parameters(self.spec.model), self._zeroed
         tensors = [(parameters[name].detach(), mask) for name, mask in zeroed.items()]
-        for optimizer in self.spec.optimizers:
+        for optimizer in self.optimizers:
             tensors += [(it, m) for name, m in zeroed.items() for it in state_per_weight(optimizer, parameters[name])]
         for follower in self.spec.followers:
             found = parameters_of(follower)
             tensors += [(found[name].detach(), mask) for name, mask in zeroed.items() if name in found]
         places = [(tensor, mask.to(tensor.device) & (tensor != 0)) for tensor, mask in tensors]
         values = [(tensor, place, tensor[place]) for tensor, place in places]
-        histories = [flat_history(optimizer) for optimizer in self.spec.optimizers]
+        histories = [flat_history(optimizer) for optimizer in self.optimizers]
 
         def put_back() -> None:
             with torch.no_grad():
@@ -393,7 +395,7 @@ class Session:
 
     def refuse_revived(self) -> None:
         """Refuse to continue if pruned weights were trained by an optimizer that the `Pruner` does not know."""
-        if self.spec.optimizers:
+        if self.optimizers:
             return  # their hooks zero the weights after every step
         for name, it in zip(self._zeroed, self.held, strict=True):
             if revived := it.revived:
@@ -402,6 +404,26 @@ class Session:
                     f"whose steps would zero them. Pass the optimizer that trains the model to Pruner(...). If "
                     f"something else changed them, such as load_state_dict, call pruner.apply_masks() first."
                 )
+
+    def refuse_not_frozen(self) -> None:
+        """Refuse an event after an epoch with frozen parameters if the optimizer that trains them is not known."""
+        if self.frozen and not self.optimizers:
+            raise PlanError(
+                "Pruner: a phase freezes parameters in this epoch, but no optimizer was attached, so they may have "
+                "been trained. Call pruner.attach(optimizer) before training."
+            )
+
+    # Optimizers ------------------------------------------------------------------------------------------------------
+
+    def attach(self, given: Any) -> list[torch.optim.Optimizer]:
+        """Add optimizers; returns those that are new."""
+        names = {parameter: name for it in self.spec.weights.values() for name, parameter in it.parameters.items()}
+        asked = [None] if given is None else given  # None is no optimizer here
+        found = checked_optimizers(self.spec.model, asked, names, any(self.spec.frozen_by_epoch), self.optimizers)
+        new = [it for it in found if not any(it is known for known in self.optimizers)]
+        # Its state stays as it is: in a resumed run it was saved with the masks, and the run has to end bit-equal.
+        self.optimizers += new
+        return new
 
     # Cuts by others --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,139 @@
+"""Accelerate: checkpoints and logs of a `keepk.Pruner` in a training loop with an ``Accelerator``.
+
+>>> import keepk, tempfile, torch
+>>> from accelerate import Accelerator
+>>> from keepk.integrations.accelerate import prepare
+>>> def build():
+...     accelerator, net = Accelerator(cpu=True), torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
+...     model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+...     space = keepk.channels("0", keep=2, schedule=[4, 2])
+...     return accelerator, model, prepare(accelerator, keepk.Pruner(net, space, optimizer, example=torch.zeros(2, 8)))
+>>> accelerator, model, pruning = build()
+>>> model = pruning.step(model)  # at the end of an epoch
+>>> with tempfile.TemporaryDirectory() as folder:
+...     _ = accelerator.save_state(folder)
+...     accelerator, model, pruning = build()  # after a kill
+...     accelerator.load_state(folder)  # cuts the model, then loads its weights
+>>> pruning.pruner.kept, model[0].out_features
+({'0': 4}, 4)
+"""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from keepk.errors import CheckpointError, KeepkError
+from keepk.integrations.runs import (
+    cut_before_wrapping,
+    has_state,
+    load_run_state,
+    pruner_of,
+    read_state,
+    stepped,
+    write_state,
+)
+from keepk.run.pruner import Pruner
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f'keepk.integrations.accelerate: {missing.name} is not installed. Run: pip install "keepk[accelerate]"',
+        name=missing.name,
+    ) from None
+
+Model = TypeVar("Model", bound=nn.Module)
+STATE = "keepk"  # a folder in each checkpoint
+
+
+def prepare(accelerator: Any, pruner: Pruner) -> "Pruning":
+    """Let an ``Accelerator`` save and load the state of a `Pruner` with its own.
+
+    From now on ``accelerator.save_state`` writes the state of pruning into its folder, and ``accelerator.load_state``
+    cuts the model to its saved size before it loads weights. Wrapped optimizers can be passed to the `Pruner`, which
+    looks through them. Make the `Pruner` before ``accelerator.prepare`` if that changes the model's forward (mixed
+    precision), so that it is traced as it was written.
+
+    Args:
+        accelerator: The ``Accelerator``.
+        pruner: The `Pruner`.
+
+    Returns:
+        An object whose ``step`` ends an epoch.
+
+    Raises:
+        KeepkError: An argument has another type.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise KeepkError(
+            f"prepare: got {type(accelerator).__name__} as the accelerator. Pass an accelerate.Accelerator."
+        )
+    pruning = Pruning(accelerator, pruner_of(pruner, "prepare"))
+    accelerator.register_save_state_pre_hook(pruning.write)
+    accelerator.register_load_state_pre_hook(pruning.read)
+    return pruning
+
+
+class Pruning:
+    """A `Pruner` in a loop with an ``Accelerator``; made by `prepare`.
+
+    Attributes:
+        pruner: The `Pruner`.
+    """
+
+    def __init__(self, accelerator: Any, pruner: Pruner) -> None:
+        self._accelerator, self.pruner = accelerator, pruner
+
+    def step(self, model: Model, *, step: int | None = None) -> Model:
+        """End an epoch: call `Pruner.step`, and log the numbers of the event with ``accelerator.log``.
+
+        Args:
+            model: The prepared model.
+            step: The number of the training step, for the trackers.
+
+        Returns:
+            The model to continue with: the same, or a new `DistributedDataParallel` wrapper after a cut.
+
+        Raises:
+            KeepkError: Whatever `Pruner.step` raises; nothing has changed.
+        """
+        replaced = stepped(self.pruner, model, lambda numbers: self._accelerator.log(dict(numbers), step=step))
+        if replaced is None or replaced is model:
+            return model
+        # accelerate saves and loads the models of this list, and the old wrapper is of no use any more.
+        models = self._accelerator._models
+        models[:] = [replaced if it is model else it for it in models]
+        found: Model = replaced
+        return found
+
+    def resume(self, folder: str | Path) -> None:
+        """Cut the model to its size in a checkpoint, before ``accelerator.prepare`` wraps it; then call ``load_state``.
+
+        A run of one process does not need this: ``accelerator.load_state`` cuts the model.
+
+        Args:
+            folder: A folder that ``accelerator.save_state`` wrote.
+
+        Raises:
+            CheckpointError: The folder has no state of pruning.
+            StateError: The state comes from another model or plan.
+        """
+        self.read([], str(folder))
+
+    def write(self, _models: Any, _weights: Any, folder: str) -> None:
+        """The hook of ``save_state``."""
+        if self._accelerator.is_main_process:
+            write_state(Path(folder) / STATE, self.pruner)
+
+    def read(self, _models: Any, folder: str) -> None:
+        """The hook of ``load_state``."""
+        if not has_state(Path(folder) / STATE):
+            raise CheckpointError(
+                f"{folder}: has no {STATE}/, so it was written without keepk.integrations.accelerate.prepare, or "
+                f"writing it was interrupted. Pass another checkpoint."
+            )
+        with cut_before_wrapping(
+            "Call pruning.resume(folder) before accelerator.prepare, then accelerator.load_state."
+        ):
+            load_run_state(self.pruner, read_state(Path(folder) / STATE))

@@ -1,0 +1,147 @@
+"""Fabric: checkpoints and logs of a `keepk.Pruner` in a training loop with ``lightning.fabric.Fabric``.
+
+This module uses the public methods of a ``Fabric`` and imports nothing of Lightning.
+
+>>> import keepk, tempfile, torch
+>>> from lightning.fabric import Fabric
+>>> from keepk.integrations.fabric import prepare
+>>> def build():
+...     fabric = Fabric(accelerator="cpu", devices=1)
+...     net = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
+...     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+...     pruner = keepk.Pruner(net, keepk.channels("0", keep=2, schedule=[4, 2]), optimizer, example=torch.zeros(2, 8))
+...     return {"model": model, "optimizer": optimizer, "epoch": 0}, prepare(fabric, pruner)
+>>> state, pruning = build()
+>>> pruning.step(state["model"])  # at the end of an epoch
+>>> state["epoch"] += 1
+>>> with tempfile.TemporaryDirectory() as folder:
+...     pruning.save(f"{folder}/last.ckpt", state)
+...     state, pruning = build()  # after a kill
+...     _ = pruning.load(f"{folder}/last.ckpt", state)  # cuts the model, then loads its weights
+>>> pruning.pruner.kept, state["epoch"], state["model"].module[0].out_features
+({'0': 4}, 1, 4)
+"""
+
+from pathlib import Path
+from typing import Any
+
+from keepk.errors import CheckpointError, KeepkError
+from keepk.integrations.runs import cut_before_wrapping, load_run_state, pruner_of, run_state, stepped
+from keepk.run.pruner import Pruner
+
+KEY = "keepk"  # in a checkpoint
+
+
+def prepare(fabric: Any, pruner: Pruner) -> "Pruning":
+    """A `Pruner` in a loop with a ``Fabric``.
+
+    Pass the `Pruner` the module that was given to ``fabric.setup``; the optimizer may be the one that it returned.
+
+    Args:
+        fabric: The ``Fabric``.
+        pruner: The `Pruner`.
+
+    Returns:
+        An object whose ``step`` ends an epoch, and whose ``save`` and ``load`` take the place of Fabric's.
+
+    Raises:
+        KeepkError: An argument has another type.
+    """
+    if not all(callable(getattr(fabric, method, None)) for method in ("save", "load", "log_dict")):
+        raise KeepkError(f"prepare: got {type(fabric).__name__} as the fabric. Pass a lightning.fabric.Fabric.")
+    return Pruning(fabric, pruner_of(pruner, "prepare"))
+
+
+class Pruning:
+    """A `Pruner` in a loop with a ``Fabric``; made by `prepare`.
+
+    Attributes:
+        pruner: The `Pruner`.
+    """
+
+    def __init__(self, fabric: Any, pruner: Pruner) -> None:
+        self._fabric, self.pruner = fabric, pruner
+
+    def step(self, model: Any, *, step: int | None = None) -> None:
+        """End an epoch: call `Pruner.step`, and log the numbers of the event with ``fabric.log_dict``.
+
+        Args:
+            model: The module that ``fabric.setup`` returned. After a cut, the `DistributedDataParallel` wrapper inside
+                of it is replaced.
+            step: The number of the training step, for the loggers.
+
+        Raises:
+            KeepkError: Whatever `Pruner.step` raises; nothing has changed.
+        """
+        inner = getattr(model, "_forward_module", None)
+        if inner is None:
+            raise KeepkError(f"step: got {type(model).__name__}. Pass the module that fabric.setup returned.")
+        replaced = stepped(self.pruner, inner, lambda numbers: self._fabric.log_dict(numbers, step=step))
+        if replaced is not None:
+            model._forward_module = replaced
+
+    def save(self, path: str | Path, state: dict[str, Any]) -> None:
+        """``fabric.save`` with the state of pruning; every process calls it.
+
+        Args:
+            path: As for ``fabric.save``.
+            state: As for ``fabric.save``: modules, optimizers and plain values.
+        """
+        self._fabric.save(path, {**state, KEY: run_state(self.pruner)})
+
+    def load(self, path: str | Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """``fabric.load``, after the model was cut to its saved size.
+
+        Args:
+            path: As for ``fabric.load``.
+            state: As for ``fabric.load``; plain values in it are replaced.
+            **options: Other arguments of ``fabric.load``.
+
+        Returns:
+            The items of the checkpoint that are not in `state`.
+
+        Raises:
+            CheckpointError: The checkpoint has no state of pruning.
+            StateError: The state comes from another model or plan.
+            KeepkError: The model is in a `DistributedDataParallel` wrapper already; see `resume`.
+        """
+        # Fabric restores the items in their order, and this one cuts the model.
+        part = _Part(self.pruner)
+        given = {KEY: part, **state}
+        remainder: dict[str, Any] = self._fabric.load(path, given, **options)
+        if not part.loaded:
+            raise CheckpointError(f"{path}: was not written by the save of keepk.integrations.fabric.")
+        state.update({key: given[key] for key in state})
+        return remainder
+
+    def resume(self, path: str | Path) -> None:
+        """Cut the model to its size in a checkpoint, before ``fabric.setup`` wraps it; then call `load`.
+
+        A run of one process does not need this: `load` cuts the model.
+
+        Args:
+            path: A checkpoint that `save` wrote.
+
+        Raises:
+            CheckpointError: The checkpoint has no state of pruning.
+            StateError: The state comes from another model or plan.
+        """
+        found = self._fabric.load(path)
+        if KEY not in found:
+            raise CheckpointError(f"{path}: was not written by the save of keepk.integrations.fabric.")
+        load_run_state(self.pruner, found[KEY])
+
+
+class _Part:
+    """The state of pruning as an object of a checkpoint."""
+
+    def __init__(self, pruner: Pruner) -> None:
+        self._pruner, self.loaded = pruner, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return run_state(self._pruner)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        with cut_before_wrapping("Call pruning.resume(path) before fabric.setup, then pruning.load."):
+            load_run_state(self._pruner, state)
+        self.loaded = True

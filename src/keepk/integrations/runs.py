@@ -1,0 +1,222 @@
+"""The part that all adapters share: a run whose `Pruner` a callback makes, its state, and events in a user's loop.
+
+A framework decides when the model and the optimizer exist. In a new run, the Pruner is made when training begins. In a
+resumed run it is made earlier, because the model has to be cut before the framework loads weights into it; the
+optimizer, which frameworks build later, is attached when training begins.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from keepk.checkpoint.checkpoint import INDEX, load_checkpoint, save_checkpoint
+from keepk.cut.holders import Follower
+from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
+from keepk.plan.names import shown
+from keepk.plan.spaces import Space
+from keepk.run.pruner import Pruner
+
+Every = Literal["epoch"] | int
+
+
+class CallbackRun:
+    """The spaces and options of a callback, and the `Pruner` once it is made.
+
+    Args:
+        who: How errors name the callback.
+        spaces: As for `keepk.Pruner`.
+        every: The time between events: "epoch", or a number of optimizer steps.
+        options: The other arguments of `keepk.Pruner`, except for the model and the optimizer.
+    """
+
+    def __init__(self, who: str, spaces: Space | Sequence[Space], every: Every, options: Mapping[str, Any]) -> None:
+        self.who, self._spaces, self._options = who, spaces, dict(options)
+        if every != "epoch" and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+            raise PlanError(f'{who}: every={shown(every)}. Pass "epoch" or a number of optimizer steps.')
+        for name in ("model", "optimizer"):
+            if name in options:
+                raise KeepkError(f"{who}: {name}= comes from the framework. Leave it out.")
+        self.every = every
+        self._made: Pruner | None = None
+        self._paused = ExitStack()
+
+    @property
+    def pruner(self) -> Pruner:
+        """The Pruner.
+
+        Raises:
+            KeepkError: Training has not begun.
+        """
+        if self._made is None:
+            raise KeepkError(f"{self.who}: the Pruner is made when training begins. Read .pruner after that.")
+        return self._made
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the Pruner was made."""
+        return self._made is not None
+
+    @property
+    def removes_channels(self) -> bool:
+        """Whether events change the sizes of tensors."""
+        kinds = {entry["kind"] for entry in self.pruner.certificate.values()}
+        return "channels" in kinds and self._options.get("shrink") != "never"
+
+    def follow(self, followers: Iterable[Follower]) -> None:
+        """Cut these with the model too, besides the user's followers. Call it before the Pruner is made."""
+        given = self._options.get("followers", ())
+        self._options["followers"] = [*given, *(it for it in followers if not any(it is other for other in given))]
+
+    @contextmanager
+    def begun(self, model: nn.Module, optimizers: Any) -> Iterator[None]:
+        """Make the Pruner, or attach the optimizers to that of a resumed run.
+
+        The body checks whether training suits the plan; if it raises, a Pruner that was made here is closed.
+        """
+        new = self._made is None or self._made.closed
+        if new:
+            self._made = Pruner(model, self._spaces, optimizers, **self._options)
+        else:
+            self._refuse_other_model(model)
+            self.pruner.attach(optimizers)
+        try:
+            yield
+        except Exception:
+            if new:
+                self.pruner.close()
+            raise
+
+    def resume(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Make the Pruner, and cut the model to its size in a saved state.
+
+        Raises:
+            StateError: The state comes from another model or plan.
+        """
+        if self._made is not None:
+            self._refuse_other_model(model)
+        made = self._made or Pruner(model, self._spaces, (), **self._options)
+        try:
+            load_run_state(made, state)
+        except Exception:
+            if made is not self._made:
+                made.close()
+            raise
+        self._made = made
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of a batch to the statistics that metrics read."""
+        for statistics in self.pruner.statistics if not self.pruner.done else ():
+            if "gradients" in statistics.of:
+                statistics.update()
+
+    def pause(self) -> None:
+        """Do not count forward passes from now on, such as those of a validation, until `unpause`."""
+        self.unpause()
+        for statistics in self.pruner.statistics:
+            self._paused.enter_context(statistics.paused())
+
+    def unpause(self) -> None:
+        """Count forward passes again."""
+        self._paused.close()
+
+    def refuse_too_short(self, events: int, training: str) -> None:
+        """Refuse training that ends before the plan: it would keep more than K.
+
+        Args:
+            events: How many events training has time for.
+            training: How long training is, for the error.
+        """
+        pruner = self.pruner
+        if events < (missing := pruner.epochs - pruner.epoch):
+            every = "epochs" if self.every == "epoch" else f"times {self.every} optimizer steps"
+            raise PlanError(
+                f"{self.who}: the plan needs {missing} more events, one after each of {missing} {every}, but training "
+                f"{training} has time for {events}, so more than K units would be left. Train longer, or use a "
+                f"shorter schedule or a smaller every=."
+            )
+
+    def _refuse_other_model(self, model: nn.Module) -> None:
+        if self.pruner.model is not model:
+            raise KeepkError(
+                f"{self.who}: it has pruned another {type(model).__name__} already. Make a new callback for this one."
+            )
+
+
+def run_state(pruner: Pruner) -> dict[str, Any]:
+    """The state of a Pruner and of the statistics that its metrics read, as plain values and tensors."""
+    return {"pruner": pruner.state_dict(), "statistics": [it.state_dict() for it in pruner.statistics]}
+
+
+def load_run_state(pruner: Pruner, state: Any) -> None:
+    """Load what `run_state` returned: cut the model, and restore masks and statistics.
+
+    Raises:
+        StateError: The state comes from another model or plan.
+    """
+    if not isinstance(state, Mapping) or not {"pruner", "statistics"} <= set(state):
+        raise StateError("pruning: the checkpoint has no state of pruning. Resume from a checkpoint of this run.")
+    if len(state["statistics"]) != len(pruner.statistics):
+        raise StateError(
+            f"pruning: the state has {len(state['statistics'])} statistics, and the spaces read "
+            f"{len(pruner.statistics)}. Pass the same spaces."
+        )
+    pruner.load_state_dict(state["pruner"])
+    for statistics, saved in zip(pruner.statistics, state["statistics"], strict=True):
+        statistics.load_state_dict(saved)
+
+
+def write_state(folder: Path, pruner: Pruner, step: int = 0) -> None:
+    """Write the state of a run into a folder, completely or not at all."""
+    save_checkpoint(folder, extra={"step": step, **run_state(pruner)})
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote. Random number generators do not change.
+
+    Raises:
+        CheckpointError: The folder has no such state, or a damaged one.
+    """
+    found: dict[str, Any] = load_checkpoint(folder)
+    return found
+
+
+def has_state(folder: Path) -> bool:
+    """Whether a folder has a state of a run."""
+    return (folder / INDEX).is_file()
+
+
+# In the user's own loop -----------------------------------------------------------------------------------------------
+
+
+def pruner_of(given: object, who: str) -> Pruner:
+    """The argument, if it is a `Pruner`."""
+    if not isinstance(given, Pruner):
+        raise KeepkError(f"{who}: got {type(given).__name__} as the pruner. Pass the keepk.Pruner of the model.")
+    return given
+
+
+def stepped(pruner: Pruner, wrapper: Any, log: Callable[[dict[str, float]], None]) -> Any:
+    """Hold an event and log its numbers; returns what replaces a `DistributedDataParallel` wrapper, or None."""
+    before = pruner.epoch
+    replaced = pruner.step(wrapper) if isinstance(wrapper, DistributedDataParallel) else pruner.step()
+    if pruner.epoch > before:  # not after the end of the plan
+        log(pruner.report().flat())
+    return replaced
+
+
+@contextmanager
+def cut_before_wrapping(remedy: str) -> Iterator[None]:
+    """A context that cuts a model, which may be in a wrapper; `remedy` says how to cut it before it is wrapped."""
+    try:
+        yield
+    except (ShrinkError, StateError) as error:
+        if "DistributedDataParallel" not in str(error):
+            raise
+        raise KeepkError(
+            f"resume: the model has to be cut to its saved size before it is wrapped in DistributedDataParallel. "
+            f"{remedy}"
+        ) from error
