@@ -333,7 +333,7 @@ def dense_hash(arch):
         (lambda arch: arch.pop("tensors"), r"not laid out as keepk\.save writes it \('tensors'\)"),
         (lambda arch: arch.pop("values"), r"it names no values"),
         (lambda arch: arch["values"].update(sha256="../x"), r"it names no values"),
-        (lambda arch: arch.update(version=2), r"has version 2, this keepk reads version 1\. Read it with keepk 0"),
+        (lambda arch: arch.update(version=3), r"has version 3, this keepk reads version 1 and 2\. Read .* keepk 0"),
         (lambda arch: arch.update(format="other"), r"is not a 'keepk\.model'"),
         (
             lambda arch: arch["attributes"]["0"]["out_features"].update(dense=13),
@@ -488,7 +488,7 @@ ODD: list[Any] = [
     [0],
     ["0:2"],
 ]
-HOSTILE = {"linear": None} | dict.fromkeys(
+HOSTILE = {"linear": None, "compact": None} | dict.fromkeys(
     ["grouped", "dense_block", "multihead_attention", "lstm", "layer_norm", "masked_heads", "split_sizes"]
 )
 
@@ -498,14 +498,15 @@ def hostile(tmp_path_factory):
     """Folders of saved models, with their documents and constructors."""
     found = {}
     for name in HOSTILE:
-        if name == "linear":
+        if name in ("linear", "compact"):
             model, build = shrunk(), built
+            model[3].weight.detach()[:, 1:] = 0
         else:
             model, _, graph = traced_network(name)
             keepk.shrink(model, graph, graph.choose(0.4, seed=1, lossy=True))
             build = partial(lambda name: NETWORKS[name](seed=1)[0], name)
         folder = tmp_path_factory.mktemp(name)
-        keepk.save(model, folder)
+        keepk.save(model, folder, compact=name == "compact")
         found[name] = folder, json.loads((folder / "arch.json").read_bytes()), build
     return found
 

@@ -70,7 +70,7 @@ CHECKPOINT = Trusted(
     INDEX,
     "checkpoint",
     FORMAT,
-    VERSION,
+    (VERSION,),
     _digest,
     CheckpointError,
     source="Pass a folder that keepk.save_checkpoint wrote.",
@@ -110,7 +110,7 @@ def _commit(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor]) 
     with deleted_on_failure([tensor_file, draft], lambda: _named_in_index(folder)):
         size, digest = write_synced(tensor_file, safetensors_bytes(tensors))
         named = {"file": tensor_file.name, "size": size, "sha256": digest}
-        document = {**CHECKPOINT.head(), **document, "tensors": named}
+        document = {**CHECKPOINT.head(VERSION), **document, "tensors": named}
         text = json.dumps({**document, "sha256": _digest(document)}, allow_nan=False)
         before = replace_index(draft, folder / INDEX, text, lambda: _named_in_index(folder))
     return tensor_file, before

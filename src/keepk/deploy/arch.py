@@ -20,6 +20,7 @@ from keepk.model.edits import Indices, Setting, read_attribute
 from keepk.model.layers import SELECTED, HeadwiseAttention
 from keepk.model.names import named_tensors, sharded, unwrap
 from keepk.storage.codec import dtype_name, pack, unpackable
+from keepk.storage.sparse import PARTS
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Entry:
         kept: By axis, the indices of the dense tensor that are left; see `keepk.model.edits.Cut`.
         stride: Its strides; None for a contiguous tensor.
         persistent: Whether it is in the model's state_dict.
+        stored: How the file holds it: None for an ordinary tensor, or a form of `keepk.storage.sparse.PARTS`.
+        values: The dtype of its values in the file, if that is not its own.
     """
 
     dtype: str
@@ -39,6 +42,12 @@ class Entry:
     kept: dict[int, Indices]
     stride: tuple[int, ...] | None
     persistent: bool
+    stored: str | None = None
+    values: str | None = None
+
+    def names(self, name: str) -> dict[str, str]:
+        """The names in the file of a tensor of this name, by its parts; an ordinary tensor has one part."""
+        return {part: f"{name}.{part}" for part in PARTS[self.stored]} if self.stored else {"": name}
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from keepk.deploy.arch import Description, Entry, setting_of
 from keepk.errors import FileError
 from keepk.model.edits import Indices, Setting
 from keepk.plan.budgets import COSTS
+from keepk.storage.sparse import PARTS
 
 ABOUT = {
     "file": "A model that keepk.save wrote, with model.safetensors. Read it with keepk.load(YourModel(), folder).",
@@ -43,10 +44,28 @@ ABOUT = {
     "masked": "By space, tensor and axis: for each masked channel its indices in the saved tensor. '0,1' counts the "
     "entries of the first two axes row by row.",
 }
+ABOUT_COMPACT = {
+    "stored": "How model.safetensors holds a tensor NAME with many zeros: 'gaps' as NAME.values and NAME.gaps, "
+    "'bitmask' as NAME.values and NAME.bitmask, in row-major order. A gap is the number of zeros before a value; the "
+    "largest number of its dtype has no value and is continued by the next gap. A bitmask has one bit for each entry, "
+    "lowest bit first. values: the dtype to which the values were rounded, if that is not the tensor's.",
+}
 KINDS = ("weights", "channels")
 FORMAT = "keepk.model"
-VERSION = 1
+PLAIN, COMPACT = 1, 2
+VERSIONS = (PLAIN, COMPACT)
+"""Files whose tensors are all ordinary ones have version 1, so that every keepk reads them."""
 LARGEST = 2**63 - 1  # torch's sizes are 64-bit ints
+
+
+def version_of(document: Mapping[str, Any]) -> int:
+    """The lowest version of the format that has all entries of a document of `to_document`."""
+    return COMPACT if any("stored" in entry for entry in document["tensors"].values()) else PLAIN
+
+
+def about(version: int) -> dict[str, str]:
+    """The explanations for readers at the beginning of the file."""
+    return ABOUT if version == PLAIN else ABOUT | ABOUT_COMPACT
 
 
 def to_document(description: Description) -> dict[str, Any]:
@@ -78,7 +97,7 @@ def dense_from(document: Mapping[str, Any]) -> Description:
     with _laid_out():
         found = Description(
             modules=_texts(document["modules"]),
-            tensors={name: _dense_entry(written) for name, written in document["tensors"].items()},
+            tensors={name: _dense_entry(it, document["version"]) for name, it in document["tensors"].items()},
             ties=_texts(document["ties"]),
             settings=(),
             selections={},
@@ -170,6 +189,10 @@ def _entry(entry: Entry) -> dict[str, Any]:
     if entry.kept:
         rows = entry.kept.items()
         written["kept"] = {str(dim): as_text(it) if it.ndim == 1 else [as_text(row) for row in it] for dim, it in rows}
+    if entry.stored is not None:
+        written["stored"] = entry.stored
+    if entry.values is not None:
+        written["values"] = entry.values
     return written
 
 
@@ -239,16 +262,25 @@ def _owners(key: str, texts: Any, number: object, shape: Sequence[int]) -> Any:
     return packed(owners.reshape(sizes))
 
 
-def _dense_entry(written: Mapping[str, Any]) -> Entry:
-    if strange := set(written) - {"dtype", "dense", "stride", "persistent", "kept"}:
+def _dense_entry(written: Mapping[str, Any], version: int) -> Entry:
+    known = {"dtype", "dense", "stride", "persistent", "kept"} | ({"stored", "values"} if version == COMPACT else set())
+    if strange := set(written) - known:
         raise ValueError(f"a tensor has no {sorted(strange)[0]!r}")
     dense = tuple(_number(size, 0, LARGEST) for size in written["dense"])
+    stored, values = written.get("stored"), written.get("values")
+    # A buffer outside the state_dict may have any size, since it is not compared with the user's model.
+    if "stored" in written and (stored not in PARTS or written.get("persistent", True) is not True):
+        raise ValueError(f"a tensor cannot be stored as {stored!r}")
+    if "values" in written and (stored is None or (written["dtype"], values) != ("float32", "float16")):
+        raise ValueError(f"a tensor of {written['dtype']!r} cannot have values of {values!r}")
     return Entry(
         dtype=_text(written["dtype"]),
         dense=dense,
         kept={_number_in(axis, len(dense)): np.zeros(0, np.int64) for axis in written.get("kept", {})},
         stride=None,
         persistent=written.get("persistent", True) is True,
+        stored=stored,
+        values=values,
     )
 
 

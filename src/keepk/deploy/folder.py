@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from keepk.deploy.arch_json import ABOUT, FORMAT, VERSION, digest, text_of
+from keepk.deploy.arch_json import FORMAT, VERSIONS, about, digest, text_of, version_of
 from keepk.errors import FileError
 from keepk.storage.files import (
     Trusted,
@@ -47,7 +47,7 @@ SAVED_MODEL = Trusted(
     INDEX,
     "saved model",
     FORMAT,
-    VERSION,
+    VERSIONS,
     digest,
     FileError,
     source="Pass a folder that keepk.save wrote.",
@@ -93,7 +93,8 @@ def _commit(
         assert values is not None  # `named` has the right layout
         drafts.append(values)
         os.replace(drafts[0], values)  # noqa: PTH105
-        text = text_of({"about": ABOUT, **SAVED_MODEL.head(), "values": named, **document})
+        version = version_of(document)
+        text = text_of({"about": about(version), **SAVED_MODEL.head(version), "values": named, **document})
         before = replace_index(drafts[1], folder / INDEX, text, lambda: _named_in_index(folder))
     return values, before
 

@@ -4,8 +4,10 @@ Loading replays the recorded cuts, which needs facts about modules but no trace.
 are imported only if `load` is called with an example.
 """
 
+import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import wraps
@@ -36,8 +38,9 @@ from keepk.model.edits import (
     undone_by,
 )
 from keepk.model.names import named_tensors
-from keepk.storage.codec import DTYPE_CODES, dtype_name, unpack
+from keepk.storage.codec import DTYPE_CODES, dtype_name, dtype_named, unpack
 from keepk.storage.files import place
+from keepk.storage.sparse import expanded
 
 SHOWN = 3  # differences in an error
 
@@ -84,10 +87,14 @@ def unpacked(saved: Description, stored: Mapping[str, Tensor]) -> dict[str, Tens
     Raises:
         FileError: Names, shapes or dtypes are not those of the described tensors.
     """
-    if strange := set(stored) ^ set(saved.tensors):
+    names = Counter(part for name, entry in saved.tensors.items() for part in entry.names(name).values())
+    if strange := (set(stored) ^ set(names)) | {name for name, times in names.items() if times > 1}:
         raise FileError(f"arch.json and model.safetensors do not name the same tensors: {sorted(strange)[:SHOWN]}")
     _refuse_other_selections(saved)
-    return {name: _value(name, entry, stored[name]) for name, entry in saved.tensors.items()}
+    return {
+        name: _value(name, entry, {part: stored[place] for part, place in entry.names(name).items()})
+        for name, entry in saved.tensors.items()
+    }
 
 
 def _refuse_other_selections(saved: Description) -> None:
@@ -160,16 +167,26 @@ def _unexpected(modules: Mapping[str, nn.Module], saved: Description) -> Iterato
             yield f"module {path!r} is not an attention"
 
 
-def _value(name: str, entry: Entry, stored: Tensor) -> Tensor:
+def _value(name: str, entry: Entry, parts: Mapping[str, Tensor]) -> Tensor:
     try:
-        value = unpack(stored, {"dtype": entry.dtype, "shape": list(entry.shape)})
-    except (CheckpointError, RuntimeError) as error:
+        if entry.stored:
+            return _expanded(entry, parts)
+        value = unpack(parts[""], {"dtype": entry.dtype, "shape": list(entry.shape)})
+    except (CheckpointError, FileError, RuntimeError) as error:
         raise FileError(f"model.safetensors: {name!r} cannot be read as {entry.dtype} ({error})") from error
     if tuple(value.shape) != entry.shape or dtype_name(value.dtype) != entry.dtype:
         raise FileError(
             f"model.safetensors: {name!r} has shape {tuple(value.shape)}, but arch.json leaves {entry.shape} of it"
         )
     return value
+
+
+def _expanded(entry: Entry, parts: Mapping[str, Tensor]) -> Tensor:
+    """A tensor from its values and their places; its size is known to be that of the user's model."""
+    dtype, values = dtype_named(entry.dtype), parts["values"].dtype
+    if dtype_name(values) != (entry.values or entry.dtype):
+        raise FileError(f"its values are {dtype_name(values)}, arch.json says {entry.values or entry.dtype}")
+    return expanded(parts, dtype, math.prod(entry.shape)).reshape(entry.shape)
 
 
 def _fill(tensor: Tensor, entry: Entry, value: Tensor) -> Change:

@@ -1,23 +1,37 @@
 """`save`: write a model as ``model.safetensors`` and ``arch.json``, without pickle; see `keepk.deploy.load`."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from keepk.cut.record import certificate_of, recounted, revived_channels, untrue_weights
-from keepk.deploy.arch import describe, refuse_extra_state, refuse_meta, user_module
+from keepk.deploy.arch import Description, Entry, describe, refuse_extra_state, refuse_meta, user_module
 from keepk.deploy.arch_json import to_document
 from keepk.deploy.folder import write_folder
 from keepk.errors import FileError
 from keepk.model.names import named_tensors
 from keepk.run.checks import live_pruner
 from keepk.run.warnings import untrue_message
-from keepk.storage.codec import pack
+from keepk.storage.codec import dtype_name, pack
 from keepk.storage.files import place
+from keepk.storage.sparse import as_half, can_be_compacted, compacted
+
+CLEARLY = 0.75  # compact="auto": at most this share of the bytes of ordinary tensors,
+BLOCK = 4096  # and this much less, since file systems allocate blocks of that size
+NAMED = 100  # about the bytes that a further name takes in the header of a file
 
 
-def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = True) -> None:
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    certificate: bool = True,
+    compact: Literal["auto"] | bool = "auto",
+    half: bool = False,
+) -> None:
     """Write a model into the folder `path`: its values, and everything that was cut from it since it was built.
 
     If the process is killed, the folder contains either the old files or the new ones. Saving the same model twice
@@ -33,10 +47,16 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
         path: The folder; it is created if it does not exist.
         certificate: Whether to write how many units the model's runs were asked to keep and kept. Pass False for a
             model that was deliberately trained further without its masks.
+        compact: Whether to store tensors with many zeros as their other values and the places of these, from which
+            `keepk.load` restores every bit. True does so for each tensor that gets smaller, "auto" only if the file
+            gets smaller by at least a quarter. False writes only ordinary tensors, which other readers of safetensors
+            understand.
+        half: Whether to round the values of compact float32 weights (tensors of two or more dims) to float16, which
+            ``arch.json`` records. They are float32 again after `keepk.load`. Nothing is rounded by default.
 
     Raises:
-        FileError: The folder cannot be written, the model has state that the files cannot represent, or its counts are
-            wrong. The contents of the folder are then unchanged.
+        FileError: The folder cannot be written, the model has state that the files cannot represent, its counts are
+            wrong, or a value is out of the range of float16. The contents of the folder are then unchanged.
 
     Examples:
         >>> import keepk, tempfile, torch
@@ -52,6 +72,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
     """
     order = "model, path"
     inner, folder = user_module(model, "save", order), place(path, "save", order, FileError)
+    _refuse_options(compact, half)
     refuse_extra_state(inner)
     refuse_meta(inner, "Materialize the model first.")
     if certificate:
@@ -64,7 +85,69 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, certificate: bool = 
         description = replace(description, certificate={}, masked={})
     # Always contiguous, so that other readers of safetensors get each tensor in its shape; arch.json has the strides.
     tensors = {name: pack(tensor.detach().contiguous())[0] for name, tensor, _ in named_tensors(inner)}
+    if compact:
+        description, tensors = _compacted(description, tensors, half=half, only_clearly=compact == "auto" and not half)
     write_folder(folder, to_document(description), tensors)
+
+
+def _refuse_options(compact: object, half: object) -> None:
+    if not isinstance(compact, bool) and compact != "auto":
+        raise FileError(f'save: compact={compact!r}. Pass "auto", True or False.')
+    if not isinstance(half, bool):
+        raise FileError(f"save: half={half!r}. Pass True or False.")
+    if half and compact is False:
+        raise FileError(
+            "save: half=True rounds the values of compact tensors, but compact=False stores none. Drop one."
+        )
+
+
+def _compacted(
+    description: Description, tensors: Mapping[str, Tensor], *, half: bool, only_clearly: bool
+) -> tuple[Description, dict[str, Tensor]]:
+    """Replace each tensor by its values and their places where that is smaller.
+
+    Args:
+        description: The model's description.
+        tensors: Its tensors as they would be stored otherwise.
+        half: Whether to round weights to float16.
+        only_clearly: Whether to leave everything as it is unless the file gets clearly smaller.
+
+    Returns:
+        The description and the tensors to be stored.
+    """
+    entries, stored = dict(description.tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        entry, parts = _parts(name, entries[name], tensor, half=half)
+        before, after = tensor.nbytes, sum(part.nbytes + NAMED for part in parts.values()) - NAMED
+        named = {place: parts[part] for part, place in entry.names(name).items()}
+        # A name that another tensor has would be ambiguous; such a tensor stays as it is.
+        if entry.stored and after < before and not named.keys() & entries.keys():
+            entries[name] = entry
+            del stored[name]
+            stored.update(named)
+    before, after = (sum(tensor.nbytes for tensor in it.values()) for it in (tensors, stored))
+    if only_clearly and (after > CLEARLY * before or before - after < BLOCK):
+        return description, dict(tensors)
+    return replace(description, tensors=entries), stored
+
+
+def _parts(name: str, entry: Entry, tensor: Tensor, *, half: bool) -> tuple[Entry, dict[str, Tensor]]:
+    """A tensor's parts and their description; the tensor itself if it cannot get smaller."""
+    rounds = half and entry.dtype == "float32" and tensor.dim() >= 2
+    # A buffer outside the state_dict is not compared with the user's model, so `load` could not trust its size.
+    if not (entry.persistent and can_be_compacted(tensor)) or dtype_name(tensor.dtype) != entry.dtype:
+        return entry, {"": tensor}
+    # A bitmask takes at least 1/64 of a tensor. Counted on the tensor's device, to copy only tensors with zeros.
+    if not rounds and int(tensor.count_nonzero()) > tensor.numel() * 63 // 64:
+        return entry, {"": tensor}
+    parts = compacted(tensor)
+    if rounds:
+        try:
+            parts["values"] = as_half(parts["values"])
+        except ValueError as error:
+            raise FileError(f"save: tensor {name!r}: {error}. Save with half=False.") from error
+    form = "gaps" if "gaps" in parts else "bitmask"
+    return replace(entry, stored=form, values="float16" if rounds else None), parts
 
 
 def refuse_untrue(model: nn.Module) -> None:

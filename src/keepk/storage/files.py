@@ -302,7 +302,7 @@ def safetensors_bytes(tensors: dict[str, Tensor]) -> Iterator[Any]:
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": DTYPE_CODES[tensor.dtype],
+            "dtype": "U16" if tensor.dtype == torch.uint16 else DTYPE_CODES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -355,7 +355,7 @@ class Trusted:
         name: The index's file name.
         noun: The kind of thing that the index describes, for errors.
         format: The value of its entry "format".
-        version: The value of its entry "version".
+        versions: The values of its entry "version" that this keepk reads.
         digest: Computes the sha256 of a document, without its entry "sha256".
         error: The class of the errors that are raised.
         source: The sentence that tells users what to pass instead.
@@ -365,15 +365,15 @@ class Trusted:
     name: str
     noun: str
     format: str
-    version: int
+    versions: tuple[int, ...]
     digest: Callable[[Document], str]
     error: type[KeepkError]
     source: str
     remedy: str
 
-    def head(self) -> Document:
+    def head(self, version: int) -> Document:
         """The entries that every index of this kind begins with."""
-        return {"format": self.format, "version": self.version, "keepk": __version__}
+        return {"format": self.format, "version": version, "keepk": __version__}
 
     def unverified(self, folder: Path, key: str) -> Any:
         """One entry of the index as it is on disk, without any check; None if it cannot be read.
@@ -420,9 +420,10 @@ class Trusted:
             ) from error
         if not isinstance(document, dict) or document.get("format") != self.format:
             raise self.error(f"{path}: is not a {self.format!r}. {self.source}")
-        if document.get("version") != self.version:
+        if document.get("version") not in self.versions:
+            known = " and ".join(map(str, self.versions))
             raise self.error(
-                f"{path}: has version {document.get('version')!r}, this keepk reads version {self.version}. "
+                f"{path}: has version {document.get('version')!r}, this keepk reads version {known}. "
                 f"Read it with keepk {document.get('keepk')}."
             )
         try:

@@ -210,6 +210,26 @@ def inference(folder: Path) -> Table:
     return Table(("runtime", "batch", "dense, ms", "1,267 channels, ms", "times as fast", "fewer MACs"), rows)
 
 
+def compact_files(folder: Path) -> Table:
+    """Sizes of compact files beside the entropy bound, and the speed of the decoder."""
+    rows = []
+    for row in _read(folder / "compact_files.json")["rows"]:
+        plain = row["bytes"]["plain"]
+        rows.append(
+            (
+                row["network"],
+                f"{row['pruned_percent']:.0f} %",
+                f"{plain:,}",
+                f"{plain / row['bytes']['compact']:.1f}",
+                f"{plain / row['entropy_bytes']:.1f}",
+                f"{plain / row['bytes']['half']:.1f}",
+                f"{row['decode_mb_per_second']:,.0f}",
+            )
+        )
+    columns = ("network", "pruned", "bytes", "times smaller", "entropy bound", "with half=True", "decoded, MB/s")
+    return Table(columns, tuple(rows))
+
+
 def shrink_trace(folder: Path) -> Table:
     """The one-time cost of finding the channels, beside a forward pass."""
     rows = []
