@@ -22,6 +22,7 @@ from keepk.deploy.load import load as load
 from keepk.deploy.onnx import export_onnx as export_onnx
 from keepk.deploy.prune import prune as prune
 from keepk.deploy.save import save as save
+from keepk.engine.sparse import sparse as sparse
 from keepk.errors import KeepkWarning as KeepkWarning
 from keepk.graph.probe.verify import verify as verify
 from keepk.graph.rules.registry import rule as rule
@@ -68,6 +69,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "shrink",
+    "sparse",
     "trace",
     "verify",
     "weights",

@@ -13,6 +13,7 @@
         ├── TraceError         a model, an example or a rule that cannot be traced
         ├── ShrinkError        channels that cannot be removed, or tensors that another object still refers to
         ├── FileError          a saved model that cannot be written, read or verified
+        ├── SparseError        a model, an input or a CPU that keepk.sparse cannot serve
         ├── DisagreementError  processes that would keep different weights
         └── DataError          data files that are missing, truncated or have the wrong checksum
 
@@ -66,6 +67,10 @@ class ShrinkError(KeepkError):
 
 class FileError(KeepkError):
     """A saved model that cannot be written, read or verified."""
+
+
+class SparseError(KeepkError):
+    """A model, an input or a CPU that `keepk.sparse` cannot serve."""
 
 
 class DisagreementError(KeepkError):

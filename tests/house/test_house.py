@@ -29,6 +29,7 @@ ROOMS = [
     "checkpoint",
     "reports",
     "deploy",
+    "engine",
     "integrations",
     "typing",
     "cli",
@@ -41,6 +42,7 @@ EXTRAS = {
     "cli": {"typer", "rich"},
     "reports": {"rich", "matplotlib"},
     "deploy": {"onnx", "onnxruntime", "rich", "matplotlib"},
+    "engine": {"llvmlite"},
 }
 FRAMEWORKS = {"transformers", "accelerate", "lightning", "peft", "timm"}
 
@@ -129,6 +131,7 @@ def test_the_public_names():
             "save_checkpoint",
             "save_pretrained",
             "shrink",
+            "sparse",
             "trace",
             "verify",
             "weights",
@@ -237,7 +240,7 @@ def test_importing_keepk_imports_no_extra():
     code = (
         "import sys, keepk\n"
         "extras = {'rich', 'typer', 'matplotlib', 'sklearn', 'scipy', 'onnx', 'onnxruntime', 'torch._dynamo'}\n"
-        "extras |= {'transformers', 'accelerate', 'lightning', 'peft', 'timm'}\n"
+        "extras |= {'transformers', 'accelerate', 'lightning', 'peft', 'timm', 'llvmlite'}\n"
         "extras &= set(sys.modules)\n"
         "assert not extras, extras"
     )

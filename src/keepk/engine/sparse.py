@@ -1,0 +1,500 @@
+"""`sparse`: a model as compiled programs that skip pruned weights, for inference on the CPU."""
+
+import copy
+import ctypes
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from keepk.deploy.runtime import difference, is_batched, rows_of, with_rows
+from keepk.engine.graph import Exported, Segment, TorchNode, Unsupported, Weights, export, read
+from keepk.engine.machine import Machine, host
+from keepk.engine.program import Banned, Program, Shapes
+from keepk.errors import SparseError, TraceError
+from keepk.model.example import Example, not_a_model
+from keepk.model.torch_internals import tree_flatten, tree_unflatten
+from keepk.plan.numbers import count
+from keepk.reports.tables import Table
+
+TOLERANCE = 1e-5  # largest difference from the model on the example, relative to the largest output
+PARALLEL = 1e6  # multiply-adds per thread below which another thread takes longer than it saves
+
+
+@dataclass(frozen=True)
+class SparseLayer:
+    """A layer of a `SparseModel`.
+
+    Attributes:
+        name: The layer's path in the model.
+        runs: "keepk" if it runs in a compiled program, "torch" if torch runs it.
+        kept: How many of its weights are not zero; None for a layer without weights.
+        total: How many weights it has.
+        macs: Multiply-adds for one sample, without those of zero weights.
+        dense_macs: Multiply-adds for one sample, zeros included.
+        reason: Why torch runs it; empty if it does not.
+    """
+
+    name: str
+    runs: str
+    kept: int | None
+    total: int | None
+    macs: int | None
+    dense_macs: int | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SparseReport:
+    """How a `SparseModel` runs. It prints as a table.
+
+    Attributes:
+        model: The name of the model's class.
+        cpu: LLVM's name of the CPU.
+        vector: Floats in a vector.
+        threads: The most threads that a call uses.
+        difference: max|model - fast| / max|model| on the example.
+        layers: The layers with weights, and every operation that torch runs.
+    """
+
+    model: str
+    cpu: str
+    vector: int
+    threads: int
+    difference: float
+    layers: tuple[SparseLayer, ...]
+
+    @property
+    def fallbacks(self) -> tuple[SparseLayer, ...]:
+        """The layers that torch runs."""
+        return tuple(layer for layer in self.layers if layer.runs == "torch")
+
+    @property
+    def macs_left(self) -> float:
+        """The share of the multiply-adds that is left, over all layers whose weights the programs know."""
+        known = [layer for layer in self.layers if layer.macs is not None]
+        dense = sum(layer.dense_macs or 0 for layer in known)
+        return sum(layer.macs or 0 for layer in known) / dense if dense else 1.0
+
+    def json(self) -> str:
+        """All attributes, as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    def table(self) -> Table:
+        """A table with one row for each layer."""
+        title = (
+            f"{self.model} on {self.cpu}, vectors of {self.vector} floats, {self.threads} "
+            f"thread{'s' if self.threads > 1 else ''}; differs from the model by {self.difference:.1e}"
+        )
+        rows = [
+            (
+                layer.name,
+                layer.runs,
+                "" if layer.kept is None else f"{layer.kept:,}",
+                "" if layer.total is None else f"{layer.total:,}",
+                "" if layer.macs is None else f"{layer.macs:,}",
+                "" if layer.dense_macs is None else f"{layer.dense_macs:,}",
+                layer.reason,
+            )
+            for layer in self.layers
+        ]
+        columns = ("layer", "runs in", "weights left", "of", "MACs left", "of", "reason")
+        return Table(columns, tuple(rows), title)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+
+class _Runner:
+    """A segment, with a program for each group size, compiled when it is first used."""
+
+    def __init__(self, segment: Segment, exported: Exported, machine: Machine) -> None:
+        self.inputs, self.outputs = segment.inputs, segment.outputs
+        self.shapes = {name: exported.shapes[name] for name in (*segment.inputs, *segment.outputs)}
+        self._segment, self._exported, self._machine = segment, exported, machine
+        sizes = Shapes(segment, exported).sizes.values()
+        self._spatial = any(size[1:] != (1, 1) for size in sizes)
+        lanes = machine.lanes
+        self._groups = (lanes,) if self._spatial else (4 * lanes, lanes)
+        # A single sample costs less than a group, and more than one of its lanes.
+        self._few = lanes * 5 // 8 if self._spatial else 3
+        self._lock = threading.Lock()
+        self._programs: dict[int, Program] = {}
+        self.macs = sum(
+            int(np.count_nonzero(op.weight)) * prod(exported.shapes[op.output][1:])
+            for op in segment.ops
+            if isinstance(op, Weights)
+        )
+        self.program(1)
+
+    def program(self, group: int) -> Program:
+        found = self._programs.get(group)
+        if found is None:
+            with self._lock:
+                found = self._programs.get(group)
+                if found is None:
+                    found = self._programs[group] = Program(self._segment, self._exported, self._machine, group)
+        return found
+
+    def spans(self, batch: int) -> Iterator[tuple[int, int, int]]:
+        """Group size, begin and end of the spans in which a batch is computed."""
+        begin = 0
+        for group in self._groups:
+            end = begin + (batch - begin) // group * group
+            if end > begin:
+                yield group, begin, end
+            begin = end
+        if begin < batch:
+            yield (1 if batch - begin < self._few else self._groups[-1]), begin, batch
+
+    def __call__(
+        self, values: Sequence[Tensor], batch: int, pool: ThreadPoolExecutor | None, threads: int
+    ) -> list[Tensor]:
+        # Held until the end: the addresses are those of these tensors.
+        inputs = [plain(value) for value in values]
+        results = [torch.empty((batch, *self.shapes[name])) for name in self.outputs]
+        addresses: tuple[Any, Any] = inputs[0].data_ptr(), results[0].data_ptr()
+        if not len(inputs) == len(results) == 1:
+            addresses = _array(inputs), _array(results)
+        spans = list(self.spans(batch))
+        if pool is not None and self.macs * batch > PARALLEL:
+            spans = [part for span in spans for part in divided(span, threads)]
+        if pool is None or len(spans) == 1:
+            for span in spans:
+                self._run(span, addresses)
+        else:
+            list(pool.map(lambda span: self._run(span, addresses), spans))
+        return results
+
+    def _run(self, span: tuple[int, int, int], addresses: tuple[Any, Any]) -> None:
+        group, begin, end = span
+        program = self.program(group)
+        space = program.workspace()
+        program.run(space.address, *addresses, begin, end)
+        program.release(space)
+
+
+def divided(span: tuple[int, int, int], parts: int) -> Iterator[tuple[int, int, int]]:
+    """A span as up to `parts` spans of whole groups.
+
+    >>> list(divided((16, 0, 80), 2))
+    [(16, 0, 48), (16, 48, 80)]
+    """
+    group, begin, end = span
+    groups = -(-(end - begin) // group)
+    parts = min(parts, groups)
+    for part in range(parts):
+        first, last = -(-groups * part // parts), -(-groups * (part + 1) // parts)
+        yield group, begin + first * group, min(end, begin + last * group)
+
+
+def _array(tensors: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*(it.data_ptr() for it in tensors))
+
+
+def plain(value: Tensor) -> Tensor:
+    """A tensor whose numbers are adjacent in memory, in the order of its indices."""
+    return value.detach().contiguous().resolve_neg()
+
+
+class SparseModel:
+    """A snapshot of a model that computes its outputs without the zero weights; made by `keepk.sparse`.
+
+    Calls take the arguments of the model's forward, with a batch of any size, and return what it returns. Changing the
+    model afterwards changes nothing here. Several threads may call it at the same time.
+
+    Attributes:
+        report: The layers, how many of their weights and MACs are left, and which of them torch runs, and why.
+    """
+
+    report: SparseReport
+
+    def __init__(self, model: nn.Module, example: Example, threads: int) -> None:
+        self._machine = host()
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._model = _snapshot(model)
+        given = with_rows(example, max(2, rows_of(example)))
+        self._rows = rows_of(given)
+        leaves, self._structure = tree_flatten((given.arguments, given.by_name))
+        self._batched = [is_batched(leaf, self._rows) for leaf in leaves]
+        self._leaves = leaves
+        with torch.no_grad():
+            wanted, self._result = tree_flatten(self._model(*given.arguments, **given.by_name))
+        reason = self._compile(given, leaves)
+        got = tree_flatten(self(*given.arguments, **given.by_name))[0]
+        layers = tuple(self._layers(reason))
+        error = _difference(wanted, got)
+        self.report = SparseReport(
+            type(model).__name__, self._machine.name, self._machine.width, threads, error, layers
+        )
+        if not error <= TOLERANCE:
+            raise SparseError(
+                f"sparse: the compiled {type(model).__name__} differs from the model by {error:.1e} of the largest "
+                f"output on the example, which is more than {TOLERANCE:.0e}. Its results may be dominated by rounding. "
+                f"Pass a typical example, or run the model in torch."
+            )
+
+    def _compile(self, given: Example, leaves: Sequence[Any]) -> str:
+        """Make the steps; returns why torch has to run the whole model, or an empty string."""
+        self._steps: list[_Runner | TorchNode] = []
+        self._exported: Exported | None = None
+        banned: dict[str, str] = {}
+        try:
+            if not all(isinstance(leaf, Tensor) for leaf in leaves):
+                raise Unsupported("forward takes arguments that are not tensors")
+            program = export(self._model, given)
+            while True:
+                found = read(program, banned)
+                try:
+                    self._steps = [
+                        _Runner(step, found, self._machine) if isinstance(step, Segment) else step
+                        for step in found.steps
+                    ]
+                    break
+                except Banned as reason:
+                    if not reason.output or reason.output in banned:
+                        raise Unsupported(reason.reason) from reason
+                    banned[reason.output] = reason.reason
+            if len(found.inputs) != len(leaves) or len(found.outputs) != self._result.num_leaves:
+                raise Unsupported("its inputs or outputs are not those of the exported graph")
+        except Unsupported as reason:
+            self._steps = []
+            return str(reason)
+        self._exported = found
+        self._last = _last_readers(self._steps, found)
+        runners = [step for step in self._steps if isinstance(step, _Runner)]
+        if len(self._steps) == len(runners) == 1:
+            [runner] = runners
+            if (runner.inputs, runner.outputs) == (
+                found.inputs,
+                tuple(getattr(it, "name", "") for it in found.outputs),
+            ):
+                self._quick = _quick(runner, self._pool, self._threads)
+        if not any(isinstance(step, _Runner) for step in self._steps):
+            self._steps, self._exported = [], None  # torch runs the model itself rather than its graph
+            return "no layer is faster without its zeros"
+        return ""
+
+    _quick: Callable[[Tensor], Tensor | None] | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """The model's outputs, without gradients.
+
+        Args:
+            arguments: What forward takes; float32 tensors on the CPU, of the example's sizes except for the batch.
+            named: The same, by name.
+
+        Raises:
+            SparseError: The arguments differ from the example's in more than the batch.
+        """
+        if self._quick is not None and len(arguments) == 1 and not named:
+            result = self._quick(arguments[0])
+            if result is not None:
+                return tree_unflatten([result], self._result) if self._wrapped else result
+        leaves, structure = tree_flatten((arguments, named))
+        batch = self._checked(leaves, structure)
+        if self._exported is None:
+            with torch.no_grad():
+                return self._model(*arguments, **named)
+        return tree_unflatten(self._walk(leaves, batch), self._result)
+
+    @property
+    def _wrapped(self) -> bool:
+        return not self._result.is_leaf()
+
+    def _checked(self, leaves: Sequence[Any], structure: Any) -> int:
+        """The batch size of a call, after checking its arguments."""
+        if structure != self._structure:
+            raise SparseError(f"sparse: got arguments {structure}, the example has {self._structure}. Pass the same.")
+        sizes = set()
+        for index, (got, like) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if not isinstance(like, Tensor):
+                if got != like:
+                    raise SparseError(f"sparse: argument {index} is {got!r}, the example has {like!r}. Pass the same.")
+                continue
+            batched = self._batched[index]
+            fits = (
+                isinstance(got, Tensor)
+                and got.dtype == like.dtype
+                and got.device == like.device
+                and got.dim() == like.dim()
+                and got.shape[batched:] == like.shape[batched:]
+            )
+            if not fits:
+                shown = (
+                    f"{got.dtype} {tuple(got.shape)} on {got.device}" if isinstance(got, Tensor) else type(got).__name__
+                )
+                shape = ("batch", *like.shape[1:]) if batched else tuple(like.shape)
+                raise SparseError(
+                    f"sparse: argument {index} is {shown}, the example has {like.dtype} {shape} on {like.device}. "
+                    f"Pass that, or make another keepk.sparse(model, example) for other sizes."
+                )
+            if batched:
+                sizes.add(len(got))
+        if len(sizes) != 1:
+            raise SparseError(f"sparse: the arguments have batches of {sorted(sizes)}. Pass equal ones.")
+        return int(sizes.pop())
+
+    def _walk(self, leaves: Sequence[Any], batch: int) -> list[Any]:
+        """Run the steps one after the other."""
+        found = self._exported
+        assert found is not None
+        values = dict(found.constants)
+        values.update(zip(found.inputs, leaves, strict=True))
+        with torch.no_grad():
+            for index, step in enumerate(self._steps):
+                if isinstance(step, _Runner):
+                    results = step([values[name] for name in step.inputs], batch, self._pool, self._threads)
+                    values.update(zip(step.outputs, results, strict=True))
+                else:
+                    values[step.node.name] = _torch_result(step.node, values, batch)
+                for name in self._last.get(index, ()):
+                    del values[name]
+        return [values[it.name] if isinstance(it, fx.Node) else it for it in found.outputs]
+
+    def _layers(self, reason: str) -> Iterator[SparseLayer]:
+        if self._exported is None:
+            yield SparseLayer(type(self._model).__name__, "torch", None, None, None, None, reason)
+            return
+        for step in self._exported.steps:
+            if isinstance(step, TorchNode):
+                if step.reason:
+                    yield SparseLayer(step.layer, "torch", None, None, None, None, step.reason)
+                continue
+            for op in step.ops:
+                if isinstance(op, Weights):
+                    kept, pixels = int(np.count_nonzero(op.weight)), prod(self._exported.shapes[op.output][1:])
+                    yield SparseLayer(op.layer, "keepk", kept, op.dense, kept * pixels, op.dense * pixels)
+
+    def __repr__(self) -> str:
+        torch_runs = len(self.report.fallbacks)
+        return (
+            f"SparseModel({self.report.model}, {100 * self.report.macs_left:.1f} % of MACs left, "
+            f"{torch_runs} operation{'' if torch_runs == 1 else 's'} in torch)"
+        )
+
+    def __reduce__(self) -> Any:
+        raise SparseError(
+            "sparse: a compiled model cannot be pickled, because machine code does not travel. Save the model with "
+            "keepk.save, and call keepk.sparse on the loaded one."
+        )
+
+
+def _quick(runner: _Runner, pool: ThreadPoolExecutor | None, threads: int) -> Callable[[Tensor], Tensor | None]:
+    """A shorter way for the usual call: one tensor that is as the program needs it, and one result."""
+    [shape], [result] = ([runner.shapes[name] for name in names] for names in (runner.inputs, runner.outputs))
+    dims, single = len(shape) + 1, runner.program(1)
+    empty, float32 = torch.empty, torch.float32
+
+    def call(value: Tensor) -> Tensor | None:
+        if type(value) is not Tensor or value.dtype is not float32 or not value.is_contiguous() or not value.is_cpu:
+            return None
+        sizes = value.shape
+        if len(sizes) != dims or sizes[1:] != shape or value.requires_grad or value.is_neg():
+            return None
+        if sizes[0] == 1:
+            out = empty((1, *result))
+            space = single.workspace()
+            single.run(space.address, value.data_ptr(), out.data_ptr(), 0, 1)
+            single.release(space)
+            return out
+        return runner((value,), sizes[0], pool, threads)[0]
+
+    return call
+
+
+def _snapshot(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model).eval().requires_grad_(False)
+    except Exception as error:  # a module may refuse to be copied with any error
+        raise SparseError(
+            f"sparse: model {type(model).__name__} cannot be copied ({error}), and the compiled model is a snapshot. "
+            f"Make its modules work with copy.deepcopy."
+        ) from error
+
+
+def _difference(wanted: Sequence[Any], got: Sequence[Any]) -> float:
+    pairs = zip(wanted, got, strict=True)
+    return max((difference(one, other) for one, other in pairs if isinstance(one, Tensor)), default=0.0)
+
+
+def _torch_result(node: fx.Node, values: dict[str, Any], batch: int) -> Any:
+    """What torch computes for a node. The first size of an intermediate value is the batch."""
+    if node.target == torch.ops.aten.sym_size.int and node.args[1] == 0:
+        return batch
+    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda it: values[it.name])
+    return node.target(*arguments, **named)  # type: ignore[operator]  # the target of a call_function is callable
+
+
+def _last_readers(steps: Sequence[_Runner | TorchNode], found: Exported) -> dict[int, list[str]]:
+    """The values that nothing needs after each step, so that their memory can be used again."""
+    kept = {it.name for it in found.outputs if isinstance(it, fx.Node)} | set(found.constants)
+    last = dict[str, int]()
+    for index, step in enumerate(steps):
+        names = step.inputs if isinstance(step, _Runner) else [it.name for it in step.node.all_input_nodes]
+        made = step.outputs if isinstance(step, _Runner) else (step.node.name,)
+        last.update(dict.fromkeys((*names, *made), index))
+    result: dict[int, list[str]] = {}
+    for name, index in last.items():
+        if name not in kept:
+            result.setdefault(index, []).append(name)
+    return result
+
+
+def sparse(model: nn.Module, example: Any, threads: int = 1) -> SparseModel:
+    """Compile a model with pruned weights for fast inference on the CPU; needs ``pip install "keepk[sparse]"``.
+
+    Layers whose weights are mostly zero become machine code that multiplies only with the others. What has no kernel,
+    and layers that are faster with their zeros, torch runs; the report names them. The result is a snapshot: it is in
+    eval mode, and does not follow later changes of the model, which itself is not changed.
+
+    A sample gets the same bits whatever the size of its batch and the number of threads, as long as torch runs nothing.
+    Zero weights are skipped even where the activation is NaN or infinite. Results are equal to the model's up to
+    rounding, which is checked on the example.
+
+    Args:
+        model: A float32 model on the CPU.
+        example: An input of forward, as for `trace`. Later inputs have the same sizes, except for the batch.
+        threads: How many threads a call may use; they share the samples of a batch.
+
+    Returns:
+        A `SparseModel`: call it like the model. Its `report` has the layers.
+
+    Raises:
+        SparseError: llvmlite is missing, the CPU has no kernels, the model is not a float32 model on the CPU, or its
+            results on the example differ.
+
+    Examples:
+        >>> import keepk, torch
+        >>> net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> keepk.Pruner(net, [keepk.weights("*.weight", prune=0.9, schedule=keepk.OneShot())]).step()
+        >>> fast = keepk.sparse(net, torch.randn(2, 64))
+        >>> x = torch.randn(100, 64)
+        >>> torch.allclose(fast(x), net(x), atol=1e-5)
+        True
+        >>> [(layer.name, layer.runs, layer.total) for layer in fast.report.layers]
+        [('0', 'keepk', 2048), ('2', 'keepk', 256)]
+    """
+    if not isinstance(model, nn.Module):
+        raise SparseError(f"sparse: {not_a_model(model)} The order is model, example.")
+    threads = count(threads, "threads", lambda words: SparseError(f"sparse: {words}"), least=1)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
+            raise SparseError(
+                f"sparse: tensor {name!r} is {tensor.dtype} on {tensor.device}. Programs are for float32 on the CPU: "
+                f"pass copy.deepcopy(model).float().cpu()."
+            )
+    try:
+        given = Example.of(example)
+        rows_of(given)
+    except TraceError as error:
+        raise SparseError(f"sparse: {error}") from error
+    return SparseModel(model, given, threads)
