@@ -282,7 +282,7 @@ def networks(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator
             sizes = {"epochs": options.epochs, "frames": options.training_frames}
             yield {**key, "training_frames": options.training_frames}, partial(annealed, dense, macs, folder, **sizes)
             continue
-        rankings = [("one-shot", None, 1), ("one-shot, Taylor", keepk.metrics.taylor, 1)]
+        rankings: list[tuple[str, Any, int]] = [("one-shot", None, 1), ("one-shot, Taylor", keepk.metrics.taylor, 1)]
         rankings += [("random", keepk.metrics.random(seed=seed), seed) for seed in options.seeds]
         for name, metric, seed in rankings:
             yield (

@@ -165,5 +165,5 @@ def test_an_average_follows_every_cut(averaged):
         assert int(inner.last.weight.count_nonzero()) <= 17
         rows = torch.randn(5, 6, generator=generator)
         ends.append(copy.deepcopy(inner).eval()(rows))
-    assert torch.allclose(*ends, atol=1e-6)
+    assert torch.allclose(ends[0], ends[1], atol=1e-6)
     assert not torch.allclose(ends[0], net.eval()(rows), atol=1e-3)  # it is an average, not the model
