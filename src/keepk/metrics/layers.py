@@ -31,6 +31,7 @@ from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.model.edits import Indices
 from keepk.model.names import changed_model, lengths_of, weight_grad_of, weight_of
+from keepk.model.sharded import gathered
 from keepk.plan.names import shortened, shown
 
 At = Literal["output", "input"]
@@ -181,8 +182,8 @@ class Slices:
     @property
     def tensor(self) -> Tensor:
         """The weights, of shape [channels, ...]: entry i has all weights of channel i in this parameter."""
-        weights = self._parameter.detach()
-        return self._places.take(weights if self._length is None else weight_of(weights, self._length.detach()))
+        weights = gathered(self._parameter)  # if it is sharded over processes
+        return self._places.take(weights if self._length is None else weight_of(weights, gathered(self._length)))
 
     @property
     def grad(self) -> Tensor | None:
@@ -194,7 +195,7 @@ class Slices:
     def whole_grad(self) -> Tensor | None:
         """The gradient of the whole parameter, including entries of other channels, or None."""
         grad = self._parameter.grad if self._length is None else weight_grad_of(self._parameter, self._length)
-        return None if grad is None else grad.detach()
+        return None if grad is None else gathered(grad)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The entries of the channels in a tensor of the parameter's shape, channels first like `tensor`."""
