@@ -26,6 +26,7 @@ from keepk.metrics.channels import bn_scale, channel_scores, collected_terms, pr
 from keepk.metrics.layers import Layer, Parameters, Use, layers_of
 from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
 from keepk.model.names import changed_model, lengths_of, named_parameters, refuse_other_parameters
+from keepk.model.sharded import Block
 from keepk.plan.budgets import WORDS
 from keepk.plan.names import shown
 from keepk.plan.phases import Plan
@@ -33,6 +34,7 @@ from keepk.plan.portions import Split
 from keepk.run.channel_members import ChannelMembers, unit_sizes
 from keepk.run.choosing import Chooser, Ranking, RunBudget, RunCosts, first_chains, ranked
 from keepk.run.counting import count_channels, masked_places
+from keepk.run.distributed import Exchange, Flagged
 from keepk.run.state import Saved
 from keepk.run.warnings import Watch
 
@@ -122,21 +124,33 @@ class Event:
         wrapper: The DDP wrapper that the user passed to `Pruner.step`.
         operation: The removal or masking of channels.
         chains: By channel space, the splits that lead on to K; see `plan.portions`.
-        masks: The new masks of weights (True where pruned), in the current shapes.
+        masks: The new masks of weights (True where pruned), in the current shapes; for a sharded parameter, that of its
+            local part.
         due: By weight space that is pruned at this event, its new count.
+        left: By sharded parameter with a new mask, how many weights of the whole parameter are left.
+        blocks: By sharded parameter with a new mask, where its local part lies.
+        exchange: Sums over processes, for the sides that need them.
     """
 
     epoch: int
+    exchange: Exchange = field(repr=False, compare=False)
     wrapper: nn.Module | None = None
     operation: Operation = NO_OPERATION
     chains: Mapping[str, tuple[Split, ...]] = field(default_factory=dict)
     masks: Masks = field(default_factory=dict)
     due: Mapping[str, int] = field(default_factory=dict)
+    left: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, Block] = field(default_factory=dict)
 
     @property
-    def flags(self) -> list[Tensor]:
-        """The decisions that all processes must agree on, as flags."""
-        return [*self.masks.values(), torch.from_numpy(self.operation.flags)]
+    def flags(self) -> Flagged:
+        """The decisions that processes must agree on."""
+        divided = {name: it for name, it in self.blocks.items() if not it.everywhere}
+        common = [mask for name, mask in self.masks.items() if name not in divided]
+        shards = [mask for name, mask in self.masks.items() if name in divided]
+        # The hash of a tuple of ints is the same in all processes.
+        place = hash(tuple(number for block in divided.values() for number in (*block.starts, *block.sizes)))
+        return Flagged([*common, torch.from_numpy(self.operation.flags)], shards, place)
 
     @property
     def cuts(self) -> bool:

@@ -42,12 +42,13 @@ from keepk.cut.record import Certificate
 from keepk.metrics.statistics import Statistics
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
+from keepk.model.sharded import exchange_device
 from keepk.plan.budgets import WORDS, checked_budget
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.channels import Event
 from keepk.run.checks import Shrink, register_live, run_spec
-from keepk.run.distributed import agreed, are_several, carried_out, summed
+from keepk.run.distributed import Exchange, agreed, are_several, carried_out, summed
 from keepk.run.session import Session
 
 if TYPE_CHECKING:
@@ -257,13 +258,17 @@ class Pruner:
         """By space: how many units are left now, counted in the model's tensors.
 
         A kept weight counts even if its value is 0.0, and so does a masked weight that is no longer 0.0. If the count
-        differs from the number that the last event kept, a `KeepkWarning` reports both; `apply_masks` repairs it.
+        differs from the number that the last event kept, a `KeepkWarning` reports both; `apply_masks` repairs it. Of
+        sharded parameters, each process looks for such weights in its own shards, so this does not communicate.
         """
         return self._counted("kept")
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """By parameter: a bool tensor of its shape, True where an entry is kept. A kept entry may be 0.0."""
+        """By parameter: a bool tensor of its shape, True where an entry is kept. A kept entry may be 0.0.
+
+        The masks of sharded parameters are sharded in the same way.
+        """
         self._session.follow_cuts()
         return self._session.masks
 
@@ -296,6 +301,10 @@ class Pruner:
         """
         self._session.follow_cuts()
         return self._session.counted_layers()
+
+    def counted_masked(self) -> int:
+        """How many entries of the model's parameters are masked and 0.0."""
+        return self._session.counted_masked()
 
     @property
     def statistics(self) -> tuple[Statistics, ...]:
@@ -362,12 +371,12 @@ class Pruner:
             session.zero_masked()
             return wrapper
         before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
-        device = next(self._spec.model.parameters()).device
+        device = exchange_device(self._spec.model.parameters())
         with ExitStack() as stack:
             # Every process gets here, whatever it decides below, so that none of them waits for a sum in vain.
             for statistics in session.statistics if are_several() else ():
                 stack.enter_context(statistics.summed(partial(summed, device=device)))
-            event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.flags, device)
+            event = agreed(lambda it: self._decide(it, wrapper, before, now), lambda it: it.flags, device)
         # DDP allocates gradient buckets for the shapes that it was built with, so it has to be rebuilt after a cut.
         old: Any = wrapper if event.cuts else None
         try:
@@ -595,14 +604,14 @@ class Pruner:
         self._session.watch.updated(optimizer)
         self._session.zero_masked()
 
-    def _decide(self, wrapper: Any, before: Mapping[str, int], now: Mapping[str, int]) -> Event:
+    def _decide(self, exchange: Exchange, wrapper: Any, before: Mapping[str, int], now: Mapping[str, int]) -> Event:
         """Decide the event. Everything refusable is refused here, where `agreed` tells the other processes."""
         self._session.follow_cuts()
         self._refuse_unusable(wrapper)
         # Without an optimizer there are no steps to count, and pruning without training is intended.
         if self._session.optimizers:
             self._session.watch.hasty(before, now, self.epochs)
-        return self._session.decide(wrapper)
+        return self._session.decide(wrapper, exchange)
 
     def _refuse_unusable(self, wrapper: Any) -> None:
         self._session.refuse_closed()

@@ -29,11 +29,13 @@ from keepk.metrics.channels import collected_terms
 from keepk.metrics.layers import Use
 from keepk.model.edits import Cut, Undo, left_of
 from keepk.model.names import changed_model, named_parameters
+from keepk.model.sharded import is_sharded, local, reshard
 from keepk.rank.kth_largest import one_thread
 from keepk.run.channel_members import module_of, modules_of
 from keepk.run.channels import NO_OPERATION, ChannelSide, Event, Operation, Surgery, by_plain_name, nothing
 from keepk.run.checks import RunSpec, checked_optimizers
-from keepk.run.counting import channels_by_layer, weights_by_parameter
+from keepk.run.counting import channels_by_layer, count_masked, weights_by_parameter
+from keepk.run.distributed import Exchange
 from keepk.run.state import Saved, pruner_state, read_pruner_state
 from keepk.run.warnings import Watch
 from keepk.run.weights import WeightSide
@@ -188,6 +190,7 @@ class Session:
         self.sides: tuple[Side, ...] = (self.channels, self.weights)
         metrics = [it.space.metric for side in self.sides for it in side.members.values()]
         self.statistics = tuple(dict.fromkeys(it.statistics for metric in metrics for it in collected_terms(metric)))
+        self._sharded = any(map(is_sharded, spec.model.parameters()))
         self.held: list[Held] = []
         self._record = record_of(spec.model)  # of the model as it was when the masks were made
         self._cut_elsewhere: str | None = None  # a tensor that was cut outside of this run
@@ -224,9 +227,14 @@ class Session:
                 for name in [it for it in names if it in modules] or names[:1]:
                     found.append((name, side.kind, len(layer.units), kept))
         sizes = self.weights.sizes
-        for space, name, kept in weights_by_parameter(self.weights.members, self.weights.zeroed, model):
+        mine = self.weights
+        for space, name, kept in weights_by_parameter(mine.members, mine.zeroed, model, mine.left):
             found.append((module_of(name), self.weights.kind, prod(sizes[space][name]), kept))
         return found
+
+    def counted_masked(self) -> int:
+        """How many entries of the model's parameters are masked and 0.0."""
+        return count_masked(self._zeroed, self.spec.model, self.weights.left)
 
     @property
     def masks(self) -> Masks:
@@ -270,10 +278,10 @@ class Session:
 
     # An event --------------------------------------------------------------------------------------------------------
 
-    def decide(self, wrapper: nn.Module | None) -> Event:
+    def decide(self, wrapper: nn.Module | None, exchange: Exchange) -> Event:
         """Decide the next event, without changing anything; everything that can be refused is refused here."""
         refuse_mismatched_followers(self.spec.followers, named_parameters(self.spec.model))
-        event = Event(self.epoch, wrapper)
+        event = Event(self.epoch, exchange, wrapper)
         for side in self.sides:
             event = side.decide(event)
         return event
@@ -347,7 +355,7 @@ class Session:
         """Set masked entries to zero in the weights, the optimizer's state and the followers."""
         now = named_parameters(self.spec.model)
         for name, mask in self._zeroed.items():
-            if name not in now or now[name].shape != mask.shape:
+            if name not in now or local(now[name]).shape != mask.shape:
                 got = f"has shape {tuple(now[name].shape)}" if name in now else "no longer exists"
                 raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
         refuse_mismatched_followers(self.spec.followers, now)
@@ -374,12 +382,13 @@ class Session:
     def _copied_values(self) -> Undo:
         """Copy the weights and optimizer state that the masks are about to zero; returns a function to restore them."""
         parameters, zeroed = named_parameters(self.spec.model), self._zeroed
-        tensors = [(parameters[name].detach(), mask) for name, mask in zeroed.items()]
+        tensors = [(local(parameters[name]), mask) for name, mask in zeroed.items()]
         for optimizer in self.optimizers:
-            tensors += [(it, m) for name, m in zeroed.items() for it in state_per_weight(optimizer, parameters[name])]
+            states = ((state_per_weight(optimizer, parameters[name]), mask) for name, mask in zeroed.items())
+            tensors += [(local(it), mask) for several, mask in states for it in several]
         for follower in self.spec.followers:
             found = parameters_of(follower)
-            tensors += [(found[name].detach(), mask) for name, mask in zeroed.items() if name in found]
+            tensors += [(local(found[name]), mask) for name, mask in zeroed.items() if name in found]
         places = [(tensor, mask.to(tensor.device) & (tensor != 0)) for tensor, mask in tensors]
         values = [(tensor, place, tensor[place]) for tensor, place in places]
         histories = [flat_history(optimizer) for optimizer in self.optimizers]
@@ -439,6 +448,8 @@ class Session:
         Call this before an update. `compact` folds constants into biases, so a masked bias may become nonzero and must
         no longer be masked. The next update would zero it again.
         """
+        if self._sharded:
+            reshard(self.spec.model)
         if not self.behind:
             return
         made = cuts_since(self._record, record_of(self.spec.model))

@@ -1,0 +1,196 @@
+"""Facts about tensors that are sharded over processes: DTensors, as FSDP2 and tensor parallelism make them.
+
+A DTensor looks like the whole tensor and holds one block of it, the `local` part. `block_of` says where the block lies.
+Which process holds which block follows from the mesh and the placements, so nothing here communicates, except for
+`gathered`. A block that several processes hold (a replica) is counted by exactly one of them.
+
+Tensors that are no DTensors are their own local part. In a run of several processes each of them holds the same one.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from keepk.errors import KeepkError
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part of a tensor that this process holds.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        starts: By dim, the index in the whole tensor at which the block begins.
+        sizes: The shape of the block.
+        counts: Whether this process counts the entries of the block: of several with the same block, one does.
+        edges: The flat indices of the whole tensor at which blocks begin, if each of them is a range of rows (or the
+            whole tensor); None if blocks of several processes alternate in row-major order.
+        everywhere: Whether every process holds the whole tensor.
+    """
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    counts: bool
+    edges: tuple[int, ...] | None
+    everywhere: bool = False
+
+    def flat(self, places: Tensor) -> Tensor:
+        """The flat indices in the whole tensor of entries of the block, given by their flat indices in the block.
+
+        >>> Block((4, 3), (2, 1), (2, 2), True, None).flat(torch.arange(4))
+        tensor([ 7,  8, 10, 11])
+        """
+        found, inner, outer = torch.zeros_like(places), 1, 1
+        for whole, start, size in zip(reversed(self.shape), reversed(self.starts), reversed(self.sizes), strict=True):
+            found += (places // inner % size + start) * outer
+            inner, outer = inner * size, outer * whole
+        return found
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The block, as a view of the whole tensor."""
+        for dim, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            whole = whole.narrow(dim, start, size)
+        return whole
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, of which this process may hold only a part."""
+    return hasattr(tensor, "device_mesh")  # by an attribute: importing DTensor takes a second
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, which shares its memory, without its gradient history."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]  # of a DTensor
+    return part.detach()
+
+
+def block_of(tensor: Tensor) -> Block:
+    """Where the local part of a tensor lies in the whole tensor."""
+    shape = tuple(tensor.shape)
+    if not is_sharded(tensor):
+        first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        return Block(shape, (0,) * len(shape), shape, first, (0,), everywhere=True)
+    given: Any = tensor
+    ranges = [[(0, size)] for size in shape]  # by dim, the parts of all processes, in order
+    place, counts, rowwise = [0] * len(shape), True, True
+    for placement, size, own in zip(given.placements, given.device_mesh.shape, _coordinate(given), strict=True):
+        if placement.is_replicate():
+            counts &= own == 0
+        else:
+            dim = placement.dim
+            ranges[dim] = [part for start, end in ranges[dim] for part in chunks(start, end, size)]
+            place[dim] = place[dim] * size + own
+            rowwise &= dim == 0
+    held = [parts[index] for parts, index in zip(ranges, place, strict=True)]
+    row = prod(shape[1:])
+    edges = sorted({start * row for start, end in ranges[0] if end > start} | {0}) if shape else [0]
+    starts, sizes = tuple(start for start, _ in held), tuple(end - start for start, end in held)
+    everywhere = all(placement.is_replicate() for placement in given.placements)
+    return Block(shape, starts, sizes, counts, tuple(edges) if rowwise else None, everywhere)
+
+
+def _coordinate(tensor: Any) -> Sequence[int]:
+    found: Sequence[int] = tensor.device_mesh.get_coordinate()
+    return found
+
+
+def chunks(start: int, end: int, parts: int) -> list[tuple[int, int]]:
+    """The parts of a range as `torch.chunk` makes them: all have the same size, except for the last ones.
+
+    >>> chunks(0, 5, 4)
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    size = -(-(end - start) // parts)
+    return [(min(end, start + i * size), min(end, start + (i + 1) * size)) for i in range(parts)]
+
+
+def refuse_unknown_sharding(where: str, tensor: Tensor, kind: type[KeepkError]) -> None:
+    """Refuse a DTensor of which it is not known which process holds which part of its values."""
+    given: Any = tensor
+    if not is_sharded(tensor):
+        return
+    for placement in given.placements:
+        # By name: a _StridedShard says that it is a shard, but its blocks lie elsewhere.
+        if (found := type(placement).__name__) not in ("Shard", "Replicate"):
+            raise kind(
+                f"{where} is a DTensor with placement {found} ({tuple(given.placements)}). Only Shard and Replicate "
+                f"are supported. Shard each dim of a tensor over one dim of the mesh, or prune before sharding."
+            )
+    world = dist.get_world_size()
+    if given.device_mesh.size() != world or given.device_mesh.get_coordinate() is None:
+        raise kind(
+            f"{where} is a DTensor on a mesh of {given.device_mesh.size()} of the {world} processes. Use a mesh of all "
+            f"processes of the default process group, because all of them decide together."
+        )
+    if tuple(local(tensor).shape) != block_of(tensor).sizes:
+        raise kind(
+            f"{where} is a DTensor whose local part has shape {tuple(local(tensor).shape)}; placements "
+            f"{tuple(given.placements)} give {block_of(tensor).sizes}. Shard it with distribute_tensor or fully_shard."
+        )
+
+
+def same_sharding(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the same shape have the same local parts in every process."""
+    if not is_sharded(one) or not is_sharded(other):
+        return is_sharded(one) == is_sharded(other)
+    first: Any = one
+    second: Any = other
+    return bool(first.device_mesh == second.device_mesh and tuple(first.placements) == tuple(second.placements))
+
+
+def as_sharded(part: Tensor, like: Tensor) -> Tensor:
+    """A tensor of which every process gives its local part, sharded like another one; `part` itself if that is not."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - takes a second, and there is a DTensor already
+
+    given: Any = like
+    found: Tensor = DTensor.from_local(
+        part, given.device_mesh, given.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return found
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor. Every process must call this for the same tensor."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]  # of a DTensor
+    return whole
+
+
+def exchange_device(tensors: Iterable[Tensor]) -> torch.device:
+    """The device on which processes exchange numbers: that of the first mesh, or of the first tensor without any.
+
+    With CPU offload, the parameters are on the CPU and the processes are connected by their GPUs.
+    """
+    listed: list[Any] = list(tensors)
+    meshes = [it.device_mesh for it in listed if is_sharded(it)]
+    if not meshes:
+        found: torch.device = listed[0].device
+        return found
+    kind: str = meshes[0].device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole parameters that FSDP2 has gathered, so that the model has its sharded ones again.
+
+    After a forward pass without a backward pass, the outermost module keeps its parameters gathered.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and hasattr(fsdp, "FSDPModule"):
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
