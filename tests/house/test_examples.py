@@ -2,9 +2,9 @@
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 import keepk
 import keepk.typing
+from keepk_paper import results
 
 REPOSITORY = Path(__file__).parents[2]
 INDEX = (REPOSITORY / "docs" / "api.md").read_text()
@@ -160,35 +161,40 @@ def test_pitches_are_decoded_and_scored(prune_crepe):
     assert prune_crepe.accuracy(fixed, (torch.zeros(3, 1_024), off)) == 66.67
 
 
-def test_the_crepe_example_measures_every_network_once(prune_crepe, tmp_path, monkeypatch):
-    monkeypatch.setattr(prune_crepe, "SHARES", (0.5,))
-    monkeypatch.setattr(prune_crepe, "CALIBRATION", 64)
+def test_the_crepe_example_makes_every_network_once_and_measures_it(prune_crepe, tmp_path, monkeypatch):
+    monkeypatch.setattr(prune_crepe, "SHARES", ())
+    monkeypatch.setattr(prune_crepe, "VALIDATION", 20)
+    monkeypatch.setattr(prune_crepe, "WIDTHS", {"full": (32, 16, 16, 16, 16, 32), "tiny": (16, 8, 8, 8, 8, 16)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        dense, tiny = (prune_crepe.Crepe(widths) for widths in ((16, 8, 8, 8, 8, 16), (8, 4, 4, 4, 4, 8)))
+        dense, tiny = (prune_crepe.Crepe(widths).eval() for widths in prune_crepe.WIDTHS.values())
         options = argparse.Namespace(
-            **{"anneal": False, "epochs": 2, "training_frames": 64, "frames": 30, "seeds": [1], "repeats": 3},
-            **{"folder": tmp_path, "out": tmp_path / "results" / "crepe.jsonl"},
+            **{"anneal": False, "amp": True, "parts": 2, "training_frames": 64, "frames": 30, "seeds": [1]},
+            **{"repeats": 2, "folder": tmp_path, "out": tmp_path / "results" / "crepe.jsonl"},
         )
         for _ in range(2):  # the second time everything is there
             prune_crepe.run(dense, tiny, options)
-            lines = [json.loads(line) for line in options.out.read_text().splitlines()]
-            assert len(lines) == 2 + 2 * 3
+            assert len(results.read(options.out)) == len(options.out.read_text().splitlines()) == 2 + 3
         options.anneal = True
         prune_crepe.run(dense, tiny, options)
-    lines = [json.loads(line) for line in options.out.read_text().splitlines()]
-    assert [line["network"] for line in lines[8:]] == ["annealed"] * 2
-    bounds = {None: lines[0]["macs"], 0.5: lines[0]["macs"] // 2, lines[1]["macs"]: lines[1]["macs"]}
+        prune_crepe.measure_speed(dense, options)
+    lines = results.read(options.out)
+    assert [line["recipe"] for line in lines[5:]] == ["annealed", "annealed, random"]
+    assert {line["asked"] for line in lines} == {lines[0]["kept"], lines[1]["kept"]}
     for line in lines:
-        assert line["macs"] <= bounds[line["macs_asked"]]
-        assert 0 <= line["accuracy"] <= 100
+        assert line["kept"] <= line["asked"] <= line["total"] == lines[0]["kept"]
+        assert 0 <= line["test_error"] <= 100
         assert line["file_bytes"] > 4 * line["parameters"]
-    assert lines[0]["widths"] == [16, 8, 8, 8, 8, 16]
+        assert line["ms"] > 0
+    assert lines[0]["widths"] == [32, 16, 16, 16, 16, 32]
+    assert lines[0]["dense_test_error"] == lines[-1]["dense_test_error"] == lines[0]["test_error"]
 
 
 def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkeypatch):
-    dense = prune_crepe.Crepe((8, 4, 4, 4, 4, 8))
-    whole = prune_crepe.annealed(dense, 0.5, tmp_path / "whole", epochs=3, frames=64)
+    monkeypatch.setattr(prune_crepe, "PART", 32)
+    dense = prune_crepe.Crepe((32, 16, 16, 16, 16, 32))
+    run = functools.partial(prune_crepe.annealed, dense, 4_000_000, parts=3, frames=64)
+    whole, _ = run(tmp_path / "whole")
     save = keepk.save_checkpoint
 
     def save_and_die(*arguments, **options):
@@ -197,11 +203,20 @@ def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkey
 
     monkeypatch.setattr(keepk, "save_checkpoint", save_and_die)
     with pytest.raises(KeyboardInterrupt):
-        prune_crepe.annealed(dense, 0.5, tmp_path / "killed", epochs=3, frames=64)
-    monkeypatch.undo()
-    resumed = prune_crepe.annealed(dense, 0.5, tmp_path / "killed", epochs=3, frames=64)
+        run(tmp_path / "killed")
+    monkeypatch.setattr(keepk, "save_checkpoint", save)
+    resumed, seconds = run(tmp_path / "killed")
+    assert seconds > 0
     for (name, value), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(value, other), name
+
+
+def test_every_pass_of_crepes_training_has_each_frame_once(prune_crepe, monkeypatch):
+    monkeypatch.setattr(prune_crepe, "PART", 32)
+    parts = [prune_crepe.rows_of(part, 96).tolist() for part in range(6)]
+    for one in (parts[:3], parts[3:]):
+        assert sorted(row for part in one for row in part) == list(range(96))
+    assert parts[:3] != parts[3:]
 
 
 @pytest.mark.filterwarnings("error::keepk.KeepkWarning")
