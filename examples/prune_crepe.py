@@ -323,7 +323,9 @@ def run(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> None:
         }
 
     made = entries(dense, tiny, options)
-    example_runs.run("crepe", made, figures, example=test[0][:2], folder=options.folder, out=options.out)
+    example_runs.run(
+        "crepe", made, figures, example=test[0][:2], folder=options.folder, out=options.out, limit=options.limit
+    )
 
 
 def measure_speed(options: argparse.Namespace) -> None:
@@ -345,6 +347,7 @@ def main() -> None:
     parser.add_argument("--training-frames", type=int, default=TRAINING, help="of annealing")
     parser.add_argument("--frames", type=int, default=TEST, help="test frames")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS], help="of random scores")
+    parser.add_argument("--limit", type=int, help="make at most this many networks, and stop")
     parser.add_argument("--repeats", type=int, default=20, help="of a measured forward pass")
     parser.add_argument("--folder", type=Path, default=Path("runs/crepe"), help="for downloads and networks")
     parser.add_argument("--out", type=Path, default=Path("results/examples/crepe.jsonl"))

@@ -295,7 +295,7 @@ def distilled(
                 found = model(*padded([rows[row] for row in batch]))
             value = (1 - (found.float() * wanted[batch]).sum(1)).mean()  # the cosine distance
             optimizer.zero_grad()
-            value.backward()  # type: ignore[no-untyped-call]  # torch's own
+            value.backward()
             optimizer.step()
         rates.step()
         part, seconds = part + 1, seconds + time.process_time() - began
@@ -380,7 +380,9 @@ def run(dense: Encoder, tokenizer: Tokenizer, groups: list[list[str]], options: 
         return {**test, "val_error": validation["test_error"], "heads": heads, "mlps": mlps}
 
     made = entries(dense, training, options)
-    example_runs.run("minilm", made, figures, example=example(), folder=options.folder, out=options.out)
+    example_runs.run(
+        "minilm", made, figures, example=example(), folder=options.folder, out=options.out, limit=options.limit
+    )
 
 
 def measure_speed(dense: Encoder, tokenizer: Tokenizer, groups: list[list[str]], options: argparse.Namespace) -> None:
@@ -404,6 +406,7 @@ def main() -> None:
     parser.add_argument("--speed", action="store_true", help="only measure the speed of the stored networks")
     parser.add_argument("--parts", type=int, default=32, help=f"of {PART:,} sentences, of a distillation")
     parser.add_argument("--sentences", type=int, default=131_072, help="of distillation")
+    parser.add_argument("--limit", type=int, help="make at most this many networks, and stop")
     parser.add_argument("--repeats", type=int, default=15, help="of a measured forward pass")
     parser.add_argument("--wordnet", type=Path, help="the folder of WordNet's data.noun")
     parser.add_argument("--folder", type=Path, default=Path("runs/minilm"), help="for downloads and networks")

@@ -49,6 +49,7 @@ def run(
     example: Any,
     folder: Path,
     out: Path,
+    limit: int | None = None,
 ) -> None:
     """Make every network that `out` does not have yet, store it, and append a line.
 
@@ -59,14 +60,19 @@ def run(
         example: An input, for counting MACs.
         folder: The networks are stored in its subfolder `networks`.
         out: The file of results.
+        limit: The most networks to make in this call.
     """
     done = {(line["recipe"], line["seed"], line["asked"]): line for line in results.read(out)}
     dense: Mapping[str, Any] | None = None
+    count = 0
     for entry in entries:
         key = (entry.recipe, entry.seed, entry.asked)
         if key in done:
             dense = dense or done[key]
             continue
+        if count == limit:
+            return
+        count += 1
         began = time.process_time()
         made = entry.make()
         model, seconds = made if isinstance(made, tuple) else (made, time.process_time() - began)
