@@ -6,25 +6,33 @@ import numpy as np
 import pytest
 
 from keepk.errors import DataError
-from keepk_paper.figures.budgets import crepe_figure
+from keepk_paper.figures.budgets import CREPE, budget_figure
 from keepk_paper.tables import budgets
 
 
-def line(network, macs_asked, accuracy, *, seed=1, macs=50, ratio=2.0):
+def line(recipe, asked, accuracy, *, seed=0, kept=None, **more):
+    kept = asked if kept is None else kept
     return {
-        **{"network": network, "macs_asked": macs_asked, "seed": seed, "accuracy": accuracy, "macs": macs},
-        **{"parameters": 1_000 * macs, "times_as_fast": [ratio, 1.0, 3.0], "file_bytes": 40_000 * macs},
+        **{"experiment": "crepe", "recipe": recipe, "seed": seed, "asked": asked, "kept": kept, "total": 100},
+        **{"test_error": 100 - accuracy, "val_error": 1.0, "dense_test_error": 3.0, "seconds": 1.0, "versions": {}},
+        **{"parameters": 1_000 * kept, "file_bytes": 40_000 * kept},
+        **more,
     }
 
 
+def speed(ms, ratio):
+    return {"ms": ms, "times_as_fast": [ratio, 1.0, 3.0], "batch": 32}
+
+
 LINES = [
-    line("dense", None, 97.0, macs=100, ratio=1.0),
-    line("tiny", None, 94.0, macs=4, ratio=9.0),
-    line("random", 0.1, 20.0, macs=9),
-    line("random", 0.1, 30.0, macs=10, seed=2),
-    line("one-shot", 0.5, 88.0),
-    line("random", 0.5, 80.0, macs=49),
-    line("one-shot", 0.1, 60.0, macs=10, ratio=7.0),
+    line("dense", 100, 97.0, **speed(30.0, 1.0)),
+    line("tiny", 4, 94.0, **speed(3.0, 9.0)),
+    line("one-shot, random", 10, 20.0, kept=9, seed=1, **speed(4.0, 7.0)),
+    line("one-shot, random", 10, 30.0, seed=2, **speed(5.0, 6.0)),
+    line("one-shot", 50, 88.0),
+    line("one-shot, random", 50, 80.0, kept=49),
+    line("one-shot", 10, 60.0),
+    line("annealed", 10, 90.0, kept=8, device="cpu", amp=True),
 ]
 
 
@@ -37,21 +45,40 @@ def folder(tmp_path):
 def test_crepes_rows_are_means_over_seeds_by_falling_budget(folder):
     table = budgets.crepe(folder)
     assert table.rows == (
-        ("dense", "1.0000", "100,000", "97.0", "1.0", "4.00", "1"),
-        ("tiny", "0.0400", "4,000", "94.0", "9.0", "0.16", "1"),
-        ("one-shot", "0.5000", "50,000", "88.0", "2.0", "2.00", "1"),
-        ("random", "0.4900", "49,000", "80.0", "2.0", "1.96", "1"),
-        ("random", "0.0950", "9,500", "25.0 (20.0 to 30.0)", "2.0", "0.38", "2"),
-        ("one-shot", "0.1000", "10,000", "60.0", "7.0", "0.40", "1"),
+        ("dense", "1", "100,000", "97.0", "30.00", "1.0", "4.0", "1"),
+        ("one-shot", "0.500", "50,000", "88.0", "-", "-", "2.0", "1"),
+        ("one-shot, random", "0.490", "49,000", "80.0", "-", "-", "2.0", "1"),
+        ("annealed", "0.080", "8,000", "90.0", "-", "-", "0.3", "1"),
+        ("one-shot", "0.100", "10,000", "60.0", "-", "-", "0.4", "1"),
+        ("one-shot, random", "0.095", "9,500", "25.0 (20.0 to 30.0)", "4.50", "6.5", "0.4", "2"),
+        ("tiny", "0.040", "4,000", "94.0", "3.00", "9.0", "0.2", "1"),
     )
     assert len(table.columns) == len(table.rows[0])
 
 
+def test_minilms_rows_have_sizes_agreement_and_speed(tmp_path):
+    more = {"spearman": 0.91236, "top1": 80.0, "top10": 70.0, "heads": [3, 2], "mlps": [700, 500]}
+    made = line("annealed", 50, 70.0, **more, **speed(16.0, 1.9))
+    (tmp_path / "minilm.jsonl").write_text(json.dumps(made) + "\n")
+    table = budgets.minilm(tmp_path)
+    figures = ("0.912", "80.0", "70.0", "2000", "1.9", "2.0")
+    assert table.rows == (("annealed", "0.500", "50,000", "5", "1,200", *figures),)
+    assert len(table.columns) == len(table.rows[0])
+
+
+def test_the_readmes_rows_are_of_the_annealed_networks_that_there_are(folder):
+    title = "CREPE, pretrained, bfloat16 mixed precision"
+    assert budgets.pretrained_rows(folder) == [
+        (title, "0.0 of 0.0 M MACs", "10.00", "3.00", "1", "1/12.5", "1/12.5"),
+    ]
+    assert budgets.pretrained_rows(folder / "none") == []
+
+
 def test_crepes_figure_has_the_means():
-    (axes,) = crepe_figure(LINES).axes
+    (axes,) = budget_figure(LINES, CREPE).axes
     drawn = {str(it.get_label()): np.array(it.get_xydata()).tolist() for it in axes.get_lines()}
     assert drawn["one-shot"] == [[0.1, 60.0], [0.5, 88.0]]
-    assert drawn["random"] == [[0.095, 25.0], [0.49, 80.0]]
+    assert drawn["one-shot, random"] == [[0.095, 25.0], [0.49, 80.0]]
     assert [[1.0, 97.0]] in drawn.values()
     assert [[0.04, 94.0]] in drawn.values()
 

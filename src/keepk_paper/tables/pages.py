@@ -128,6 +128,7 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
         "benchmarks/default_metric": lambda: budget_tables.default_metric(result_folder / "benchmarks"),
         "examples/crepe": lambda: budget_tables.crepe(result_folder / "examples"),
+        "examples/minilm": lambda: budget_tables.minilm(result_folder / "examples"),
         "summary/results": lambda: summary_table.summary_table(result_folder),
         "zoo/summary": lambda: zoo_tables.summary(result_folder / "zoo"),
         "zoo/score": lambda: zoo_tables.score(result_folder / "zoo"),
