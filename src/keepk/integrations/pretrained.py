@@ -407,20 +407,26 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 def _example(model: Any, given: Any) -> Example:
     if given is not None:
         return Example.of(given)
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    name = getattr(model, "main_input_name", "")
-    if name == "input_ids" and not getattr(config, "is_encoder_decoder", False):
-        ids = torch.randint(0, config.get_text_config().vocab_size, (2, 8), generator=generator)
-        return Example.of({name: ids.to(model.device)})
-    size = getattr(config, "image_size", None)
-    if name == "pixel_values" and size is not None:
-        sides = [size, size] if isinstance(size, int) else [*size]
-        pixels = torch.randn(2, config.num_channels, *sides, generator=generator)
-        return Example.of({name: pixels.to(model.device, model.dtype)})
+    found = random_inputs(model)
+    if found is not None:
+        return Example.of({name: value.to(model.device) for name, value in found.items()})
     raise FileError(
         f"save_pretrained: the outputs of {type(model).__name__} have to be compared, and its inputs are not known. "
         f"Pass one: keepk.save_pretrained(model, folder, example={{...}})."
     )
+
+
+def random_inputs(model: Any) -> dict[str, Tensor] | None:
+    """Random token ids or images on the CPU, as a model of transformers takes them; None if it takes something else."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    name = getattr(model, "main_input_name", "")
+    if name == "input_ids" and not getattr(config, "is_encoder_decoder", False):
+        return {name: torch.randint(0, config.get_text_config().vocab_size, (2, 8), generator=generator)}
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and size is not None:
+        sides = [size, size] if isinstance(size, int) else [*size]
+        return {name: torch.randn(2, config.num_channels, *sides, generator=generator).to(model.dtype)}
+    return None
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

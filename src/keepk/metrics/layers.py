@@ -31,6 +31,7 @@ from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.model.edits import Indices
 from keepk.model.names import changed_model, lengths_of, weight_grad_of, weight_of
+from keepk.model.values import values_of
 from keepk.plan.names import shortened, shown
 
 At = Literal["output", "input"]
@@ -181,8 +182,8 @@ class Slices:
     @property
     def tensor(self) -> Tensor:
         """The weights, of shape [channels, ...]: entry i has all weights of channel i in this parameter."""
-        weights = self._parameter.detach()
-        return self._places.take(weights if self._length is None else weight_of(weights, self._length.detach()))
+        weights = values_of(self._parameter)
+        return self._places.take(weights if self._length is None else weight_of(weights, values_of(self._length)))
 
     @property
     def grad(self) -> Tensor | None:
