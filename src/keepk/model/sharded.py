@@ -7,8 +7,11 @@ Which process holds which block follows from the mesh and the placements, so not
 Tensors that are no DTensors are their own local part. In a run of several processes each of them holds the same one.
 """
 
+import copy
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from keepk.errors import KeepkError
+from keepk.errors import KeepkError, TraceError
+from keepk.model.names import named_tensors
+from keepk.model.torch_internals import take_off_fsdp
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,9 @@ def local(tensor: Tensor) -> Tensor:
     return part.detach()
 
 
-def block_of(tensor: Tensor) -> Block:
-    """Where the local part of a tensor lies in the whole tensor."""
-    shape = tuple(tensor.shape)
+def block_of(tensor: Tensor, whole: Sequence[int] | None = None) -> Block:
+    """Where the local part of a tensor lies in the whole tensor, or would lie if that had the shape `whole`."""
+    shape = tuple(tensor.shape if whole is None else whole)
     if not is_sharded(tensor):
         first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
         return Block(shape, (0,) * len(shape), shape, first, (0,), everywhere=True)
@@ -148,26 +153,62 @@ def same_sharding(one: Tensor, other: Tensor) -> bool:
     return bool(first.device_mesh == second.device_mesh and tuple(first.placements) == tuple(second.placements))
 
 
-def as_sharded(part: Tensor, like: Tensor) -> Tensor:
-    """A tensor of which every process gives its local part, sharded like another one; `part` itself if that is not."""
+def as_sharded(part: Tensor, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """A tensor of which every process gives its local part, sharded like another one; `part` itself if that is not.
+
+    Args:
+        part: The local part.
+        like: The other tensor.
+        shape: The shape of the whole tensor; by default that of `like`.
+    """
     if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - takes a second, and there is a DTensor already
 
     given: Any = like
+    shape = torch.Size(like.shape if shape is None else shape)
+    stride = torch.empty(shape, device="meta").stride()
     found: Tensor = DTensor.from_local(
-        part, given.device_mesh, given.placements, run_check=False, shape=like.shape, stride=like.stride()
+        part, given.device_mesh, given.placements, run_check=False, shape=shape, stride=stride
     )
     return found
 
 
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
+    """A tensor of which this process has the whole, sharded like another one, with its local part in new memory."""
+    return as_sharded(
+        block_of(like, whole.shape).of(whole).clone(memory_format=torch.contiguous_format), like, whole.shape
+    )
+
+
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor. Every process must call this for the same tensor."""
+    """The whole tensor, on the device of the local part. Every process must call this for the same tensor."""
     if not is_sharded(tensor):
         return tensor.detach()
+    _GUARD.get()(f"gather a tensor of shape {tuple(tensor.shape)}")
+    given: Any = tensor
+    part, device = local(tensor), exchange_device([tensor])
+    if part.device.type != device.type:  # CPU offload, beside processes that are connected by their GPUs
+        given = as_sharded(part.to(device), tensor)
     with torch.no_grad():
-        whole: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]  # of a DTensor
-    return whole
+        whole: Tensor = given.detach().full_tensor()
+    return whole.to(part.device)
+
+
+_GUARD: ContextVar[Callable[[str], None]] = ContextVar("guard", default=lambda _: None)
+
+
+@contextmanager
+def guarding(guard: Callable[[str], None]) -> Iterator[None]:
+    """Call `guard` before a tensor is gathered within the context, with words that are equal in all processes.
+
+    It can raise if another process has failed and will not take part.
+    """
+    token = _GUARD.set(guard)
+    try:
+        yield
+    finally:
+        _GUARD.reset(token)
 
 
 def exchange_device(tensors: Iterable[Tensor]) -> torch.device:
@@ -194,3 +235,44 @@ def reshard(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
+
+
+def is_fsdp(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether a parameter of a model is in a module that `fully_shard` was applied to, or below one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(fsdp, "FSDPModule", ())
+    wrapped = (module for module in model.modules() if isinstance(module, kind))
+    return any(parameter is own for module in wrapped for own in module.parameters())
+
+
+def without_fsdp(model: nn.Module) -> Callable[[], None]:
+    """Make a model that FSDP2 wraps an ordinary one, in place, with its sharded parameters.
+
+    Returns:
+        A function that puts everything back.
+    """
+    reshard(model)
+    with ExitStack() as undos:
+        for module in model.modules():
+            undos.callback(take_off_fsdp(module))
+        return undos.pop_all().close
+
+
+def plain_twin(model: nn.Module) -> nn.Module:
+    """A copy of a sharded model as it was before, with parameters on the meta device, which have no values."""
+    memo = dict[int, Any]()
+    for _, tensor, is_parameter in named_tensors(model):
+        if is_parameter:
+            memo[id(tensor)] = nn.Parameter(
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad
+            )
+    put_back = without_fsdp(model)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise TraceError(
+            f"model {type(model).__name__}: cannot be copied ({type(error).__name__}: {error}). The channels of a "
+            f"sharded model are found on a copy; make copy.deepcopy(model) work, as it was before fully_shard."
+        ) from error
+    finally:
+        put_back()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from keepk.cut.masks import Masks
 from keepk.cut.record import Places
+from keepk.cut.sharded import PreparedShards, Wrap
 from keepk.cut.shrink import Prepared, prepare
 from keepk.errors import RankError, ShrinkError, StateError
 from keepk.graph.graph import Graph
@@ -60,7 +61,7 @@ class Operation:
 
     edits: Edits
     cuts: Mapping[str, Cut]
-    prepared: Prepared | None
+    prepared: Prepared | PreparedShards | None
     parameters: Mapping[str, nn.Parameter] = field(repr=False)
     lengths: Mapping[nn.Parameter, nn.Parameter] = field(repr=False)
 
@@ -68,6 +69,11 @@ class Operation:
     def gone(self) -> Indices:
         """The removed units, including those outside of all spaces that nothing reads any more."""
         return self.edits.units
+
+    @property
+    def renewed(self) -> Mapping[int, nn.Parameter]:
+        """By id of a sharded parameter that is cut, the one that takes its place."""
+        return self.prepared.renewed if isinstance(self.prepared, PreparedShards) else {}
 
     @property
     def flags(self) -> Flags:
@@ -122,6 +128,7 @@ class Event:
     Attributes:
         epoch: The entry of the plan to carry out, from 0.
         wrapper: The DDP wrapper that the user passed to `Pruner.step`.
+        wrap: The function that shards the model, which the user passed to `Pruner.step`.
         operation: The removal or masking of channels.
         chains: By channel space, the splits that lead on to K; see `plan.portions`.
         masks: The new masks of weights (True where pruned), in the current shapes; for a sharded parameter, that of its
@@ -135,6 +142,7 @@ class Event:
     epoch: int
     exchange: Exchange = field(repr=False, compare=False)
     wrapper: nn.Module | None = None
+    wrap: Wrap | None = None
     operation: Operation = NO_OPERATION
     chains: Mapping[str, tuple[Split, ...]] = field(default_factory=dict)
     masks: Masks = field(default_factory=dict)
@@ -163,6 +171,25 @@ class Event:
         return bool(self.masks) or len(self.operation.gone) > 0
 
 
+class AnySurgery(Protocol):
+    """Prepares removals: `Surgery`, or `ShardedSurgery` for models that are sharded over processes."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether removals are tried on a copy first."""
+
+    def operation(
+        self,
+        dead: Flags,
+        going: Iterable[int],
+        *,
+        physical: bool,
+        wrapper: nn.Module | None = None,
+        wrap: Wrap | None = None,
+    ) -> Operation:
+        """Prepare a removal; see `Surgery.operation`."""
+
+
 class Surgery:
     """Prepares removals for one model, its optimizers and its followers."""
 
@@ -184,7 +211,15 @@ class Surgery:
         """Whether removals are tried on a copy first."""
         return self._replayed != "none"
 
-    def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
+    def operation(
+        self,
+        dead: Flags,
+        going: Iterable[int],
+        *,
+        physical: bool,
+        wrapper: nn.Module | None = None,
+        wrap: Wrap | None = None,
+    ) -> Operation:
         """Prepare the removal of the units `going`, and of the units in `dead` that are still masked.
 
         Args:
@@ -192,7 +227,12 @@ class Surgery:
             going: The units to prune now.
             physical: Whether to remove channels from the tensors, or only to mask them.
             wrapper: The DDP wrapper of the model, which will be rebuilt after a physical removal.
+            wrap: A function that shards the model; refused here.
         """
+        if wrap is not None:
+            raise ShrinkError(
+                "step: wrap= is for models that are sharded over processes, and this one is not. Omit it."
+            )
         refuse_other_parameters(self._model, self._parameters, ShrinkError)
         # Units that are already masked are part of every operation, which either masks them again or removes them.
         masked = np.flatnonzero(dead & self._graph.alive)
@@ -250,7 +290,7 @@ class ChannelSide:
         graph: Graph,
         model: nn.Module,
         members: Mapping[str, ChannelMembers],
-        surgery: Surgery,
+        surgery: AnySurgery,
         watch: Watch,
         *,
         plan: Plan,
@@ -335,7 +375,7 @@ class ChannelSide:
         waiting = (self.dead & self.graph.alive).any()  # masked by an earlier event, and not removed yet
         if not len(going) and not (physical and waiting):
             return replace(event, chains=chains)
-        operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper)
+        operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper, wrap=event.wrap)
         self._refuse_other_counts(going, operation.gone)
         if operation.prepared is not None:
             self._refuse_other_costs(chooser.dead, operation)
@@ -367,6 +407,8 @@ class ChannelSide:
         """Remove the channels of an event, or store their masks; returns the undo of the removal."""
         with undone_by(undo := event.operation.apply()):
             self.dead = self.dead.copy()  # a snapshot may still refer to the old flags
+            if event.operation.renewed:
+                self._parameters = Parameters.of(self._model)
             self.dead[event.operation.gone] = True
             self._chains = dict(event.chains)
             if len(event.operation.gone):
@@ -388,9 +430,11 @@ class ChannelSide:
     def snapshot(self) -> Undo:
         """A function that restores the current flags, masks and counts; the undo of a removal restores the graph."""
         present = self.dead, self.zeroed, self._chains, self.certified, self.reached, self._history
+        parameters = self._parameters
 
         def restore() -> None:
             self.dead, self.zeroed, self._chains, self.certified, self.reached, self._history = present
+            self._parameters = parameters
 
         return restore
 
@@ -463,13 +507,14 @@ class ChannelSide:
                 f"this model and cannot be restored. Build a fresh model, and load the state into a new Pruner."
             )
 
-    def resized(self, saved: Saved) -> Operation:
+    def resized(self, saved: Saved, wrap: Wrap | None) -> Operation:
         """The removal that cuts the model to its saved size. Channels that were only masked are left to `load`."""
         going = [unit for unit in saved.channels["removed"] if self.graph.alive[unit]]
-        return self._as_saved(np.zeros_like(self.dead), going, physical=True)
+        return self._as_saved(np.zeros_like(self.dead), going, physical=True, wrap=wrap)
 
     def load(self, saved: Saved) -> None:
         """Restore a state that `refuse_other_state` accepted; the model must already have its saved size."""
+        self._parameters = Parameters.of(self._model)
         self.dead = np.zeros(len(self.dead), bool)
         self.dead[np.asarray(saved.channels["gone"], np.int64)] = True
         chains = saved.channels["chains"]
@@ -494,9 +539,9 @@ class ChannelSide:
         """By space with ``round_to="auto"``, the numbers that were chosen. A saved state must have the same ones."""
         return {name: it.rounded for name, it in self.members.items() if it.rounded}
 
-    def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
+    def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool, wrap: Wrap | None = None) -> Operation:
         try:
-            return self._surgery.operation(dead, going, physical=physical, wrapper=None)
+            return self._surgery.operation(dead, going, physical=physical, wrap=wrap)
         except ShrinkError as error:
             raise StateError(
                 f"pruner state: the saved channels cannot be removed from this model: {error} "

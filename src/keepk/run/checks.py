@@ -59,6 +59,7 @@ from keepk.run.budgets import (
 from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, snapped_plans
 from keepk.run.channels import Replayed
 from keepk.run.choosing import RunBudget, RunCosts
+from keepk.run.sharded_channels import twin_of
 from keepk.run.undercut import find_bounds, late_goals, refuse_undercut
 from keepk.run.weights import Members, find_frozen, find_members
 
@@ -77,6 +78,8 @@ class RunSpec:
 
     Attributes:
         model: The model without wrappers.
+        twin: Of a sharded model with channel spaces, a copy that is not sharded and has no weights, which `graph` is
+            the trace of.
         example: The first example, for counting MACs; None without one.
         weights: The weight spaces by name, with their parameters.
         channels: The channel spaces by name, with their units of `graph`.
@@ -97,6 +100,7 @@ class RunSpec:
     """
 
     model: nn.Module
+    twin: nn.Module | None
     example: Any
     weights: Mapping[str, Members]
     channels: Mapping[str, ChannelMembers]
@@ -154,12 +158,13 @@ def run_spec(
     inputs = None
     if of_channels and first is not None:
         inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
-    graph, channels = traced_channels(inner, inputs, of_channels)
+    twin = twin_of(inner, [*of_weights, *of_channels], followers, shrink)
+    graph, channels = traced_channels(inner, inputs, of_channels, twin)
     refuse_second(model)
     refuse_unfit_followers(followers, of_spaces, touched_tensors(inner, channels))
 
     # Make the plan of each space, then check the plans against each other.
-    planned = make_plan(FoundSpaces(inner, graph, weights, channels), first, asked, epochs, phases)
+    planned = make_plan(FoundSpaces(inner, graph, weights, channels), first, asked, epochs, phases, twin)
     if channels and shrink != "each":
         refuse_masked_directions(inner, weights)
     # Channels that stay masked until the end are replayed when they are masked: at the end, refusing is too late.
@@ -173,6 +178,7 @@ def run_spec(
     plan = {name: planned.plan[name] for name in [*order, *of_run] if name not in shared}
     return RunSpec(
         model=inner,
+        twin=twin,
         example=first,
         weights=weights,
         channels=channels,
@@ -208,11 +214,12 @@ def make_plan(
     asked: Sequence[AskedBudget],
     epochs: int | None,
     phases: Sequence[Phase] | None,
+    twin: nn.Module | None = None,
 ) -> RunPlan:
     """The plan of every space and budget; refuses plans that cannot be met or contradict each other."""
     model, graph, weights, channels = spaces.model, spaces.graph, spaces.weights, spaces.channels
     counted = {name: it for name, it in channels.items() if it.keep is not None}
-    costs = RunCosts(model, graph, example) if asked and graph is not None else None
+    costs = RunCosts(model if twin is None else twin, graph, example) if asked and graph is not None else None
     budgets, starts = run_budgets(asked, costs, phases)
     goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in weights.items()}
     goals |= {name: Goal(it.total, it.keep, it.space.schedule) for name, it in counted.items() if it.keep is not None}
@@ -266,9 +273,12 @@ def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], l
 
 
 def traced_channels(
-    model: nn.Module, inputs: TraceInputs | None, spaces: Sequence[ChannelSpace]
+    model: nn.Module, inputs: TraceInputs | None, spaces: Sequence[ChannelSpace], twin: nn.Module | None = None
 ) -> tuple[Graph | None, dict[str, ChannelMembers]]:
-    """The graph of an unwrapped model and the channels of the spaces; does not trace if there are no spaces."""
+    """The graph of an unwrapped model and the channels of the spaces; does not trace if there are no spaces.
+
+    The graph of a sharded model is that of its twin.
+    """
     if not spaces:
         return None, {}
     if inputs is None:
@@ -276,7 +286,7 @@ def traced_channels(
             f"space {spaces[0].name!r}: channels are found by a trace, which needs an input. "
             f"Pass one with example=, such as one batch."
         )
-    graph = trace_inputs(model, inputs)
+    graph = trace_inputs(model if twin is None else twin, inputs)
     try:
         found = find_channels(graph, dict(model.named_modules(remove_duplicate=False)), spaces)
     except NoChannelsError as error:

@@ -27,7 +27,7 @@ Before the first event, `Pruner.__init__` checks its arguments with `run_spec` (
 from the result, a frozen `RunSpec`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -39,9 +39,11 @@ from torch.utils.hooks import RemovableHandle
 from keepk.cut.holders import TAKEN_BACK, Follower, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
+from keepk.errors import ShrinkError
 from keepk.metrics.statistics import Statistics
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
+from keepk.model.names import unwrap
 from keepk.model.sharded import exchange_device
 from keepk.plan.budgets import WORDS, checked_budget
 from keepk.plan.phases import Phase
@@ -322,6 +324,11 @@ class Pruner:
         return self._spec.model
 
     @property
+    def plain_model(self) -> nn.Module:
+        """The model; if its channels are pruned and it is sharded, a copy that is not sharded and has no weights."""
+        return self._spec.model if self._spec.twin is None else self._spec.twin
+
+    @property
     def example(self) -> Any:
         """The example that was passed, or the first of several; None without one."""
         return self._spec.example
@@ -330,10 +337,12 @@ class Pruner:
     def step(self, wrapper: None = None) -> None: ...
 
     @overload
-    def step(self, wrapper: Wrapper) -> Wrapper: ...
+    def step(self, wrapper: Wrapper, *, wrap: Callable[[Wrapper], object] | None = None) -> Wrapper: ...
 
     @torch.no_grad()
-    def step(self, wrapper: Wrapper | None = None) -> Wrapper | None:
+    def step(
+        self, wrapper: Wrapper | None = None, *, wrap: Callable[[Wrapper], object] | None = None
+    ) -> Wrapper | None:
         """End an epoch: keep exactly as many units of each space as the plan says.
 
         All or nothing: anything that cannot be ranked or removed is refused before the first weight changes. In a
@@ -342,10 +351,14 @@ class Pruner:
 
         Args:
             wrapper: The `DistributedDataParallel` wrapper of the model, if it has one and channels are removed. The old
-                wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``.
+                wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``. If the
+                model is sharded by FSDP2, pass the model itself.
+            wrap: The function that shards the model in place, by calling ``fully_shard`` on its modules. Needed if
+                channels of a sharded model are removed: ``model = pruner.step(model, wrap=shard)``. Parameters that are
+                cut are then replaced by others, also in the optimizer.
 
         Returns:
-            A new wrapper if one was passed and the event removed channels; otherwise `wrapper` itself.
+            A new DDP wrapper if one was passed and the event removed channels; otherwise `wrapper` itself.
 
         Raises:
             RankError: Weights or scores are NaN or infinite, or the remaining channels have fewer weights than the plan
@@ -367,7 +380,7 @@ class Pruner:
         session = self._session
         if self.done:
             session.follow_cuts()
-            self._refuse_unusable(wrapper)
+            self._refuse_unusable(wrapper, wrap)
             session.zero_masked()
             return wrapper
         before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
@@ -376,9 +389,9 @@ class Pruner:
             # Every process gets here, whatever it decides below, so that none of them waits for a sum in vain.
             for statistics in session.statistics if are_several() else ():
                 stack.enter_context(statistics.summed(partial(summed, device=device)))
-            event = agreed(lambda it: self._decide(it, wrapper, before, now), lambda it: it.flags, device)
+            event = agreed(lambda it: self._decide(it, wrapper, wrap, before, now), lambda it: it.flags, device)
         # DDP allocates gradient buckets for the shapes that it was built with, so it has to be rebuilt after a cut.
-        old: Any = wrapper if event.cuts else None
+        old: Any = wrapper if event.cuts and wrap is None else None
         try:
             # The undo needs a copy of the values that are zeroed. It runs only if another process fails after this one
             # has succeeded, so a single process skips the copy.
@@ -517,11 +530,12 @@ class Pruner:
         """
         return self._session.state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, wrap: Callable[[nn.Module], object] | None = None) -> None:
         """Resume from a state: cut a freshly built model to its saved size, and restore masks and epoch.
 
         Args:
             state: What `state_dict` returned.
+            wrap: The function that shards the model, as for `step`, if it is sharded and has lost channels.
 
         Raises:
             StateError: The state comes from a different model, plan or format version; nothing has changed.
@@ -538,7 +552,7 @@ class Pruner:
         (1, {'weight': 50})
         """
         # Two halves, because `load_checkpoint` has to load the model and the optimizer between them.
-        with undone_by(self._session.take_shape(state)):
+        with undone_by(self._session.take_shape(state, wrap)):
             self._session.take_masks(state)
 
     def close(self) -> None:
@@ -604,20 +618,28 @@ class Pruner:
         self._session.watch.updated(optimizer)
         self._session.zero_masked()
 
-    def _decide(self, exchange: Exchange, wrapper: Any, before: Mapping[str, int], now: Mapping[str, int]) -> Event:
+    def _decide(
+        self, exchange: Exchange, wrapper: Any, wrap: Any, before: Mapping[str, int], now: Mapping[str, int]
+    ) -> Event:
         """Decide the event. Everything refusable is refused here, where `agreed` tells the other processes."""
         self._session.follow_cuts()
-        self._refuse_unusable(wrapper)
+        self._refuse_unusable(wrapper, wrap)
         # Without an optimizer there are no steps to count, and pruning without training is intended.
         if self._session.optimizers:
             self._session.watch.hasty(before, now, self.epochs)
-        return self._session.decide(wrapper, exchange)
+        return self._session.decide(None if wrap is not None else wrapper, wrap, exchange)
 
-    def _refuse_unusable(self, wrapper: Any) -> None:
+    def _refuse_unusable(self, wrapper: Any, wrap: Any) -> None:
         self._session.refuse_closed()
         self._session.refuse_revived()
         self._session.refuse_not_frozen()
-        if wrapper is not None:
+        if wrap is not None or (wrapper is self._spec.model and self._session.sharded):
+            if not isinstance(wrapper, nn.Module) or unwrap(wrapper) is not self._spec.model:
+                raise ShrinkError(
+                    f"step: got {type(wrapper).__name__}, which is not the Pruner's model. Pass the sharded model: "
+                    f"model = pruner.step(model, wrap=shard)."
+                )
+        elif wrapper is not None:
             refuse_other_wrapper(wrapper, self._spec.model)
 
     def _counted(self, asked_by: str) -> dict[str, int]:

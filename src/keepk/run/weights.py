@@ -472,8 +472,8 @@ class WeightSide:
             scores, block = local(parameter), block_of(parameter)
             if not by_magnitude:
                 # A metric may compare the weights of a tensor, so it gets all of them, one tensor at a time.
-                without = "without" if parameter.grad is None else "with"
-                exchange.together(f"scores of {name} {without} gradient", partial(refuse_not_finite, name, parameter))
+                grad = parameter.grad is not None
+                exchange.together(f"scores of {name}, {grad=}", partial(refuse_not_finite, name, parameter))
                 whole = gathered(parameter)
                 whole.grad = None if parameter.grad is None else gathered(parameter.grad)
                 scores = block.of(score(metric, whole, name)).clone()
