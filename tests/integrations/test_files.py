@@ -147,6 +147,7 @@ def test_any_metric_with_one_tensor_in_memory_at_a_time(metric, tmp_path, monkey
     # A metric of producers reads q, k, v, gate and up; all seven are cut. The user's own one reads only q and gate.
     assert len(counts) == 7 + (2 if metric is with_ties else 5)
     assert max(counts) <= 1
+    assert found.plain, found.reason
     model = pruned_in_memory(source, halves(metric=metric))
     assert model.dtype is torch.bfloat16
     assert_same_tensors(tensors_in(tmp_path / "small"), model.state_dict())

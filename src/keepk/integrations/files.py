@@ -356,7 +356,9 @@ class _Described:
             return _Described(None, {}, f"{type(model).__name__} is not a model of transformers")
         candidates, reason = described_by_config(model)
         for candidate in candidates:
-            if not candidate.changes or same_operations(model, candidate.build(type(model)).eval(), example):
+            with torch.device("meta"):  # in the dtype of the config, as from_pretrained would
+                built = type(model)._from_config(candidate.config(), dtype=model.dtype).eval()
+            if not candidate.changes or same_operations(model, built, example):
                 return _Described(candidate.config(), candidate.told, "")
             reason = "the config that describes its sizes computes something else"
         return _Described(dense_config(model), {}, reason)

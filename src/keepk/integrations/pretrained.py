@@ -36,7 +36,7 @@ from keepk.deploy.load import load
 from keepk.deploy.save import refuse_untrue, save
 from keepk.errors import FileError
 from keepk.model.example import Example
-from keepk.plan.names import shown
+from keepk.plan.names import shortened, shown
 from keepk.run.checks import live_pruner
 from keepk.storage.files import place
 
@@ -228,15 +228,28 @@ def described_by_config(model: Any) -> tuple[list[_Candidate], str]:
     choices: list[list[tuple[Setting, int] | None]] = [
         [None, *((setting, value) for value in values)] for setting, values in moves.items()
     ]
-    found = list[_Candidate]()
+    found, reason = list[_Candidate](), f"no config of {cls.__name__} describes the remaining widths"
     for number, chosen in enumerate(product(*choices)):
         if number >= MOST_BUILDS:
             break
         changes = dict(it for it in chosen if it is not None)
         # Numbers are pinned only where they have to be.
         candidates = (_Candidate(base.base, it) for it in (changes, {**pinned.changes, **changes}))
-        found += [it for it in candidates if _describes(it, model, target)][:1]
-    return found, "" if found else f"no config of {cls.__name__} describes the remaining widths"
+        describing = [it for it in candidates if _describes(it, model, target)][:1]
+        if refused := [said for it in describing if (said := _refusal(it.config()))]:
+            reason = f"{type(model.config).__name__} refuses the remaining widths: {refused[0]}"
+        else:
+            found += describing
+    return found, "" if found else reason
+
+
+def _refusal(config: Any) -> str:
+    """Why transformers would neither save nor load a config, which some classes check; empty if it would."""
+    try:
+        getattr(config, "validate", bool)()
+    except Exception as error:  # of the class's own checks
+        return shortened(str(error))
+    return ""
 
 
 def dense_config(model: Any) -> Any:
