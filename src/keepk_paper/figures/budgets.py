@@ -81,7 +81,8 @@ def budget_figure(lines: Sequence[Line], look: Look) -> Figure:
     axes.set_xlabel("MACs / dense (log scale)", color=SOFT)
     axes.set_ylabel(look.label, color=SOFT)
     tidy(axes)
-    axes.legend(loc="lower right", frameon=False, labelcolor=INK)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right", frameon=False, labelcolor=INK)
     figure.text(0.02, 0.94, look.title, fontsize=14, fontweight="bold", color=INK, va="center")
     return figure
 
