@@ -83,7 +83,7 @@ def by_torch_pruning(dense: nn.Module, example: Tensor, round_to: int | None) ->
     def cut(ratio: float) -> nn.Module:
         model = copy.deepcopy(dense)
         torch.manual_seed(0)  # the same scores at every ratio
-        attentions = [it for it in model.modules() if hasattr(it, "qkv") and hasattr(it, "num_heads")]
+        attentions: list[Any] = [it for it in model.modules() if hasattr(it, "qkv") and hasattr(it, "num_heads")]
         pruner = torch_pruning.pruner.BasePruner(
             model,
             example,
