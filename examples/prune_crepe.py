@@ -300,24 +300,31 @@ def entries(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[
     yield Entry("tiny", least, 0, lambda: copy.deepcopy(tiny))
     budgets = [*(int(share * total) for share in SHARES), least]
     if options.anneal:
-        data = distillation_set(dense, options.folder, options.training_frames, amp=options.amp)
-        plans: list[tuple[str, Crepe, int, dict[str, Any]]] = [
-            *(("annealed", dense, macs, {"macs": macs}) for macs in budgets),
-            ("tiny, trained", tiny, least, {}),
-            ("annealed, random", dense, budgets[0], {"macs": budgets[0], "random": True}),
-            ("dense, trained", dense, total, {}),
-        ]
-        more = {"parts": options.parts, "training_frames": options.training_frames}
-        more |= {"device": "cpu", "amp": True} if options.amp else {}
-        for recipe, start, macs, how in plans:
-            folder = options.folder / f"{recipe.replace(', ', '-')}-{macs}-{options.parts}"
-            make = partial(trained, start, data, folder, parts=options.parts, amp=options.amp, **how)
-            yield Entry(recipe, macs, 0, make, more)
+        yield from trainings(dense, tiny, budgets, options)
     for macs in budgets:
         rankings: list[tuple[str, Any, int]] = [("one-shot", None, 1), ("one-shot, Taylor", keepk.metrics.taylor, 1)]
         rankings += [("one-shot, random", keepk.metrics.random(seed=seed), seed) for seed in options.seeds]
         for recipe, metric, seed in rankings:
             yield Entry(recipe, macs, seed, partial(pruned_at_once, dense, macs, metric, seed))
+    if options.anneal:
+        yield from trainings(dense, tiny, [], options)
+
+
+def trainings(dense: Crepe, tiny: Crepe, budgets: list[int], options: argparse.Namespace) -> Iterator[Entry]:
+    """The networks that are trained with a budget, beside tiny and random ones; without budgets, the dense network."""
+    data = distillation_set(dense, options.folder, options.training_frames, amp=options.amp)
+    plans: list[tuple[str, Crepe, int, dict[str, Any]]] = [
+        *(("annealed", dense, macs, {"macs": macs}) for macs in budgets),
+        *(("tiny, trained", tiny, macs, {}) for macs in budgets[-1:]),
+        *(("annealed, random", dense, macs, {"macs": macs, "random": True}) for macs in budgets[:1]),
+        *([] if budgets else [("dense, trained", dense, macs_of(dense), {})]),
+    ]
+    more = {"parts": options.parts, "training_frames": options.training_frames}
+    more |= {"device": "cpu", "amp": True} if options.amp else {}
+    for recipe, start, macs, how in plans:
+        folder = options.folder / f"{recipe.replace(', ', '-')}-{macs}-{options.parts}"
+        make = partial(trained, start, data, folder, parts=options.parts, amp=options.amp, **how)
+        yield Entry(recipe, macs, 0, make, more)
 
 
 def macs_of(model: nn.Module) -> int:
