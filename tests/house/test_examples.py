@@ -175,11 +175,11 @@ def test_the_crepe_example_makes_every_network_once_and_measures_it(prune_crepe,
         for number in (4, 5, 5):  # at most 4 in a call; the third one finds everything
             prune_crepe.run(dense, tiny, options)
             assert len(results.read(options.out)) == len(options.out.read_text().splitlines()) == number
-        options.anneal = True
+        options.anneal, options.limit = True, 3  # the dense network is trained last
         prune_crepe.run(dense, tiny, options)
         prune_crepe.measure_speed(options)
     lines = results.read(options.out)
-    assert [line["recipe"] for line in lines[5:]] == ["annealed", "annealed, random"]
+    assert [line["recipe"] for line in lines[5:]] == ["annealed", "tiny, trained", "annealed, random"]
     assert {line["asked"] for line in lines} == {lines[0]["kept"], lines[1]["kept"]}
     for line in lines:
         assert line["kept"] <= line["asked"] <= line["total"] == lines[0]["kept"]
@@ -193,7 +193,8 @@ def test_the_crepe_example_makes_every_network_once_and_measures_it(prune_crepe,
 def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkeypatch):
     monkeypatch.setattr(prune_crepe, "PART", 32)
     dense = prune_crepe.Crepe((32, 16, 16, 16, 16, 32))
-    run = functools.partial(prune_crepe.annealed, dense, 4_000_000, parts=3, frames=64)
+    data = prune_crepe.distillation_set(dense, tmp_path, 64, amp=False)
+    run = functools.partial(prune_crepe.trained, dense, data, parts=3, macs=4_000_000)
     whole, _ = run(tmp_path / "whole")
     save = keepk.save_checkpoint
 

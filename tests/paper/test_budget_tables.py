@@ -106,6 +106,41 @@ def test_metrics_are_compared_by_mean_errors(tmp_path):
     assert len(table.columns) == len(table.rows[1])
 
 
+def test_a_fits_curve_says_which_model_was_chosen(tmp_path):
+    def point(macs, median):
+        quartiles = {"lower": median - 0.5, "median": median, "upper": median + 0.5}
+        return {"macs": macs, "kept": {"a": macs, "b": 2}, "ms": quartiles, "dense_ms": {"median": 4.0}}
+
+    report = {
+        "curve": [point(100, 4.0), point(60, 2.25), point(50, 2.0), point(25, 1.0)],
+        "macs": 50,
+        "latency_ms": 2.0,
+    }
+    report["confirmed"] = {"lower": 1.5, "median": 1.75, "upper": 2.0}
+    (tmp_path / "fit.json").write_text(json.dumps(report))
+    rows = budgets.fit(tmp_path).rows
+    assert rows[2] == ("50", "0.5000", "52", "2.00", "1.50 to 2.50", "4.00", "chosen")
+    assert [row[-1] for row in rows] == ["no", "no", "chosen", "yes", ""]
+    assert rows[-1] == ("chosen, in a fresh process", "", "", "1.75", "1.50 to 2.00", "", "")
+
+
+def test_rounded_widths_are_compared_where_they_were_measured(tmp_path):
+    def row(runtime, batch, median, ratio):
+        ratios = {"lower": ratio - 0.1, "median": ratio, "upper": ratio + 0.1}
+        return {"runtime": runtime, "batch": batch, "model": {"median": median}, "ratio": ratios}
+
+    line = {"network": "resnet50", "variant": "keepk", "dense_macs": 100, "macs": 49}
+    times = [row("torch", 1, 20.0, 1.5), row("torch", 32, 99.0, 9.0), row("onnxruntime", 1, 10.0, 1.75)]
+    lines = [{**line, "latency": times}, {**line, "variant": "Torch-Pruning"}]
+    lines.append({"network": "vit_tiny", "variant": "Torch-Pruning", "dense_macs": 100, "failed": "KeyError: 3"})
+    (tmp_path / "round_to_auto.json").write_text(json.dumps({"lines": lines}))
+    assert budgets.round_to_auto(tmp_path).rows == (
+        ("ResNet-50, keepk", "0.490", "20.0", "1.50 (1.40 to 1.60)", "10.0", "1.75 (1.65 to 1.85)"),
+        ("ResNet-50, Torch-Pruning", "0.490", "-", "-", "-", "-"),
+        ("ViT-tiny, Torch-Pruning", "failed: KeyError", "", "", "", ""),
+    )
+
+
 def test_missing_results_name_the_command(tmp_path):
     with pytest.raises(DataError, match=r"Run python benchmarks/default_metric.py"):
         budgets.default_metric(tmp_path)

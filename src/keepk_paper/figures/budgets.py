@@ -41,7 +41,7 @@ CREPE = Look(
     "raw pitch accuracy, %",
     lambda line: 100 - float(line["test_error"]),
     (1.0, 0.5, 0.25, 0.1, 0.025),
-    {"dense": "dense", "tiny": "tiny, trained from scratch"},
+    {"dense": "dense", "tiny": "tiny", "tiny, trained": "tiny, same training"},
 )
 MINILM = Look(
     "all-MiniLM-L6-v2 pruned to a budget of MACs",
@@ -81,7 +81,8 @@ def budget_figure(lines: Sequence[Line], look: Look) -> Figure:
     axes.set_xlabel("MACs / dense (log scale)", color=SOFT)
     axes.set_ylabel(look.label, color=SOFT)
     tidy(axes)
-    axes.legend(loc="lower right", frameon=False, labelcolor=INK)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right", frameon=False, labelcolor=INK)
     figure.text(0.02, 0.94, look.title, fontsize=14, fontweight="bold", color=INK, va="center")
     return figure
 

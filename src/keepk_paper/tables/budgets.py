@@ -27,10 +27,7 @@ NETWORKS = {"digits": "digits", "vgg16-quarter-cifar10": "VGG-16, width 1/4", "c
 
 def default_metric(folder: Path) -> Table:
     """The error of each metric at equal MACs, as a mean over seeds, by network."""
-    path = folder / "default_metric.json"
-    if not path.exists():
-        raise DataError(f"{path}: no such result. Run python benchmarks/default_metric.py.")
-    lines: Lines = json.loads(path.read_text())["lines"]
+    lines: Lines = _report(folder / "default_metric.json", "benchmarks/default_metric.py")["lines"]
     rows = list[tuple[str, ...]]()
     for network in dict.fromkeys(line["network"] for line in lines):
         mine = [line for line in lines if line["network"] == network]
@@ -46,6 +43,57 @@ def default_metric(folder: Path) -> Table:
 def _errors(lines: Lines, metric: str, share: float, floor: float, error: str) -> list[float]:
     point = (metric, share, floor)
     return [it[error] for it in lines if (it["metric"], it.get("share"), it.get("floor")) == point and error in it]
+
+
+NAMES = {"resnet50": "ResNet-50", "efficientnet_b0": "EfficientNet-B0", "convnext_atto": "ConvNeXt-atto"}
+NAMES |= {"vit_tiny": "ViT-tiny", "tiny": "three convolutions"}
+RUNTIMES = ("torch", "onnxruntime")
+
+
+def round_to_auto(folder: Path) -> Table:
+    """Half the MACs in milliseconds, with and without rounded widths, beside Torch-Pruning."""
+    rows = list[tuple[str, ...]]()
+    for line in _report(folder / "round_to_auto.json", "benchmarks/round_to_auto.py")["lines"]:
+        name = f"{NAMES[line['network']]}, {line['variant']}"
+        if "failed" in line:
+            rows.append((name, f"failed: {line['failed'].partition(':')[0]}", "", "", "", ""))
+            continue
+        found = {it["runtime"]: it for it in line.get("latency", []) if it["batch"] == 1}
+        times = [_times(found[runtime]) if runtime in found else ("-", "-") for runtime in RUNTIMES]
+        rows.append((name, f"{line['macs'] / line['dense_macs']:.3f}", *times[0], *times[1]))
+    columns = ("network", "MACs / dense", "torch, ms", "times as fast", "onnxruntime, ms", "times as fast")
+    return Table(columns, tuple(rows))
+
+
+def _times(row: Mapping[str, Any]) -> tuple[str, str]:
+    ratio = row["ratio"]
+    spread = f"({ratio['lower']:.2f} to {ratio['upper']:.2f})"
+    return f"{row['model']['median']:.1f}", f"{ratio['median']:.2f} {spread}"
+
+
+def fit(folder: Path) -> Table:
+    """The curve of a `keepk.fit`, and the time of the chosen model in a fresh process."""
+    report = _report(folder / "fit.json", "benchmarks/fit.py")
+    dense, asked = report["curve"][0]["macs"], report["latency_ms"]
+    rows = []
+    for point in report["curve"]:
+        meets = ("chosen" if point["macs"] == report["macs"] else "yes") if point["ms"]["median"] <= asked else "no"
+        cost = (f"{point['macs']:,}", f"{point['macs'] / dense:.4f}", f"{sum(point['kept'].values()):,}")
+        rows.append((*cost, *_quartiles(point["ms"]), f"{point['dense_ms']['median']:.2f}", meets))
+    if report["confirmed"]:
+        rows.append(("chosen, in a fresh process", "", "", *_quartiles(report["confirmed"]), "", ""))
+    return Table(("MACs", "share", "channels", "ms", "quartiles", "dense ms", f"at most {asked:g} ms"), tuple(rows))
+
+
+def _quartiles(times: Mapping[str, float]) -> tuple[str, str]:
+    return f"{times['median']:.2f}", f"{times['lower']:.2f} to {times['upper']:.2f}"
+
+
+def _report(path: Path, script: str) -> dict[str, Any]:
+    if not path.exists():
+        raise DataError(f"{path}: no such result. Run python {script}.")
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
 # In the order of rows with the same budget.

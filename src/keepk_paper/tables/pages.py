@@ -127,6 +127,8 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/budget_event": lambda: benchmark_tables.budget_event(result_folder / "benchmarks"),
         "benchmarks/shrink_trace": lambda: benchmark_tables.shrink_trace(result_folder / "benchmarks"),
         "benchmarks/default_metric": lambda: budget_tables.default_metric(result_folder / "benchmarks"),
+        "benchmarks/round_to_auto": lambda: budget_tables.round_to_auto(result_folder / "benchmarks"),
+        "benchmarks/fit": lambda: budget_tables.fit(result_folder / "benchmarks"),
         "examples/crepe": lambda: budget_tables.crepe(result_folder / "examples"),
         "examples/minilm": lambda: budget_tables.minilm(result_folder / "examples"),
         "summary/results": lambda: summary_table.summary_table(result_folder),
