@@ -273,7 +273,9 @@ def sharded():
 
 
 def test_channels_of_a_sharded_model_are_refused(sharded):
-    with pytest.raises(SpaceError, match=r"parameter '0.weight' is not sharded by fully_shard .* Prune channels before"):
+    with pytest.raises(
+        SpaceError, match=r"parameter '0.weight' is not sharded by fully_shard .* Prune channels before"
+    ):
         keepk.Pruner(sharded, keepk.channels("0", keep=3), example=torch.zeros(2, 4))
     with pytest.raises(TraceError, match=r"tensor '0.weight' is sharded over processes. Trace and shrink before"):
         keepk.trace(sharded, torch.zeros(2, 4))
