@@ -1,12 +1,16 @@
 """Half the MACs in milliseconds: with and without `round_to="auto"`, beside Torch-Pruning at the same MACs.
 
     pip install -c constraints.txt timm torch-pruning --no-deps
-    python benchmarks/round_to_auto.py --out results/benchmarks/round_to_auto.json
+    python benchmarks/round_to_auto.py --out results/benchmarks/round_to_auto.json --cut    # makes the networks
+    python benchmarks/round_to_auto.py --out results/benchmarks/round_to_auto.json    # measures them; quiet machine
 
 Every network is cut to at most half of its MACs. Scores are random, the same for both variants of keepk, so that all
 layers lose about the same share and widths are as odd as a ranking makes them. Torch-Pruning has one ratio for all
 layers; bisection finds the smallest one that meets the same bound, without rounding and with `round_to=8`. Each result
 takes turns with the dense network (`keepk.latency`), in torch and in onnxruntime, with one thread.
+
+Pruned networks are kept in `--folder`, as pickles, because Torch-Pruning has no other format; delete it to make them
+again. Networks that the result file has are not measured again, so a measurement that was stopped goes on.
 
 `--networks tiny` needs neither timm nor Torch-Pruning and takes seconds.
 """
@@ -15,7 +19,9 @@ import argparse
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +83,20 @@ def by_torch_pruning(dense: nn.Module, example: Tensor, round_to: int | None) ->
     def cut(ratio: float) -> nn.Module:
         model = copy.deepcopy(dense)
         torch.manual_seed(0)  # the same scores at every ratio
-        torch_pruning.pruner.BasePruner(
+        attentions: list[Any] = [it for it in model.modules() if hasattr(it, "qkv") and hasattr(it, "num_heads")]
+        pruner = torch_pruning.pruner.BasePruner(
             model,
             example,
             importance=torch_pruning.importance.RandomImportance(),
             pruning_ratio=ratio,
             ignored_layers=[model.get_submodule(name)],
             round_to=round_to,
-        ).step()
+            num_heads={it.qkv: it.num_heads for it in attentions},
+        )
+        pruner.step()
+        for it in attentions:  # Torch-Pruning leaves the sizes that timm's attention stores to its users
+            it.num_heads, it.attn_dim = pruner.num_heads[it.qkv], it.qkv.out_features // 3
+            it.head_dim = it.attn_dim // it.num_heads
         return model
 
     low, high, found = 0.0, 0.95, cut(0.95)
@@ -106,30 +118,53 @@ VARIANTS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
 }
 
 
-def measured(name: str, repeats: int, batches: list[int]) -> Iterator[dict[str, Any]]:
-    """One line per variant: its MACs, parameters and latencies, or the error that prevented the measurement."""
+def stored(name: str, variant: str, folder: Path) -> nn.Module:
+    """The pruned network, which is made if the folder does not have it.
+
+    Raises:
+        KeepkError: keepk cannot cut the network.
+        Exception: Torch-Pruning cannot, or is not installed.
+    """
+    file = folder / f"{name}-{[*VARIANTS].index(variant)}.pt"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(VARIANTS[variant](*built(name)).eval(), file.with_suffix(".part"))
+        file.with_suffix(".part").replace(file)
+    model: nn.Module = torch.load(file, weights_only=False)  # written above
+    return model
+
+
+def measured(name: str, variant: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The MACs, parameters and latencies of a variant, or the error that prevented the measurement."""
     dense, example = built(name)
-    cost = model_costs(dense, example)
-    for variant, cut in VARIANTS.items():
-        line: dict[str, Any] = {"network": name, "variant": variant, "dense_macs": cost.macs}
-        try:
-            model = cut(dense, example)
-            now = model_costs(model, example)
-            times = keepk.latency(
-                model.eval(),
+    line: dict[str, Any] = {"network": name, "variant": variant, "dense_macs": model_costs(dense, example).macs}
+    try:
+        model = stored(name, variant, options.folder)
+        now = model_costs(model, example)
+        times = (
+            None
+            if options.cut
+            else keepk.latency(
+                model,
                 example,
                 baseline=dense,
-                batches=batches,
-                repeats=repeats,
+                batches=options.batches,
+                repeats=options.repeats,
                 threads=1,
                 runtimes=("torch", "onnxruntime"),
             )
-        except Exception as error:  # of a network that the peer cannot cut, a missing package, a failed export
-            if variant.startswith("keepk") and not isinstance(error, KeepkError):
-                raise
-            yield {**line, "failed": f"{type(error).__name__}: {error}"[:300]}
-            continue
-        yield {**line, "macs": now.macs, "parameters": now.parameters, "latency": times.data()["rows"]}
+        )
+    except Exception as error:  # of a network that the peer cannot cut, a missing package, a failed export
+        if variant.startswith("keepk") and not isinstance(error, KeepkError):
+            raise
+        return {**line, "failed": f"{type(error).__name__}: {error}"[:300]}
+    found = {"macs": now.macs, "parameters": now.parameters, "widths": widths(model)}
+    return {**line, **found, **({"latency": times.data()["rows"]} if times else {})}
+
+
+def widths(model: nn.Module) -> list[int]:
+    """The output widths of convolutions and linear layers."""
+    return [int(it.weight.shape[0]) for it in model.modules() if isinstance(it, nn.Conv2d | nn.Linear)]
 
 
 def main() -> None:
@@ -138,25 +173,33 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=[*TIMM, "tiny"], default=[*TIMM])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--cut", action="store_true", help="only make the pruned networks")
+    parser.add_argument("--folder", type=Path, default=Path("runs/round_to_auto"), help="for the pruned networks")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # scores are random, and exporters warn of much
-    lines = []
-    for name in arguments.networks:
-        for line in measured(name, arguments.repeats, arguments.batches):
-            lines.append(line)
+    done = json.loads(options.out.read_text())["lines"] if options.out and options.out.exists() else []
+    lines = {(it["network"], it["variant"]): it for it in done}
+    for name in options.networks:
+        for variant in VARIANTS:
+            known = lines.get((name, variant), {})
+            if "latency" in known or "failed" in known or (known and options.cut):
+                continue
+            line = lines[name, variant] = measured(name, variant, options)
             print(json.dumps(line), flush=True)
-    result = {
-        "benchmark": "round_to_auto",
-        "macs": SHARE,
-        "threads": 1,
-        "repeats": arguments.repeats,
-        "lines": lines,
-        "versions": versions(),
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+            if options.out:
+                write(options, [*lines.values()])
+
+
+def write(options: argparse.Namespace, lines: list[dict[str, Any]]) -> None:
+    """Replace the result file."""
+    head = {"benchmark": "round_to_auto", "macs": SHARE, "threads": 1, "repeats": options.repeats}
+    peer = {"torch-pruning": metadata.version("torch-pruning")} if find_spec("torch_pruning") else {}
+    result = {**head, "lines": lines, "versions": {**versions(), **peer}}
+    unfinished = options.out.with_suffix(".part")
+    unfinished.write_text(json.dumps(result, indent=2) + "\n")
+    unfinished.replace(options.out)
 
 
 if __name__ == "__main__":

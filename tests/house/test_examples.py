@@ -2,9 +2,9 @@
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import io
-import json
 import re
 import sys
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 import keepk
 import keepk.typing
+from keepk_paper import results
 
 REPOSITORY = Path(__file__).parents[2]
 INDEX = (REPOSITORY / "docs" / "api.md").read_text()
@@ -160,35 +161,41 @@ def test_pitches_are_decoded_and_scored(prune_crepe):
     assert prune_crepe.accuracy(fixed, (torch.zeros(3, 1_024), off)) == 66.67
 
 
-def test_the_crepe_example_measures_every_network_once(prune_crepe, tmp_path, monkeypatch):
-    monkeypatch.setattr(prune_crepe, "SHARES", (0.5,))
-    monkeypatch.setattr(prune_crepe, "CALIBRATION", 64)
+def test_the_crepe_example_makes_every_network_once_and_measures_it(prune_crepe, tmp_path, monkeypatch):
+    monkeypatch.setattr(prune_crepe, "SHARES", ())
+    monkeypatch.setattr(prune_crepe, "VALIDATION", 20)
+    monkeypatch.setattr(prune_crepe, "WIDTHS", {"full": (32, 16, 16, 16, 16, 32), "tiny": (16, 8, 8, 8, 8, 16)})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        dense, tiny = (prune_crepe.Crepe(widths) for widths in ((16, 8, 8, 8, 8, 16), (8, 4, 4, 4, 4, 8)))
+        dense, tiny = (prune_crepe.Crepe(widths).eval() for widths in prune_crepe.WIDTHS.values())
         options = argparse.Namespace(
-            **{"anneal": False, "epochs": 2, "training_frames": 64, "frames": 30, "seeds": [1], "repeats": 3},
-            **{"folder": tmp_path, "out": tmp_path / "results" / "crepe.jsonl"},
+            **{"anneal": False, "amp": True, "parts": 2, "training_frames": 64, "frames": 30, "seeds": [1]},
+            **{"repeats": 2, "limit": 4, "folder": tmp_path, "out": tmp_path / "results" / "crepe.jsonl"},
         )
-        for _ in range(2):  # the second time everything is there
+        for number in (4, 5, 5):  # at most 4 in a call; the third one finds everything
             prune_crepe.run(dense, tiny, options)
-            lines = [json.loads(line) for line in options.out.read_text().splitlines()]
-            assert len(lines) == 2 + 2 * 3
-        options.anneal = True
+            assert len(results.read(options.out)) == len(options.out.read_text().splitlines()) == number
+        options.anneal, options.limit = True, 3  # the dense network is trained last
         prune_crepe.run(dense, tiny, options)
-    lines = [json.loads(line) for line in options.out.read_text().splitlines()]
-    assert [line["network"] for line in lines[8:]] == ["annealed"] * 2
-    bounds = {None: lines[0]["macs"], 0.5: lines[0]["macs"] // 2, lines[1]["macs"]: lines[1]["macs"]}
+        prune_crepe.measure_speed(options)
+    lines = results.read(options.out)
+    assert [line["recipe"] for line in lines[5:]] == ["annealed", "tiny, trained", "annealed, random"]
+    assert {line["asked"] for line in lines} == {lines[0]["kept"], lines[1]["kept"]}
     for line in lines:
-        assert line["macs"] <= bounds[line["macs_asked"]]
-        assert 0 <= line["accuracy"] <= 100
+        assert line["kept"] <= line["asked"] <= line["total"] == lines[0]["kept"]
+        assert 0 <= line["test_error"] <= 100
         assert line["file_bytes"] > 4 * line["parameters"]
-    assert lines[0]["widths"] == [16, 8, 8, 8, 8, 16]
+        assert line["ms"] > 0
+    assert lines[0]["widths"] == [32, 16, 16, 16, 16, 32]
+    assert lines[0]["dense_test_error"] == lines[-1]["dense_test_error"] == lines[0]["test_error"]
 
 
 def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkeypatch):
-    dense = prune_crepe.Crepe((8, 4, 4, 4, 4, 8))
-    whole = prune_crepe.annealed(dense, 0.5, tmp_path / "whole", epochs=3, frames=64)
+    monkeypatch.setattr(prune_crepe, "PART", 32)
+    dense = prune_crepe.Crepe((32, 16, 16, 16, 16, 32))
+    data = prune_crepe.distillation_set(dense, tmp_path, 64, amp=False)
+    run = functools.partial(prune_crepe.trained, dense, data, parts=3, macs=4_000_000)
+    whole, _ = run(tmp_path / "whole")
     save = keepk.save_checkpoint
 
     def save_and_die(*arguments, **options):
@@ -197,9 +204,153 @@ def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkey
 
     monkeypatch.setattr(keepk, "save_checkpoint", save_and_die)
     with pytest.raises(KeyboardInterrupt):
-        prune_crepe.annealed(dense, 0.5, tmp_path / "killed", epochs=3, frames=64)
-    monkeypatch.undo()
-    resumed = prune_crepe.annealed(dense, 0.5, tmp_path / "killed", epochs=3, frames=64)
+        run(tmp_path / "killed")
+    monkeypatch.setattr(keepk, "save_checkpoint", save)
+    resumed, seconds = run(tmp_path / "killed")
+    assert seconds > 0
+    for (name, value), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+
+
+def test_every_pass_of_crepes_training_has_each_frame_once(prune_crepe, monkeypatch):
+    monkeypatch.setattr(prune_crepe, "PART", 32)
+    parts = [prune_crepe.rows_of(part, 96).tolist() for part in range(6)]
+    for one in (parts[:3], parts[3:]):
+        assert sorted(row for part in one for row in part) == list(range(96))
+    assert parts[:3] != parts[3:]
+
+
+@pytest.fixture
+def prune_minilm(monkeypatch):
+    """The script for a tiny network of the same shape, with a tokenizer that knows a few words."""
+    example = script("prune_minilm")
+    monkeypatch.setattr(example, "TEST", 30)
+    monkeypatch.setattr(example, "VALIDATION", 12)
+    monkeypatch.setattr(example, "PART", 64)
+    monkeypatch.setattr(example, "PAIR_BATCHES", 2)
+    monkeypatch.setattr(example, "LAYERS", (0,))
+    return example
+
+
+def tiny_bert(example):
+    sizes: dict[str, float] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = example.BertConfig(**sizes, intermediate_size=64, max_position_embeddings=32)
+    return example.Encoder(config).eval()
+
+
+class Numbers:
+    """In place of a tokenizer: a word is a number."""
+
+    def encode_batch(self, texts):
+        return [argparse.Namespace(ids=[int(word) for word in text.split()]) for text in texts]
+
+
+def groups_of_sentences(number):
+    """A gloss and up to two examples each, of words that are numbers."""
+    random = np.random.default_rng(0)
+
+    def sentence():
+        return " ".join(str(word) for word in random.integers(1, 64, random.integers(3, 12)))
+
+    return [[sentence() for _ in range(1 + row % 3)] for row in range(number)]
+
+
+def test_wordnets_lines_are_glosses_and_examples(prune_minilm, tmp_path):
+    for part in ("noun", "verb", "adj", "adv"):
+        licence = "  1 This software and database is being provided\n"
+        (tmp_path / f"data.{part}").write_text(f'{licence}00001 03 n 01 a 0 | of {part}; "one, two"; "three" - X  \n')
+    assert prune_minilm.synsets(tmp_path)[1] == ["of verb", "one, two", "three"]
+    assert prune_minilm.glossed("plain (with; a remark)  ") == ["plain (with; a remark)"]
+
+
+def test_held_out_sentences_share_no_synset_with_training(prune_minilm):
+    groups = groups_of_sentences(200)
+    groups[5] = [groups[11][0], "1 2 3"]  # one sentence in two synsets
+    held_out, training = prune_minilm.split(groups, 60, Numbers())
+    assert len({tuple(it) for it in held_out}) == len(held_out) == 60
+    group_of: dict[tuple[int, ...], set[int]] = {}
+    for number, group in enumerate(groups):
+        for text in group:
+            group_of.setdefault(tuple(map(int, text.split())), set()).add(number)
+    seen = set().union(*(group_of[tuple(it)] for it in held_out))
+    left = [tuple(it) for group in training for it in group]
+    assert not set(left) & {tuple(it) for it in held_out}
+    assert sum(len(group_of[it] & seen) == 0 for it in left) >= len(left) - 1
+    assert len(training) > 100
+
+
+def test_agreement_is_spearmans_and_counts_neighbours(prune_minilm):
+    stats = pytest.importorskip("scipy.stats")
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.nn.functional.normalize(torch.randn(40, 8, generator=generator), dim=1) for _ in range(2))
+    ours = torch.nn.functional.normalize(ours + 2 * theirs, dim=1)
+    found = prune_minilm.agreement(ours, theirs)
+    upper = np.triu_indices(40, 1)
+    pairs = [(it @ it.T).numpy() for it in (ours, theirs)]
+    assert found["spearman"] == pytest.approx(stats.spearmanr(*(it[upper] for it in pairs))[0], abs=1e-4)
+    neighbours = [[[it for it in np.argsort(-row) if it != at] for at, row in enumerate(pair)] for pair in pairs]
+    for count in (1, 10):
+        same = np.mean([len({*a[:count]} & {*b[:count]}) / count for a, b in zip(*neighbours, strict=True)])
+        assert found[f"top{count}"] == pytest.approx(100 * same, abs=0.01)
+    assert found["test_error"] == pytest.approx(100 - found["top10"])
+
+
+def test_vectors_do_not_depend_on_the_batch(prune_minilm):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = tiny_bert(prune_minilm)
+    rows = [[3, 4, 5, 6], [7], [8, 9, 10]]
+    alone = torch.cat([model(*prune_minilm.padded([row])) for row in rows])
+    torch.testing.assert_close(prune_minilm.vectors(model, rows), alone)
+    torch.testing.assert_close(alone.norm(dim=1), torch.ones(3))
+
+
+def test_the_minilm_example_makes_every_network_once_and_measures_it(prune_minilm, tmp_path, monkeypatch):
+    monkeypatch.setattr(prune_minilm, "DIVISORS", (2,))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dense = tiny_bert(prune_minilm)
+        options = argparse.Namespace(
+            **{"amp": True, "parts": 2, "sentences": 96, "repeats": 2, "limit": 4},
+            **{"folder": tmp_path, "out": tmp_path / "results" / "minilm.jsonl"},
+        )
+        for number in (4, 6, 6):  # at most 4 in a call; the third one finds everything
+            prune_minilm.run(dense, Numbers(), groups_of_sentences(200), options)
+            assert len(results.read(options.out)) == len(options.out.read_text().splitlines()) == number
+        prune_minilm.measure_speed(dense, Numbers(), groups_of_sentences(200), options)
+    lines = {line["recipe"]: line for line in results.read(options.out)}
+    assert [*lines] == ["dense", "one-shot", "one-shot, random", "annealed", "1 of 2 layers", "annealed, random"]
+    for line in lines.values():
+        assert line["kept"] <= line["asked"] <= line["total"] == lines["dense"]["kept"]
+        assert line["ms"] > 0
+        assert len(line["heads"]) == len(line["mlps"]) == (1 if "layers" in line["recipe"] else 2)
+    assert lines["dense"]["test_error"] == 0
+    assert lines["dense"]["heads"] == [2, 2]
+    assert sum(lines["annealed"]["mlps"]) < 2 * 64
+
+
+def test_a_distillation_that_was_killed_goes_on(prune_minilm, tmp_path, monkeypatch):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dense = tiny_bert(prune_minilm)
+    _, training = prune_minilm.split(groups_of_sentences(60), 5, Numbers())
+    rows = [row for group in training for row in group]
+    data = rows, prune_minilm.vectors(dense, rows), [(group[0], group[1]) for group in training if group[1:]]
+    macs = prune_minilm.macs_of(dense) // 2
+    run = functools.partial(prune_minilm.distilled, dense, data, parts=3, macs=macs)
+    whole, _ = run(tmp_path / "whole")
+    save = keepk.save_checkpoint
+
+    def save_and_die(*arguments, **options):
+        save(*arguments, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(keepk, "save_checkpoint", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed")
+    monkeypatch.setattr(keepk, "save_checkpoint", save)
+    resumed, _ = run(tmp_path / "killed")
     for (name, value), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(value, other), name
 

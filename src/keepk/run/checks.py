@@ -38,6 +38,7 @@ from keepk.metrics.layers import Parameters, layers_of, traits_of
 from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
 from keepk.model.names import lengths_of, named_parameters, named_tensors, unwrap
 from keepk.model.sharded import reshard
+from keepk.model.values import is_stored
 from keepk.plan.budgets import Budget
 from keepk.plan.names import shown
 from keepk.plan.numbers import count
@@ -299,7 +300,7 @@ def traced_channels(
     touched = touched_tensors(model, found)
     refuse_quantised(model, SpaceError, touched)
     for name, tensor in touched.items():
-        if tensor.is_meta:
+        if tensor.is_meta and not is_stored(tensor):
             raise SpaceError(
                 f"parameter {name!r} is on the meta device and has no values, so its channels cannot be ranked. "
                 f"Load the weights first; only keepk.trace and keepk.inspect work without them."

@@ -3,10 +3,10 @@
 ``python -m keepk_paper.figures.budgets`` draws them from `results/examples` into `docs/images`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -15,57 +15,79 @@ from keepk_paper.figures.panels import BLUE, DPI, INK, ORANGE, SOFT, tidy, write
 from keepk_paper.figures.parity import GREEN, PURPLE
 from keepk_paper.tables.budgets import read_lines
 
-# By kind of network: colour and marker. Markers differ, so that a print in grey is readable.
+Line = Mapping[str, Any]
+# By recipe: colour and marker. Markers differ, so that a print in grey is readable.
 LOOKS = {
     "annealed": (BLUE, "o"),
+    "annealed, random": (ORANGE, "s"),
     "one-shot, Taylor": (GREEN, "^"),
     "one-shot": (PURPLE, "v"),
-    "random": (ORANGE, "s"),
+    "one-shot, random": (SOFT, "x"),
 }
-SHARES = (1.0, 0.5, 0.25, 0.1, 0.025)
 
 
-def crepe_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """The raw pitch accuracy of the pruned networks, with the dense and the tiny one as single points."""
-    (dense,), (tiny,) = ([it for it in lines if it["network"] == name] for name in ("dense", "tiny"))
+class Look(NamedTuple):
+    """A figure: its title, the label of the values, the value of a line, the ticks, and the single networks' labels."""
+
+    title: str
+    label: str
+    value: Callable[[Line], float]
+    shares: Sequence[float]
+    singles: Mapping[str, str]
+
+
+CREPE = Look(
+    "CREPE pruned to a budget of MACs",
+    "raw pitch accuracy, %",
+    lambda line: 100 - float(line["test_error"]),
+    (1.0, 0.5, 0.25, 0.1, 0.025),
+    {"dense": "dense", "tiny": "tiny", "tiny, trained": "tiny, same training"},
+)
+MINILM = Look(
+    "all-MiniLM-L6-v2 pruned to a budget of MACs",
+    "of the 10 nearest sentences the same as dense, %",
+    lambda line: float(line["top10"]),
+    (1.0, 0.5, 1 / 3),
+    {"dense": "dense", "3 of 6 layers": "3 of 6 layers"},
+)
+
+
+def budget_figure(lines: Sequence[Line], look: Look) -> Figure:
+    """The pruned networks as one curve per recipe, with the range over seeds, and the others as single points."""
     figure = Figure(figsize=(8, 4.6), dpi=DPI, facecolor="white")
     axes = figure.add_axes((0.1, 0.13, 0.87, 0.74))
-    for name, (colour, marker) in LOOKS.items():
-        mine = [it for it in lines if it["network"] == name]
-        budgets = sorted({it["macs_asked"] for it in mine}, key=lambda macs: _at(mine, macs)[0])
+    for recipe, (colour, marker) in LOOKS.items():
+        mine = [it for it in lines if it["recipe"] == recipe]
+        budgets = sorted({it["asked"] for it in mine})
         if not mine:
             continue
-        shares, middle = zip(*(_at(mine, macs) for macs in budgets), strict=True)
-        lowest, highest = (
-            [extreme(it["accuracy"] for it in mine if it["macs_asked"] == macs) for macs in budgets]
-            for extreme in (min, max)
-        )
-        shares = tuple(share / dense["macs"] for share in shares)
-        axes.fill_between(shares, lowest, highest, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(shares, middle, color=colour, marker=marker, linewidth=2, label=name)
-    for point, name in ((dense, "dense"), (tiny, "tiny, trained from scratch")):
-        share = point["macs"] / dense["macs"]
-        axes.plot([share], [point["accuracy"]], color=INK, marker="D", linestyle="none")
-        side = "right" if share > 0.5 else "left"
-        axes.annotate(name, (share, point["accuracy"]), (0, 7), textcoords="offset points", ha=side, color=INK)
+        groups = [[it for it in mine if it["asked"] == asked] for asked in budgets]
+        shares = [mean(it["kept"] / it["total"] for it in group) for group in groups]
+        values = [[look.value(it) for it in group] for group in groups]
+        axes.fill_between(shares, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.15, linewidth=0)
+        axes.plot(shares, [*map(mean, values)], color=colour, marker=marker, linewidth=2, label=recipe)
+    for line in lines:
+        if line["recipe"] not in look.singles:
+            continue
+        share, value = line["kept"] / line["total"], look.value(line)
+        axes.plot([share], [value], color=INK, marker="D", linestyle="none")
+        side, name = "right" if share > 0.4 else "left", look.singles[line["recipe"]]
+        axes.annotate(name, (share, value), (0, 7), textcoords="offset points", ha=side, color=INK)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(SHARES))
+    axes.xaxis.set_major_locator(FixedLocator(look.shares))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylim(0, 105)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.set_ylim(0, 108)
     axes.set_xlabel("MACs / dense (log scale)", color=SOFT)
-    axes.set_ylabel("raw pitch accuracy, %", color=SOFT)
+    axes.set_ylabel(look.label, color=SOFT)
     tidy(axes)
-    axes.legend(loc="lower right", frameon=False, labelcolor=INK)
-    figure.text(0.02, 0.94, "CREPE pruned to a budget of MACs", fontsize=14, fontweight="bold", color=INK, va="center")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="lower right", frameon=False, labelcolor=INK)
+    figure.text(0.02, 0.94, look.title, fontsize=14, fontweight="bold", color=INK, va="center")
     return figure
 
 
-def _at(lines: Sequence[Mapping[str, Any]], macs: float) -> tuple[float, float]:
-    """The mean MACs and accuracy of the networks with a budget."""
-    found = [it for it in lines if it["macs_asked"] == macs]
-    return mean(it["macs"] for it in found), mean(it["accuracy"] for it in found)
-
-
 if __name__ == "__main__":
-    write_png(crepe_figure(read_lines(Path("results/examples/crepe.jsonl"))), Path("docs/images/crepe.png"))
+    for name, look in (("crepe", CREPE), ("minilm", MINILM)):
+        lines = read_lines(Path(f"results/examples/{name}.jsonl"))
+        write_png(budget_figure(lines, look), Path(f"docs/images/{name}.png"))

@@ -1,7 +1,8 @@
 """The README's table of results: units kept, test error, and how much smaller the network is.
 
 Its rows are chosen by rule, so that new results need no edit: for each network and percentage, the run with the lowest
-validation error that has a dense control of the same precision, beside that control.
+validation error that has a dense control of the same precision, beside that control. The pretrained networks of
+`examples/` follow.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from keepk.reports.tables import Table
+from keepk_paper.tables.budgets import pretrained_rows
 
 if TYPE_CHECKING:
     from keepk_paper.report.lines import Line, Lines, Results
@@ -36,6 +38,7 @@ def summary_table(result_folder: Path) -> Table:
         sizes = sorted({it.size or 0 for it in settings}, reverse=True)
         found = (_row(results, [it for it in settings if (it.size or 0) == size], percent) for size in sizes)
         rows += [row for row in found if row][:1]
+    rows += pretrained_rows(result_folder / "examples")
     return Table(COLUMNS, tuple(rows), title="kept units and test error")
 
 
