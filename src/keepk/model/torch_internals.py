@@ -71,7 +71,7 @@ def take_off_fsdp(module: torch.nn.Module) -> Callable[[], None]:
     if isinstance(module, FSDPModule):
         module.__class__ = kind.__bases__[1]  # it was made as (FSDPModule, the original class)
         for key in (STATE_KEY, REGISTRY_KEY):
-            entries[key] = module.__dict__.pop(key)
+            entries[key] = module.__dict__.pop(key, {})
         states.pop(module, None)
 
     def put_back() -> None:
