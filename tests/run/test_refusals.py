@@ -320,9 +320,9 @@ def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, 
         keepk.load(net, tmp_path / "other")
 
 
-def test_a_sharded_checkpoint_says_how_to_gather(sharded, tmp_path):
-    with pytest.raises(CheckpointError, match=r"'0\.weight'\]: got a DTensor, sharded over processes; gather it"):
-        keepk.save_checkpoint(tmp_path / "new", model=sharded)
+def test_a_sharded_tensor_beside_the_objects_of_a_run_says_how_to_gather(sharded, tmp_path):
+    with pytest.raises(CheckpointError, match=r"extra\[0\]: got a DTensor, sharded over processes; gather it"):
+        keepk.save_checkpoint(tmp_path / "new", extra=[sharded[0].weight])
     assert not (tmp_path / "new").exists()
 
 

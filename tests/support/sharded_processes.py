@@ -22,7 +22,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import keepk
-from keepk.errors import DisagreementError, OptimizerError, RankError, ShrinkError, SpaceError, StateError
+from keepk.errors import (
+    CheckpointError,
+    DisagreementError,
+    OptimizerError,
+    RankError,
+    ShrinkError,
+    SpaceError,
+    StateError,
+)
 
 SMALL = keepk.Cubic(epochs=3)
 
@@ -604,6 +612,117 @@ def channels_are_refused():
         keepk.Pruner(plain, space, example=PICTURES).step(plain, wrap=shard)
 
 
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def run_of(model):
+    """The objects of a run that prunes channels of a sharded or a plain model."""
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    space = keepk.channels("*", keep=16, schedule=[24, 20, 16], metric=keepk.metrics.l2)
+    pruner = keepk.Pruner(model, space, optimizer, example=PICTURES)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "pruner": pruner}
+
+
+def go_on(run, wrap, steps):
+    for step in steps:
+        fit(run["model"], run["optimizer"], step)
+        run["scheduler"].step()
+        if wrap is None:
+            run["pruner"].step()
+        else:
+            run["pruner"].step(run["model"], wrap=wrap)
+
+
+def plain_state(run):
+    """The whole weights and the whole state of the optimizer."""
+    names = {parameter: name for name, parameter in run["model"].named_parameters()}
+    moments = {names[it]: {k: whole(v) for k, v in state.items()} for it, state in run["optimizer"].state.items()}
+    return {"model": {name: whole(it) for name, it in run["model"].state_dict().items()}, "optimizer": moments}
+
+
+def assert_same_tensors(one, two):
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        if isinstance(value, dict):
+            assert_same_tensors(value, two[key])
+        else:
+            assert torch.equal(value, two[key]), key
+
+
+def checkpoints():
+    """Two processes write; they, three others and a single one (in the test) read, and all of them go on alike."""
+    folder = Path(sys.argv[1]).parent / "checkpoint"
+    if dist.get_world_size() == 2:
+        run = run_of(shard(net()))
+        for steps in ([0], [1]):  # the second checkpoint replaces the first one
+            go_on(run, shard, steps)
+            keepk.save_checkpoint(folder, **run, extra={"step": steps[0]})
+        middle = plain_state(run)
+        go_on(run, shard, [2, 3])
+        if dist.get_rank() == 0:
+            assert len([*folder.glob("shards-*")]) == 1
+            torch.save([middle, plain_state(run)], folder.parent / "expected.pt")
+        else:
+            plain_state(run)
+        again = run_of(shard(net(seed=1)))
+        with pytest.raises(StateError, match=r"pruner.load_state_dict\(state, wrap=shard\)"):
+            keepk.load_checkpoint(folder, **again)
+        assert keepk.load_checkpoint(folder, **again, wrap=shard) == {"step": 1}
+        assert_same_tensors(plain_state(again), middle)
+        go_on(again, shard, [2, 3])
+        assert_same_tensors(plain_state(again), plain_state(run))
+        fail_to_write(again, folder)
+    else:
+        expected = torch.load(folder.parent / "expected.pt")
+        run = run_of(shard(net(seed=2)))
+        keepk.load_checkpoint(folder, **run, wrap=shard)
+        assert_same_tensors(plain_state(run), expected[0])
+        go_on(run, shard, [2, 3])
+        assert [it.shape for it in plain_state(run)["model"].values()] == [
+            it.shape for it in expected[1]["model"].values()
+        ]
+        uncut = shard(net())
+        with pytest.raises(CheckpointError, match=r"here and .* in the checkpoint"):
+            keepk.load_checkpoint(folder, model=uncut)
+    weights_in_checkpoints(folder)
+
+
+def weights_in_checkpoints(folder):
+    """Masks and weights, in any layout, also in a checkpoint that one process wrote."""
+    folder = folder.parent / f"weights-{dist.get_world_size()}"
+    twin = mlp()
+    oracle = keepk.Pruner(twin, keepk.weights("*", keep=30, schedule=SMALL))
+    oracle.step()
+    if dist.get_rank() == 0:
+        keepk.save_checkpoint(folder, model=twin, pruner=oracle)
+    dist.barrier()
+    for layout in LAYOUTS:
+        sharded = layout(mlp(seed=3))
+        pruner = keepk.Pruner(sharded, keepk.weights("*", keep=30, schedule=SMALL))
+        keepk.load_checkpoint(folder, model=sharded, pruner=pruner)
+        assert_same_masks(pruner, oracle)
+        assert all(torch.equal(whole(it), two) for it, two in zip(sharded.parameters(), twin.parameters(), strict=True))
+        keepk.save_checkpoint(folder, model=sharded, pruner=pruner)
+        dist.barrier()
+
+
+def fail_to_write(run, folder):
+    """A process that cannot write leaves the old checkpoint in place, and the others learn of it."""
+    mine = dist.get_rank() == 1
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if mine:
+            patch.setattr("keepk.checkpoint.checkpoint.write_folder", out_of_memory)
+        with pytest.raises(
+            MemoryError if mine else DisagreementError, match=r"none left|rank 1: failed to write .*check"
+        ):
+            keepk.save_checkpoint(folder, **run)
+    dist.barrier()
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 def out_of_memory(*_):
     raise MemoryError("none left")
 
@@ -635,6 +754,7 @@ def main():
     refusals()
     failures_reach_every_process()
     channels_are_cut_as_in_one_process()
+    checkpoints()
     if dist.get_world_size() == 2:
         metrics_see_whole_tensors()
         other_ways_to_train()

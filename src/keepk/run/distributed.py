@@ -42,13 +42,27 @@ class Flagged(NamedTuple):
 class Exchange:
     """Sums over all processes that a decision needs.
 
-    Attributes:
+    Args:
         device: The device on which numbers are exchanged: NCCL needs a GPU.
+        doing: The decision, for errors.
+        left: A sentence for errors that says in which state a failure leaves the run.
+        alone: Whether this process decides by itself, although there may be others.
+
+    Attributes:
+        device: The device.
         over: Whether the decision has failed and all processes know it, so that none of them waits for an answer.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.over = device, False
+    def __init__(
+        self,
+        device: torch.device,
+        doing: str = "decide the event",
+        left: str = "Nothing was pruned.",
+        *,
+        alone: bool = False,
+    ) -> None:
+        self.device, self.over, self._doing, self._left = device, False, doing, left
+        self._several = are_several() and not alone
 
     def total(self, stage: str, compute: Callable[[], Tensor]) -> Tensor:
         """The sum over all processes of the int64 vectors that they compute, on the CPU; or all of them raise.
@@ -59,7 +73,7 @@ class Exchange:
         """
         found = list[Tensor]()
         self.together(stage, lambda: found.append(compute().to(self.device)))
-        if are_several():
+        if self._several:
             try:
                 dist.all_reduce(found[0])
             except RuntimeError as error:  # a timeout, or the connection to a process that has ended
@@ -74,17 +88,17 @@ class Exchange:
             act()
         except Exception as error:
             failure = error
-        if not are_several():
+        if not self._several:
             if failure:
                 raise failure
             return
         digest = int.from_bytes(sha256(stage.encode()).digest()[:8], "big", signed=True)
         try:
-            answers = _refuse_failed(_answers(Answer(digest), failure, self.device))
+            answers = _refuse_failed(_answers(Answer(digest), failure, self.device), self._doing, self._left)
             if differing := [rank for rank, answer in enumerate(answers) if answer != answers[0]]:
                 raise DisagreementError(
                     f"rank {_listed(differing)}: is not at the same point of the run as rank 0, or has other spaces. "
-                    f"Nothing was pruned. Make the same Pruner in all processes, and call the same methods in all."
+                    f"{self._left} Make the same Pruner in all processes, and call the same methods in all."
                 )
         except Exception:
             self.over = True
@@ -204,11 +218,11 @@ def _answers(own: Answer, failure: Exception | None, device: torch.device) -> li
     return answers
 
 
-def _refuse_failed(answers: Sequence[Answer | None]) -> list[Answer]:
+def _refuse_failed(
+    answers: Sequence[Answer | None], doing: str = "decide the event", left: str = "Nothing was pruned."
+) -> list[Answer]:
     if failed := [rank for rank, answer in enumerate(answers) if answer is None]:
-        raise DisagreementError(
-            f"rank {_listed(failed)}: failed to decide the event; see its own error. Nothing was pruned."
-        )
+        raise DisagreementError(f"rank {_listed(failed)}: failed to {doing}; see its own error. {left}")
     return [answer for answer in answers if answer is not None]
 
 
