@@ -404,7 +404,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--amp", action="store_true", help="train in mixed precision with bfloat16")
     parser.add_argument("--speed", action="store_true", help="only measure the speed of the stored networks")
-    parser.add_argument("--parts", type=int, default=32, help=f"of {PART:,} sentences, of a distillation")
+    parser.add_argument("--parts", type=int, default=16, help=f"of {PART:,} sentences, of a distillation")
     parser.add_argument("--sentences", type=int, default=131_072, help="of distillation")
     parser.add_argument("--limit", type=int, help="make at most this many networks, and stop")
     parser.add_argument("--repeats", type=int, default=15, help="of a measured forward pass")
