@@ -283,8 +283,11 @@ def followers_and_states():
     state = pruner.state_dict()
     for layout in LAYOUTS:
         other = layout(mlp())
-        resumed = keepk.Pruner(other, keepk.weights("*", keep=30, schedule=SMALL))
+        space = keepk.weights("*", keep=30, schedule=SMALL)
+        resumed = keepk.Pruner(other, space, example=torch.zeros(2, 7))
         resumed.load_state_dict(state)
+        # Only FSDP2 can be taken off a copy to count MACs.
+        assert resumed.report().macs == (7 * 11 + 11 * 5 + 5 if layout in (fsdp, hybrid) else None)
         assert_zero(other, resumed)
         assert resumed.kept == pruner.kept
     # A state of one process, with whole masks, and back.

@@ -257,7 +257,8 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     budgets = tuple(BudgetReport(name, **it | {"spaces": tuple(it["spaces"])}) for name, it in pruner.budgets.items())
     # Counted on a copy without weights wherever the model allows it, so a report is cheap enough for every epoch.
     parameters, masked = sum(it.numel() for it in pruner.model.parameters()), pruner.counted_masked()
-    costs = None if pruner.example is None else model_costs(pruner.plain_model, pruner.example)
+    plain = None if pruner.example is None else pruner.plain_model
+    costs = None if plain is None else model_costs(plain, pruner.example)
     macs, batch = (None, None) if costs is None else (costs.macs, costs.batch)
     layers = layers_report(pruner.model, pruner.counted_layers(), None if costs is None else costs.layers, batch)
     return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error, budgets, layers)

@@ -44,7 +44,7 @@ from keepk.metrics.statistics import Statistics
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.model.names import unwrap
-from keepk.model.sharded import exchange_device
+from keepk.model.sharded import exchange_device, is_fsdp, is_sharded, plain_twin
 from keepk.plan.budgets import WORDS, checked_budget
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
@@ -324,9 +324,15 @@ class Pruner:
         return self._spec.model
 
     @property
-    def plain_model(self) -> nn.Module:
-        """The model; if its channels are pruned and it is sharded, a copy that is not sharded and has no weights."""
-        return self._spec.model if self._spec.twin is None else self._spec.twin
+    def plain_model(self) -> nn.Module | None:
+        """The model; if FSDP2 shards it, a copy that is not sharded and has no weights.
+
+        None for a model that is sharded in another way, whose forward pass works only where it is sharded.
+        """
+        if not self._session.sharded:
+            return self._spec.model
+        sharded = [it for it in self._spec.model.parameters() if is_sharded(it)]
+        return plain_twin(self._spec.model) if all(is_fsdp(self._spec.model, it) for it in sharded) else None
 
     @property
     def example(self) -> Any:
