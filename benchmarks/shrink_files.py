@@ -82,7 +82,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
     total = sum(2 * math.prod(shape) for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return total // 2
+    return int(total // 2)
 
 
 def status(key: str) -> int:
@@ -160,7 +160,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.prune:
-        print(json.dumps(shrink(*options.prune, options.layers)))
+        source, target = options.prune
+        print(json.dumps(shrink(source, target, options.layers)))
         return
     with TemporaryDirectory(dir=options.folder) as folder:
         source, target = Path(folder) / "dense", Path(folder) / "small"
