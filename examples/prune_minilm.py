@@ -407,7 +407,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=16, help=f"of {PART:,} sentences, of a distillation")
     parser.add_argument("--sentences", type=int, default=131_072, help="of distillation")
     parser.add_argument("--limit", type=int, help="make at most this many networks, and stop")
-    parser.add_argument("--repeats", type=int, default=15, help="of a measured forward pass")
+    parser.add_argument("--repeats", type=int, default=10, help="of a measured forward pass")
     parser.add_argument("--wordnet", type=Path, help="the folder of WordNet's data.noun")
     parser.add_argument("--folder", type=Path, default=Path("runs/minilm"), help="for downloads and networks")
     parser.add_argument("--out", type=Path, default=Path("results/examples/minilm.jsonl"))
