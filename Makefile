@@ -59,6 +59,7 @@ bench: $(INSTALLED)  ## repeat the benchmarks that need only keepk; writes to re
 	$(BIN)/python benchmarks/inference.py --threads 1 --out results/benchmarks/inference.json
 	$(BIN)/python benchmarks/paper_sizes.py --out results/benchmarks/paper_sizes.json
 	$(BIN)/python benchmarks/compact_files.py --out results/benchmarks/compact_files.json
+	$(BIN)/python benchmarks/fit.py --out results/benchmarks/fit.json
 
 clean:  ## remove the virtual environment and all caches
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* coverage site

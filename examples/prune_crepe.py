@@ -50,7 +50,7 @@ CHECKSUMS = {  # SHA-256 of the files with the weights
 WIDTHS = {"full": (1024, 128, 128, 128, 256, 512), "tiny": (128, 16, 16, 16, 32, 64)}
 SAMPLES, RATE, PITCHES = 1_024, 16_000, 360
 LOWEST, STEP = 1997.3794084376191, 20  # the first pitch and the distance between two, in cents above 10 Hz
-SHARES = (0.25, 0.5, 0.1)
+SHARES = (0.25, 0.1, 0.5)  # in the order of training
 SEEDS = (1, 2, 3)
 CALIBRATION, TEST, VALIDATION, TRAINING, BATCH = 128, 1_000, 500, 8_192, 32  # frames
 PART = 1_024  # frames between two cuts of an annealed run: a pass over the training sounds has several cuts
@@ -298,7 +298,8 @@ def entries(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[
     total, least = macs_of(dense), macs_of(tiny)
     yield Entry("dense", total, 0, lambda: copy.deepcopy(dense))
     yield Entry("tiny", least, 0, lambda: copy.deepcopy(tiny))
-    budgets = [*(int(share * total) for share in SHARES), least]
+    budgets = [int(share * total) for share in SHARES]
+    budgets.insert(2, least)
     if options.anneal:
         yield from trainings(dense, tiny, budgets, options)
     for macs in budgets:
@@ -311,13 +312,12 @@ def entries(dense: Crepe, tiny: Crepe, options: argparse.Namespace) -> Iterator[
 
 
 def trainings(dense: Crepe, tiny: Crepe, budgets: list[int], options: argparse.Namespace) -> Iterator[Entry]:
-    """The networks that are trained with a budget, beside tiny and random ones; without budgets, the dense network."""
+    """The networks that are trained, with budgets and beside them the tiny one; without budgets, the dense one."""
     data = distillation_set(dense, options.folder, options.training_frames, amp=options.amp)
     plans: list[tuple[str, Crepe, int, dict[str, Any]]] = [
+        ("tiny, trained", tiny, macs_of(tiny), {}) if budgets else ("dense, trained", dense, macs_of(dense), {}),
         *(("annealed", dense, macs, {"macs": macs}) for macs in budgets),
-        *(("tiny, trained", tiny, macs, {}) for macs in budgets[-1:]),
         *(("annealed, random", dense, macs, {"macs": macs, "random": True}) for macs in budgets[:1]),
-        *([] if budgets else [("dense, trained", dense, macs_of(dense), {})]),
     ]
     more = {"parts": options.parts, "training_frames": options.training_frames}
     more |= {"device": "cpu", "amp": True} if options.amp else {}

@@ -129,7 +129,7 @@ def with_ties(layer):
 @pytest.mark.parametrize(
     "metric",
     [keepk.metrics.norm("l1_l2", per_weight=True), with_ties],
-    ids=str,
+    ids=["norm", "with_ties"],  # workers compare them, and a function prints its address
 )
 def test_any_metric_with_one_tensor_in_memory_at_a_time(metric, tmp_path, monkeypatch):
     source = saved(tmp_path / "dense", dtype=torch.bfloat16)
