@@ -615,6 +615,13 @@ def channels_are_refused():
         pruner.step(net(), wrap=shard)
     with pytest.raises(ShrinkError, match=r"wrap= left Parameter of shape .* fully_shard with the same mesh"):
         pruner.step(model, wrap=lambda it: fully_shard(it.block))
+    model.set_requires_gradient_sync(False)
+    model(torch.randn(6, 3, 2, 2)).square().mean().backward()
+    with pytest.raises(ShrinkError, match=r"FSDP2 holds gradients that were accumulated .* Call step\(\) after"):
+        pruner.step(model, wrap=shard)
+    model.set_requires_gradient_sync(True)
+    model(torch.randn(6, 3, 2, 2)).square().mean().backward()
+    optimizer.zero_grad()
     # A wrap that fails in one process: the model is as it was in all of them, and can be trained.
     last = dist.get_rank() == dist.get_world_size() - 1
     failing = (lambda it: shard(it) and out_of_memory()) if last else shard
