@@ -88,7 +88,8 @@ def take_off_fsdp(module: torch.nn.Module) -> Callable[[], None]:
 
 def holds_gradients(module: torch.nn.Module) -> bool:
     """Whether FSDP2 holds gradients of a module that it has not summed yet, in the middle of gradient accumulation."""
-    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    fsdp: Any = module
+    state = fsdp._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     groups = () if state is None else state._fsdp_param_groups
     held = (it for group in groups for it in group.fsdp_params)
     return any(group._partial_reduce_output is not None for group in groups) or any(
