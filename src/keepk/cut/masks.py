@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepk.errors import OptimizerError
-from keepk.model.sharded import local, same_sharding
+from keepk.model.sharded import is_sharded, local, same_sharding
 
 COUNTER = "step"  # recognised by torch's name for it, because for a 0-dim parameter it has the parameter's shape
 
@@ -224,6 +224,7 @@ class Held:
     def __init__(self, parameter: nn.Parameter, dead: Tensor, words: Tensor | None) -> None:
         self._parameter, self._dead, self._words = parameter, dead, words
         self._view, self._address = local(parameter), -1
+        self._sharded = is_sharded(parameter)
 
     @property
     def outgrown(self) -> bool:
@@ -237,11 +238,11 @@ class Held:
 
     def zero(self) -> None:
         """Zero the dead weights."""
-        weights = local(self._parameter)
+        weights = local(self._parameter) if self._sharded else self._parameter
         if weights.data_ptr() != self._address:
-            self._look_up(weights)
+            self._look_up()
         if self._words is None:
-            zero_dead([weights], self._dead)
+            zero_dead([weights.detach()], self._dead)
         else:
             self._view.bitwise_and_(self._words)
 
@@ -250,8 +251,9 @@ class Held:
         states = (it for optimizer in optimizers for it in state_per_weight(optimizer, self._parameter))
         zero_dead([local(it) for it in states], self._dead)
 
-    def _look_up(self, weights: Tensor) -> None:
+    def _look_up(self) -> None:
         """Make the mask and the view again for weights that were cast or moved."""
+        weights = local(self._parameter)
         self._address, self._dead = weights.data_ptr(), self._dead.to(weights.device)
         words = self._words
         if words is not None and (weights.element_size(), weights.device) != (words.element_size(), words.device):

@@ -37,6 +37,7 @@ from keepk.model.sharded import (
     same_sharding,
     without_fsdp,
 )
+from keepk.model.torch_internals import holds_gradients
 
 Wrap = Callable[[Any], Any]  # the user's function that shards a model, in place
 
@@ -168,6 +169,12 @@ def prepare_shards(
         replay: Whether to run forward first at the new sizes, on a copy of the twin.
     """
     reshard(model)
+    if any(map(holds_gradients, model.modules())):
+        raise ShrinkError(
+            "step: FSDP2 holds gradients that were accumulated without a sum over the processes "
+            "(set_requires_gradient_sync(False)), and would lose them when channels are removed. Call step() after "
+            "optimizer.step() and optimizer.zero_grad()."
+        )
     of_twin = prepare(twin, graph, units, replay=replay)
     edits = of_twin.edits
     named = {name: tensor for name, tensor, _ in named_tensors(model)}

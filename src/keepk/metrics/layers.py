@@ -326,7 +326,7 @@ class Parameters:
 
     @staticmethod
     def of(model: nn.Module) -> "Parameters":
-        """The parameters of a model. They stay valid, because a cut never replaces a parameter object."""
+        """The parameters of a model. They stay valid: a cut replaces only sharded parameters."""
         return Parameters(model, dict(model.named_parameters(remove_duplicate=False)), lengths_of(model))
 
     def length(self, name: str) -> nn.Parameter | None:

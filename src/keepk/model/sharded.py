@@ -237,12 +237,14 @@ def reshard(model: nn.Module) -> None:
                 module.reshard()
 
 
-def is_fsdp(model: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether a parameter of a model is in a module that `fully_shard` was applied to, or below one."""
+def sharded_otherwise(model: nn.Module) -> str | None:
+    """The name of a parameter that is sharded, but not in a module that `fully_shard` was applied to, or below one."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(fsdp, "FSDPModule", ())
     wrapped = (module for module in model.modules() if isinstance(module, kind))
-    return any(parameter is own for module in wrapped for own in module.parameters())
+    known = {id(parameter) for module in wrapped for parameter in module.parameters()}
+    found = (name for name, it in model.named_parameters() if is_sharded(it) and id(it) not in known)
+    return next(found, None)
 
 
 def without_fsdp(model: nn.Module) -> Callable[[], None]:

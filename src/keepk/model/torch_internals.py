@@ -71,7 +71,7 @@ def take_off_fsdp(module: torch.nn.Module) -> Callable[[], None]:
     if isinstance(module, FSDPModule):
         module.__class__ = kind.__bases__[1]  # it was made as (FSDPModule, the original class)
         for key in (STATE_KEY, REGISTRY_KEY):
-            entries[key] = module.__dict__.pop(key)
+            entries[key] = module.__dict__.pop(key, {})
         states.pop(module, None)
 
     def put_back() -> None:
@@ -84,6 +84,19 @@ def take_off_fsdp(module: torch.nn.Module) -> Callable[[], None]:
             getattr(module, name).update(hooks)
 
     return put_back
+
+
+def holds_gradients(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 holds gradients of a module that it has not summed yet, in the middle of gradient accumulation."""
+    fsdp: Any = module
+    state = fsdp._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    groups = () if state is None else state._fsdp_param_groups
+    held = (it for group in groups for it in group.fsdp_params)
+    return any(group._partial_reduce_output is not None for group in groups) or any(
+        it.unsharded_accumulated_grad is not None
+        or getattr(getattr(it, "_unsharded_param", None), "grad", None) is not None
+        for it in held
+    )
 
 
 def _is_of_fsdp(hook: Any) -> bool:
@@ -103,6 +116,7 @@ __all__ = [
     "current_graph_task_id",
     "disable_current_modes",
     "get_mkldnn_enabled",
+    "holds_gradients",
     "make_subclass",
     "set_mkldnn_enabled",
     "take_off_fsdp",

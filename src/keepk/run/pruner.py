@@ -44,7 +44,7 @@ from keepk.metrics.statistics import Statistics
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.model.names import unwrap
-from keepk.model.sharded import exchange_device, is_fsdp, is_sharded, plain_twin
+from keepk.model.sharded import exchange_device, plain_twin, sharded_otherwise
 from keepk.plan.budgets import WORDS, checked_budget
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
@@ -331,8 +331,7 @@ class Pruner:
         """
         if not self._session.sharded:
             return self._spec.model
-        sharded = [it for it in self._spec.model.parameters() if is_sharded(it)]
-        return plain_twin(self._spec.model) if all(is_fsdp(self._spec.model, it) for it in sharded) else None
+        return None if sharded_otherwise(self._spec.model) else plain_twin(self._spec.model)
 
     @property
     def example(self) -> Any:

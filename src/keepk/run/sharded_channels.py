@@ -18,7 +18,7 @@ from keepk.graph.graph import Graph
 from keepk.graph.ids.maps import Flags
 from keepk.metrics.channels import collected_terms
 from keepk.model.names import lengths_of, named_parameters
-from keepk.model.sharded import is_fsdp, is_sharded, plain_twin, refuse_unknown_sharding
+from keepk.model.sharded import is_sharded, plain_twin, refuse_unknown_sharding, sharded_otherwise
 from keepk.plan.spaces import ChannelSpace, Space
 from keepk.run.channels import NO_OPERATION, Operation, by_plain_name
 
@@ -54,11 +54,11 @@ def twin_of(model: nn.Module, spaces: Sequence[Space], followers: Sequence[Follo
             )
     for name, parameter in sharded.items():
         refuse_unknown_sharding(f"parameter {name!r}", parameter, SpaceError)
-        if not is_fsdp(model, parameter):
-            raise SpaceError(
-                f"{where}, and parameter {name!r} is not sharded by fully_shard (FSDP2), so it cannot be sharded again "
-                f"after a cut. Prune channels before parallelize_module or distribute_tensor."
-            )
+    if strange := sharded_otherwise(model):
+        raise SpaceError(
+            f"{where}, and parameter {strange!r} is not sharded by fully_shard (FSDP2), so it cannot be sharded again "
+            f"after a cut. Prune channels before parallelize_module or distribute_tensor."
+        )
     return plain_twin(model)
 
 
