@@ -3,12 +3,12 @@
     python benchmarks/sparse_models.py --data DATA --runs RUNS
 
 LeNet-300-100 and LeNet-5 are trained by this repository's recipes, up to 3,999 and 3,879 weights. The others are VGG-16
-of width 1/4 on CIFAR-10: 24 epochs of dense training, and from there 16 epochs each,
+of width 1/4 on CIFAR-10: 10 epochs of dense training, and from there 7 epochs each,
 
     vgg-dense             without pruning
     vgg-weights-P         with P % of the weights of convolutions and linear layers left (DSC-1, magnitude)
     vgg-channels-P        with P % of the channels left (DSC-2, the paper's blend)
-    vgg-both-P            after vgg-channels-30, 16 more epochs, with weights equal to P % of those of the dense network
+    vgg-both-P            after vgg-channels-30, 7 more epochs, with weights equal to P % of those of the dense network
 
 One seed each, one thread. Each finished network goes to ``results/sparse/NAME`` (but the dense one, whose values no
 speed depends on), and its errors to ``results/sparse/models.jsonl``. A killed run resumes from its last epoch, and
@@ -44,16 +44,16 @@ TOTAL = sum(WEIGHTS.values())
 CHANNELS = 1_056
 vgg = partial(Recipe, network=VGG16, batch=128, options={"width": WIDTH}, smoothing=0.1)
 of_weights = partial(vgg, spaces={"all": tuple(WEIGHTS)})
-tuned = partial(Stage, 16, lr=0.05, decay=5e-4)
+tuned = partial(Stage, 7, lr=0.05, decay=5e-4)
 
 
-def by_weights(name: str, per_mille: int, start: str = "vgg-start", p0: float = 0.7) -> Recipe:
+def by_weights(name: str, per_mille: int, start: str = "vgg-start", p0: float = 0.75) -> Recipe:
     keep = TOTAL * per_mille // 1_000
-    return of_weights(name=name, start=start, stages=[tuned(keep={"all": (keep, Annealing(p0=p0, n1=3, nu=0.05))})])
+    return of_weights(name=name, start=start, stages=[tuned(keep={"all": (keep, Annealing(p0=p0, n1=2, nu=0.1))})])
 
 
 def by_channels(name: str, percent: int) -> Recipe:
-    goal = {"conv": (CHANNELS * percent // 100, Annealing(p0=0.4, n1=3, nu=0.05))}
+    goal = {"conv": (CHANNELS * percent // 100, Annealing(p0=0.5, n1=2, nu=0.1))}
     return vgg(
         name=name,
         start="vgg-start",
@@ -66,16 +66,14 @@ def by_channels(name: str, percent: int) -> Recipe:
 
 def recipes() -> Iterator[Recipe]:
     yield replace(LENET_300_OURS, name="lenet-300-100")
-    yield of_weights(name="vgg-start", stages=[Stage(24, lr=0.1, warmup=1, decay=5e-4)])
-    yield by_weights("vgg-weights-10", 100)
+    yield of_weights(name="vgg-start", stages=[Stage(10, lr=0.1, warmup=1, decay=5e-4)])
     yield by_weights("vgg-weights-5", 50)
+    yield by_weights("vgg-weights-10", 100)
     yield by_channels("vgg-channels-30", 30)
-    yield by_weights("vgg-both-5", 50, "vgg-channels-30", p0=0.1)
-    yield replace(LENET_5_OURS, name="lenet-5", stages=LENET_5_OURS.stages[:4])
     yield of_weights(name="vgg-dense", start="vgg-start", stages=[tuned()])
-    yield by_weights("vgg-both-2.5", 25, "vgg-channels-30", p0=0.3)
-    yield by_channels("vgg-channels-50", 50)
-    yield by_weights("vgg-weights-20", 200, p0=0.5)
+    yield by_weights("vgg-both-5", 50, "vgg-channels-30", p0=0.2)
+    yield replace(LENET_5_OURS, name="lenet-5", stages=LENET_5_OURS.stages[:4])
+    yield by_weights("vgg-both-2.5", 25, "vgg-channels-30", p0=0.5)
 
 
 def train(recipe: Recipe, data: Any, runs: Path) -> None:

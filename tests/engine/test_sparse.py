@@ -21,26 +21,8 @@ from keepk.engine.kernels import Code
 from keepk.engine.machine import Machine, chosen, compiler, host, optimize
 from keepk.errors import SparseError
 from keepk_paper.models import VGG16, LeNet5, LeNet300
+from sparse_networks import error, pruned
 from untyped import untyped
-
-
-def pruned(net, density, seed=0):
-    """A network in eval mode with a random share of each weight left, and BatchNorms that have seen data."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
-            ranges = {"running_mean": (-0.2, 0.2), "running_var": (0.5, 2), "weight": (0.5, 1.5), "bias": (-0.2, 0.2)}
-            for name, (low, high) in ranges.items():
-                getattr(module, name).detach().uniform_(low, high, generator=generator)
-    for parameter in net.parameters():
-        if parameter.dim() > 1:
-            parameter.detach()[torch.rand(parameter.shape, generator=generator) >= density] = 0
-    return net.eval()
-
-
-def error(wanted, got):
-    scale = wanted.abs().max()
-    return float((wanted - got).abs().max() / scale) if scale > 0 else float((wanted - got).abs().max())
 
 
 def assert_same_samples(fast, x, batches):
@@ -196,8 +178,8 @@ def random_networks(draw):
         nn.Sequential(*drawn.layers), draw(st.sampled_from([0.0, 0.05, 0.3, 0.6, 1.0])), draw(st.integers(0, 9))
     )
     weights = [it for it in net.parameters() if it.dim() > 1]
-    if weights and draw(st.booleans()):  # empty rows
-        weights[draw(st.integers(0, len(weights) - 1))].detach()[: draw(st.integers(1, 3))] = 0
+    if weights and draw(st.booleans()):  # empty rows, or a layer of zeros
+        weights[draw(st.integers(0, len(weights) - 1))].detach()[: draw(st.sampled_from([1, 2, 3, None]))] = 0
     return net, drawn.input
 
 
@@ -354,15 +336,15 @@ def test_a_dense_model_stays_in_torch_and_a_dense_layer_where_that_is_cheaper():
         if parameter.dim() > 1 and name != "conv1.weight":
             parameter.detach()[torch.rand(parameter.shape) > 0.05] = 0
     assert runs_in_keepk(keepk.sparse(net, torch.randn(2, 1, 28, 28)))  # two changes of layout would cost more
-    net = pruned(VGG16(width=0.25), 0.05)
-    weight = net.get_parameter("features.17.weight")
+    deep = pruned(VGG16(width=0.25), 0.05)
+    weight = deep.get_parameter("features.17.weight")
     weight.detach().fill_(0.01)
-    fast = keepk.sparse(net, torch.randn(2, 3, 32, 32))
+    fast = keepk.sparse(deep, torch.randn(2, 3, 32, 32))
     assert [layer.reason for layer in fast.report.fallbacks] == ["dense: 100 % of its weights are left"]
     assert fast.report.fallbacks[0].name == "features.17"
     x = torch.randn(20, 3, 32, 32)
     with torch.no_grad():
-        assert error(net(x), fast(x)) <= 1e-5
+        assert error(deep(x), fast(x)) <= 1e-5
 
 
 # The contract

@@ -187,7 +187,7 @@ class Exported:
         constants: Parameters, buffers and what follows from them alone, by the name of the node.
         inputs: Names of the graph's inputs, in the order of the flattened arguments.
         outputs: The nodes or plain values that the graph returns.
-        program: The exported program, which has the structure of arguments and results.
+        batch: The symbol of the batch, as text.
     """
 
     steps: tuple[Segment | TorchNode, ...]
@@ -195,7 +195,7 @@ class Exported:
     constants: Mapping[str, Any]
     inputs: tuple[str, ...]
     outputs: tuple[Any, ...]
-    program: Any
+    batch: str
 
 
 class Unsupported(Exception):  # noqa: N818 - not an error: the reason why torch runs an operation
@@ -248,9 +248,14 @@ class Reading:
             Unsupported: The argument depends on the input.
         """
         found = self.constants.get(node.name) if isinstance(node, fx.Node) else None
-        if not isinstance(found, Tensor) or found.dtype != torch.float32:
-            raise Unsupported("its weights are computed from the input or are not float32")
+        if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.layout != torch.strided:
+            raise Unsupported("its weights are computed from the input or are not strided float32 tensors")
         return found
+
+
+def is_batch_size(node: fx.Node, batch: str) -> bool:
+    """Whether a node takes the size of the batch from a tensor."""
+    return node.target == aten.sym_size.int and str(node.meta.get("val")) == batch
 
 
 def layer_of(node: fx.Node) -> str:
@@ -316,7 +321,9 @@ def read(program: Any, banned: Mapping[str, str]) -> Exported:
         raise Unsupported("forward changes a buffer or its input")
     reading = Reading(_batch_of(graph, inputs), banned, names=bound, nodes={node.name: node for node in graph.nodes})
     for name, path in bound.items():
-        reading.constants[name] = state[path].detach()
+        # Tensors that forward takes from elsewhere are not part of the copied model.
+        lifted = name in signature.inputs_to_lifted_tensor_constants
+        reading.constants[name] = state[path].detach().clone() if lifted else state[path].detach()
     [output] = [node for node in graph.nodes if node.op == "output"]
     kept = {it.name for it in output.args[0] if isinstance(it, fx.Node)}
     steps = list(_steps(graph, reading))
@@ -328,7 +335,7 @@ def read(program: Any, banned: Mapping[str, str]) -> Exported:
         constants=reading.constants,
         inputs=inputs,
         outputs=tuple(output.args[0]),
-        program=program,
+        batch=reading.batch,
     )
 
 
@@ -481,9 +488,14 @@ def _segments(
     steps: Sequence[Op | TorchNode], reading: Reading, readers: Mapping[str, Sequence[str]]
 ) -> Iterator[Segment | TorchNode]:
     """Runs of operations as segments."""
-    # Sizes follow from the batch alone, so they are computed first and do not divide a run.
-    sizes = [it for it in steps if isinstance(it, TorchNode) and not isinstance(it.node.meta.get("val"), Tensor)]
-    sizes = [it for it in sizes if isinstance(it.node.meta.get("val"), int | torch.SymInt)]
+    # Sizes that follow from the batch alone are computed first, and do not divide a run.
+    sizes, known = list[TorchNode](), set[str]()
+    for step in steps:
+        if not isinstance(step, TorchNode) or not isinstance(step.node.meta.get("val"), int | torch.SymInt):
+            continue
+        if is_batch_size(step.node, reading.batch) or known.issuperset(it.name for it in step.node.all_input_nodes):
+            sizes.append(step)
+            known.add(step.node.name)
     yield from sizes
     runs = list[list[Op | TorchNode]]()
     for step in (it for it in steps if not any(it is size for size in sizes)):

@@ -97,6 +97,11 @@ class Shapes:
         """The family of a value."""
         return self._family[self.source[name]]
 
+    def largest(self, group: int, machine: Machine) -> int:
+        """The bytes of the largest buffer for a group of samples."""
+        layouts = ((self.sizes[name][0], self.family(name).layout(group, machine.width)) for name in self.sizes)
+        return max(4 * floats_of(channels, layout, group, machine) for channels, layout in layouts)
+
     def _add(self, name: str, sizes: tuple[int, int, int]) -> None:
         self.sizes[name], self.source[name] = sizes, name
         self._family[name] = Family(0, *sizes[1:])
@@ -156,6 +161,11 @@ def _three(shape: Shape) -> tuple[int, int, int]:
     return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (shape[0], 1, 1)
 
 
+def floats_of(channels: int, layout: Layout, group: int, machine: Machine) -> int:
+    """The size of a buffer, with zeros before its channels, and room after them for what is computed beyond the end."""
+    return FRONT + channels * layout.plane * group + layout.stride + 2 * machine.width * machine.vectors
+
+
 def taps(op: Weights, axis: int) -> list[tuple[int, int]]:
     """For each row (axis 0) or column of a kernel: the step between outputs, and the phase of the input it reads."""
     size, stride = op.weight.shape[2 + axis], op.stride[axis]
@@ -188,9 +198,10 @@ class Nonzeros:
     @classmethod
     def of(cls, op: Weights) -> "Nonzeros":
         """Those of a layer."""
-        row, channel, down, across = np.nonzero(op.weight)
+        flat = np.flatnonzero(op.weight)
+        row, channel, down, across = np.unravel_index(flat, op.weight.shape)
         group = row // (len(op.weight) // op.groups)
-        return cls(row, channel + group * op.weight.shape[1], down, across, op.weight[row, channel, down, across])
+        return cls(row, channel + group * op.weight.shape[1], down, across, op.weight.reshape(-1)[flat])
 
     def __getitem__(self, index: Any) -> "Nonzeros":
         return Nonzeros(*(getattr(self, name)[index] for name in ("row", "channel", "down", "across", "value")))
@@ -290,9 +301,7 @@ class Program:
             self._where[name] = self._reserve(self._shapes.sizes[name][0], self._layout(name))
 
     def _reserve(self, channels: int, layout: Layout) -> int:
-        """Room for channels, with zeros before, and room after them for what is computed beyond the end."""
-        where, width = self._size, self._machine.width
-        floats = FRONT + channels * layout.plane * self.group + (layout.stride + 2 * width * self._machine.vectors)
+        where, floats = self._size, floats_of(channels, layout, self.group, self._machine)
         if 4 * floats > LARGEST:
             raise Banned("", "its activations need more than 2 GB")
         self._size += -(-floats // 16) * 16
@@ -620,16 +629,18 @@ class Matrix:
         """Starts of the rows of each part, offsets, values, places and bias."""
         rows, found = len(self.places), self.found
         order = np.argsort(-np.bincount(found.row, minlength=rows), kind="stable")
-        rank = np.empty(rows, np.int64)
-        rank[order] = np.arange(rows)
         inputs = int(found.channel.max(initial=0)) + 1
-        part = found.channel * self.parts // inputs
-        # The order within a row stays that of the dense tensor, so that the parts change no bit of a sum.
-        ordered = np.lexsort((np.arange(len(part)), rank[found.row], part))
-        counts = np.zeros((self.parts, rows), np.int64)
-        np.add.at(counts, (part, rank[found.row]), 1)
-        ends = np.cumsum(counts.reshape(-1)).reshape(self.parts, rows)
-        starts = np.concatenate([(ends[:, :1] - counts[:, :1]), ends], 1)
+        # The nonzeros of a row that belong to one part are adjacent, since both follow the dense tensor. So they move
+        # as blocks, and their order within a row, and with it every bit of a sum, does not depend on the parts.
+        blocks = found.row * self.parts + found.channel * self.parts // inputs
+        sizes = np.bincount(blocks, minlength=rows * self.parts)
+        begins = (np.cumsum(sizes) - sizes).reshape(rows, self.parts)[order].T.reshape(-1)
+        sizes = sizes.reshape(rows, self.parts)[order].T.reshape(-1)
+        ends = np.cumsum(sizes)
+        ordered = np.repeat(begins - (ends - sizes), sizes) + np.arange(len(blocks))
+        starts = np.zeros((self.parts, rows + 1), np.int64)
+        starts[:, 1:] = ends.reshape(self.parts, rows)
+        starts[1:, 0] = starts[:-1, -1]
         if len(self.offsets) and max(abs(int(self.offsets.min())), int(self.offsets.max())) > LARGEST:
             raise Banned("", "its activations need more than 2 GB")
         return (

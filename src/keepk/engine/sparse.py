@@ -3,10 +3,13 @@
 import copy
 import ctypes
 import json
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from inspect import Parameter, signature
 from math import prod
 from typing import Any
 
@@ -15,11 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from keepk.deploy.runtime import difference, is_batched, rows_of, with_rows
-from keepk.engine.graph import Exported, Segment, TorchNode, Unsupported, Weights, export, read
+from keepk.engine.graph import Exported, Segment, TorchNode, Unsupported, Weights, export, is_batch_size, read
 from keepk.engine.machine import Machine, host
-from keepk.engine.program import Banned, Program, Shapes
+from keepk.engine.program import LARGEST, Banned, Program, Shapes
 from keepk.errors import SparseError, TraceError
-from keepk.model.example import Example, not_a_model
+from keepk.model.example import Example, not_a_model, refuse_scripted
 from keepk.model.torch_internals import tree_flatten, tree_unflatten
 from keepk.plan.numbers import count
 from keepk.reports.tables import Table
@@ -97,19 +100,45 @@ class SparseReport:
             (
                 layer.name,
                 layer.runs,
-                "" if layer.kept is None else f"{layer.kept:,}",
-                "" if layer.total is None else f"{layer.total:,}",
-                "" if layer.macs is None else f"{layer.macs:,}",
-                "" if layer.dense_macs is None else f"{layer.dense_macs:,}",
+                _of(layer.kept, layer.total),
+                _of(layer.macs, layer.dense_macs),
+                "" if layer.macs is None else _percent(layer.macs, layer.dense_macs),
                 layer.reason,
             )
             for layer in self.layers
         ]
-        columns = ("layer", "runs in", "weights left", "of", "MACs left", "of", "reason")
-        return Table(columns, tuple(rows), title)
+        known = [layer for layer in self.layers if layer.macs is not None]
+        sums = [sum(getattr(it, name) for it in known) for name in ("kept", "total", "macs", "dense_macs")]
+        if known:
+            rows.append(("in keepk", "", _of(*sums[:2]), _of(*sums[2:]), _percent(*sums[2:]), ""))
+        columns = ("layer", "runs in", "weights left", "MACs left", "share", "reason")
+        return Table(columns, tuple(rows), title, total_row=bool(known))
 
     def __str__(self) -> str:
         return str(self.table())
+
+
+def _of(left: int | None, total: int | None) -> str:
+    return "" if left is None else f"{left:,} of {total:,}"
+
+
+def _percent(left: int, total: int | None) -> str:
+    return f"{100 * left / total:.1f} %" if total else ""
+
+
+class _Pool:
+    """Threads, started when they are first needed, and again in a forked process, which has none of its parent's."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._started: tuple[int, ThreadPoolExecutor] | None = None
+
+    def run(self, work: Callable[[Any], None], items: Iterable[Any]) -> None:
+        """Do the work for each item; returns when all is done."""
+        started, process = self._started, os.getpid()
+        if started is None or started[0] != process:
+            started = self._started = process, ThreadPoolExecutor(self.threads)
+        list(started[1].map(work, items))
 
 
 class _Runner:
@@ -119,12 +148,12 @@ class _Runner:
         self.inputs, self.outputs = segment.inputs, segment.outputs
         self.shapes = {name: exported.shapes[name] for name in (*segment.inputs, *segment.outputs)}
         self._segment, self._exported, self._machine = segment, exported, machine
-        sizes = Shapes(segment, exported).sizes.values()
-        self._spatial = any(size[1:] != (1, 1) for size in sizes)
-        lanes = machine.lanes
-        self._groups = (lanes,) if self._spatial else (4 * lanes, lanes)
+        shapes, lanes = Shapes(segment, exported), machine.lanes
+        spatial = any(size[1:] != (1, 1) for size in shapes.sizes.values())
+        groups = (lanes,) if spatial else (4 * lanes, lanes)
+        self._groups = tuple(group for group in groups if shapes.largest(group, machine) <= LARGEST)
         # A single sample costs less than a group, and more than one of its lanes.
-        self._few = lanes * 5 // 8 if self._spatial else 3
+        self._few = lanes * 5 // 8 if spatial else 3
         self._lock = threading.Lock()
         self._programs: dict[int, Program] = {}
         self.macs = sum(
@@ -152,25 +181,25 @@ class _Runner:
                 yield group, begin, end
             begin = end
         if begin < batch:
-            yield (1 if batch - begin < self._few else self._groups[-1]), begin, batch
+            single = batch - begin < self._few or not self._groups
+            yield (1 if single else self._groups[-1]), begin, batch
 
-    def __call__(
-        self, values: Sequence[Tensor], batch: int, pool: ThreadPoolExecutor | None, threads: int
-    ) -> list[Tensor]:
+    def __call__(self, values: Sequence[Tensor], batch: int, pool: _Pool | None) -> list[Tensor]:
         # Held until the end: the addresses are those of these tensors.
         inputs = [plain(value) for value in values]
-        results = [torch.empty((batch, *self.shapes[name])) for name in self.outputs]
+        results = [new_tensor((batch, *self.shapes[name])) for name in self.outputs]
+        refuse_without_memory(*inputs, *results)
         addresses: tuple[Any, Any] = inputs[0].data_ptr(), results[0].data_ptr()
         if not len(inputs) == len(results) == 1:
             addresses = _array(inputs), _array(results)
         spans = list(self.spans(batch))
         if pool is not None and self.macs * batch > PARALLEL:
-            spans = [part for span in spans for part in divided(span, threads)]
+            spans = [part for span in spans for part in divided(span, pool.threads)]
         if pool is None or len(spans) == 1:
             for span in spans:
                 self._run(span, addresses)
         else:
-            list(pool.map(lambda span: self._run(span, addresses), spans))
+            pool.run(lambda span: self._run(span, addresses), spans)
         return results
 
     def _run(self, span: tuple[int, int, int], addresses: tuple[Any, Any]) -> None:
@@ -199,6 +228,21 @@ def _array(tensors: Sequence[Tensor]) -> Any:
     return (ctypes.c_void_p * len(tensors))(*(it.data_ptr() for it in tensors))
 
 
+def new_tensor(shape: tuple[int, ...]) -> Tensor:
+    """A float32 tensor on the CPU, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def refuse_without_memory(*tensors: Tensor) -> None:
+    """Refuse tensors of tracers and the like, whose numbers are not in memory."""
+    for tensor in tensors:
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise SparseError(
+                f"sparse: got a {type(tensor).__name__} instead of a tensor in memory, as tracers and fake modes make "
+                f"them. Call the compiled model outside of them, with ordinary tensors."
+            )
+
+
 def plain(value: Tensor) -> Tensor:
     """A tensor whose numbers are adjacent in memory, in the order of its indices."""
     return value.detach().contiguous().resolve_neg()
@@ -219,28 +263,45 @@ class SparseModel:
     def __init__(self, model: nn.Module, example: Example, threads: int) -> None:
         self._machine = host()
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pool = _Pool(threads) if threads > 1 else None
+        with _in_float32(), torch.inference_mode(mode=False):
+            self._build(model, example)
+
+    def _build(self, model: nn.Module, example: Example) -> None:
         self._model = _snapshot(model)
         given = with_rows(example, max(2, rows_of(example)))
         self._rows = rows_of(given)
         leaves, self._structure = tree_flatten((given.arguments, given.by_name))
         self._batched = [is_batched(leaf, self._rows) for leaf in leaves]
         self._leaves = leaves
-        with torch.no_grad():
-            wanted, self._result = tree_flatten(self._model(*given.arguments, **given.by_name))
+        wanted, self._result = self._model_on(given)
         reason = self._compile(given, leaves)
-        got = tree_flatten(self(*given.arguments, **given.by_name))[0]
+        own = given.on(None)  # copies, since forward may write to its arguments
+        got = tree_flatten(self(*own.arguments, **own.by_name))[0]
         layers = tuple(self._layers(reason))
         error = _difference(wanted, got)
         self.report = SparseReport(
-            type(model).__name__, self._machine.name, self._machine.width, threads, error, layers
+            type(model).__name__, self._machine.name, self._machine.width, self._threads, error, layers
         )
         if not error <= TOLERANCE:
+            if not _difference(wanted, self._model_on(given)[0]) <= TOLERANCE:
+                raise SparseError(
+                    f"sparse: {type(model).__name__} gives different results for the same input in eval mode, so a "
+                    f"compiled one cannot be checked. Remove what is random or counts calls, or run it in torch."
+                )
+            why = "Its results may be dominated by rounding."
+            if error == float("inf"):
+                why = "It has NaN or infinities, which the compiled model skips where they meet a zero weight."
             raise SparseError(
                 f"sparse: the compiled {type(model).__name__} differs from the model by {error:.1e} of the largest "
-                f"output on the example, which is more than {TOLERANCE:.0e}. Its results may be dominated by rounding. "
-                f"Pass a typical example, or run the model in torch."
+                f"output on the example, which is more than {TOLERANCE:.0e}. {why} Pass a typical example, or run the "
+                f"model in torch."
             )
+
+    def _model_on(self, given: Example) -> tuple[list[Any], Any]:
+        """The leaves and the structure of what the model returns."""
+        own = given.on(None)
+        return tree_flatten(self._model(*own.arguments, **own.by_name))
 
     def _compile(self, given: Example, leaves: Sequence[Any]) -> str:
         """Make the steps; returns why torch has to run the whole model, or an empty string."""
@@ -277,7 +338,7 @@ class SparseModel:
                 found.inputs,
                 tuple(getattr(it, "name", "") for it in found.outputs),
             ):
-                self._quick = _quick(runner, self._pool, self._threads)
+                self._quick = _quick(runner, self._pool)
         if not any(isinstance(step, _Runner) for step in self._steps):
             self._steps, self._exported = [], None  # torch runs the model itself rather than its graph
             return "no layer is faster without its zeros"
@@ -295,16 +356,42 @@ class SparseModel:
         Raises:
             SparseError: The arguments differ from the example's in more than the batch.
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # missing in torch's types
+            raise SparseError(
+                "sparse: torch.jit.trace cannot record machine code. Trace or export the model that was compiled."
+            )
         if self._quick is not None and len(arguments) == 1 and not named:
             result = self._quick(arguments[0])
             if result is not None:
                 return tree_unflatten([result], self._result) if self._wrapped else result
         leaves, structure = tree_flatten((arguments, named))
+        if structure != self._structure:
+            arguments, named = self._as_in_example(arguments, named)
+            leaves, structure = tree_flatten((arguments, named))
         batch = self._checked(leaves, structure)
-        if self._exported is None:
-            with torch.no_grad():
+        with _in_float32():
+            if self._exported is None:
                 return self._model(*arguments, **named)
-        return tree_unflatten(self._walk(leaves, batch), self._result)
+            return tree_unflatten(self._walk(leaves, batch), self._result)
+
+    def _as_in_example(
+        self, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments passed by position and by name as in the example, where forward's signature allows it."""
+        positional, by_name = tree_unflatten(self._leaves, self._structure)
+        kinds = signature(self._model.forward).parameters
+        fixed = all(it.kind is not Parameter.VAR_POSITIONAL for it in kinds.values())
+        try:
+            given = signature(self._model.forward).bind(*arguments, **named).arguments if fixed else {}
+        except TypeError:
+            given = {}
+        for name, it in kinds.items():
+            if it.kind is Parameter.VAR_KEYWORD:
+                given.update(given.pop(name, {}))
+        first = list(kinds)[: len(positional)]
+        if not given or {*given} != {*first, *by_name}:
+            return arguments, named
+        return tuple(given[name] for name in first), {name: given[name] for name in by_name}
 
     @property
     def _wrapped(self) -> bool:
@@ -317,12 +404,13 @@ class SparseModel:
         sizes = set()
         for index, (got, like) in enumerate(zip(leaves, self._leaves, strict=True)):
             if not isinstance(like, Tensor):
-                if got != like:
+                if type(got) is not type(like) or not np.array_equal(got, like):
                     raise SparseError(f"sparse: argument {index} is {got!r}, the example has {like!r}. Pass the same.")
                 continue
             batched = self._batched[index]
             fits = (
                 isinstance(got, Tensor)
+                and got.layout == like.layout
                 and got.dtype == like.dtype
                 and got.device == like.device
                 and got.dim() == like.dim()
@@ -332,6 +420,8 @@ class SparseModel:
                 shown = (
                     f"{got.dtype} {tuple(got.shape)} on {got.device}" if isinstance(got, Tensor) else type(got).__name__
                 )
+                if isinstance(got, Tensor) and got.layout != like.layout:
+                    shown = f"{shown} with layout {got.layout}"
                 shape = ("batch", *like.shape[1:]) if batched else tuple(like.shape)
                 raise SparseError(
                     f"sparse: argument {index} is {shown}, the example has {like.dtype} {shape} on {like.device}. "
@@ -349,15 +439,17 @@ class SparseModel:
         assert found is not None
         values = dict(found.constants)
         values.update(zip(found.inputs, leaves, strict=True))
-        with torch.no_grad():
-            for index, step in enumerate(self._steps):
-                if isinstance(step, _Runner):
-                    results = step([values[name] for name in step.inputs], batch, self._pool, self._threads)
-                    values.update(zip(step.outputs, results, strict=True))
-                else:
-                    values[step.node.name] = _torch_result(step.node, values, batch)
-                for name in self._last.get(index, ()):
-                    del values[name]
+        for index, step in enumerate(self._steps):
+            if isinstance(step, _Runner):
+                results = step([values[name] for name in step.inputs], batch, self._pool)
+                values.update(zip(step.outputs, results, strict=True))
+            elif is_batch_size(step.node, found.batch):
+                values[step.node.name] = batch
+            else:
+                arguments, named = fx.node.map_arg((step.node.args, step.node.kwargs), lambda it: values[it.name])
+                values[step.node.name] = step.node.target(*arguments, **named)  # type: ignore[operator]  # callable
+            for name in self._last.get(index, ()):
+                del values[name]
         return [values[it.name] if isinstance(it, fx.Node) else it for it in found.outputs]
 
     def _layers(self, reason: str) -> Iterator[SparseLayer]:
@@ -381,6 +473,9 @@ class SparseModel:
             f"{torch_runs} operation{'' if torch_runs == 1 else 's'} in torch)"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SparseModel":
+        return self  # nothing changes it
+
     def __reduce__(self) -> Any:
         raise SparseError(
             "sparse: a compiled model cannot be pickled, because machine code does not travel. Save the model with "
@@ -388,32 +483,47 @@ class SparseModel:
         )
 
 
-def _quick(runner: _Runner, pool: ThreadPoolExecutor | None, threads: int) -> Callable[[Tensor], Tensor | None]:
+def _quick(runner: _Runner, pool: _Pool | None) -> Callable[[Tensor], Tensor | None]:
     """A shorter way for the usual call: one tensor that is as the program needs it, and one result."""
     [shape], [result] = ([runner.shapes[name] for name in names] for names in (runner.inputs, runner.outputs))
     dims, single = len(shape) + 1, runner.program(1)
-    empty, float32 = torch.empty, torch.float32
+    empty, float32, strided, one = torch.empty, torch.float32, torch.strided, (1, *result)
 
     def call(value: Tensor) -> Tensor | None:
-        if type(value) is not Tensor or value.dtype is not float32 or not value.is_contiguous() or not value.is_cpu:
+        if type(value) is not Tensor or value.dtype is not float32 or value.layout is not strided:
+            return None
+        if not value.is_contiguous() or not value.is_cpu:
             return None
         sizes = value.shape
         if len(sizes) != dims or sizes[1:] != shape or value.requires_grad or value.is_neg():
             return None
         if sizes[0] == 1:
-            out = empty((1, *result))
+            out = empty(one, dtype=float32, device="cpu")
+            if type(out) is not Tensor:
+                return None
             space = single.workspace()
             single.run(space.address, value.data_ptr(), out.data_ptr(), 0, 1)
             single.release(space)
             return out
-        return runner((value,), sizes[0], pool, threads)[0]
+        return runner((value,), sizes[0], pool)[0]
 
     return call
 
 
+def _in_float32() -> ExitStack:
+    """A context without gradients and autocast: programs read and write float32, and so does what torch runs."""
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.autocast("cpu", enabled=False))
+    return stack
+
+
 def _snapshot(model: nn.Module) -> nn.Module:
+    # Results of autograd, such as the masked weights of torch.nn.utils.prune, refuse to be copied.
+    held = (it for module in model.modules() for it in vars(module).values() if isinstance(it, Tensor))
+    copies: dict[int, Any] = {id(it): it.detach().clone() for it in held if not it.is_leaf}
     try:
-        return copy.deepcopy(model).eval().requires_grad_(False)
+        return copy.deepcopy(model, copies).eval().requires_grad_(False)
     except Exception as error:  # a module may refuse to be copied with any error
         raise SparseError(
             f"sparse: model {type(model).__name__} cannot be copied ({error}), and the compiled model is a snapshot. "
@@ -424,14 +534,6 @@ def _snapshot(model: nn.Module) -> nn.Module:
 def _difference(wanted: Sequence[Any], got: Sequence[Any]) -> float:
     pairs = zip(wanted, got, strict=True)
     return max((difference(one, other) for one, other in pairs if isinstance(one, Tensor)), default=0.0)
-
-
-def _torch_result(node: fx.Node, values: dict[str, Any], batch: int) -> Any:
-    """What torch computes for a node. The first size of an intermediate value is the batch."""
-    if node.target == torch.ops.aten.sym_size.int and node.args[1] == 0:
-        return batch
-    arguments, named = fx.node.map_arg((node.args, node.kwargs), lambda it: values[it.name])
-    return node.target(*arguments, **named)  # type: ignore[operator]  # the target of a call_function is callable
 
 
 def _last_readers(steps: Sequence[_Runner | TorchNode], found: Exported) -> dict[int, list[str]]:
@@ -487,14 +589,17 @@ def sparse(model: nn.Module, example: Any, threads: int = 1) -> SparseModel:
         raise SparseError(f"sparse: {not_a_model(model)} The order is model, example.")
     threads = count(threads, "threads", lambda words: SparseError(f"sparse: {words}"), least=1)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise SparseError(f"sparse: tensor {name!r} has layout {tensor.layout}. Pass it as to_dense() makes it.")
         if tensor.device.type != "cpu" or (tensor.is_floating_point() and tensor.dtype != torch.float32):
             raise SparseError(
                 f"sparse: tensor {name!r} is {tensor.dtype} on {tensor.device}. Programs are for float32 on the CPU: "
                 f"pass copy.deepcopy(model).float().cpu()."
             )
     try:
+        refuse_scripted("sparse", model)
         given = Example.of(example)
         rows_of(given)
     except TraceError as error:
-        raise SparseError(f"sparse: {error}") from error
+        raise SparseError(f"sparse: {str(error).removeprefix('sparse: ')}") from error
     return SparseModel(model, given, threads)
