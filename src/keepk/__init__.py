@@ -27,6 +27,7 @@ from keepk.errors import KeepkWarning as KeepkWarning
 from keepk.graph.probe.verify import verify as verify
 from keepk.graph.rules.registry import rule as rule
 from keepk.graph.trace import trace as trace
+from keepk.integrations.files import shrink_files as shrink_files
 from keepk.integrations.pretrained import from_pretrained as from_pretrained
 from keepk.integrations.pretrained import save_pretrained as save_pretrained
 from keepk.metrics.statistics import Statistics as Statistics
@@ -69,6 +70,7 @@ __all__ = [
     "save_checkpoint",
     "save_pretrained",
     "shrink",
+    "shrink_files",
     "sparse",
     "trace",
     "verify",

@@ -18,6 +18,7 @@ from keepk.deploy.onnx import OnnxReport
 from keepk.graph.graph import Graph
 from keepk.graph.rules.call import Call
 from keepk.graph.units import Group
+from keepk.integrations.files import ShrunkFiles
 from keepk.integrations.pretrained import SavedPretrained
 from keepk.metrics.layers import Layer, Slices
 from keepk.model.costs import LayerCost
@@ -52,6 +53,7 @@ __all__ = [
     "RunReport",
     "SavedPretrained",
     "Schedule",
+    "ShrunkFiles",
     "Slices",
     "Space",
     "SpaceReport",

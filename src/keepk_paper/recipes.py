@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from keepk.metrics.layers import At
 from keepk.metrics.weights import magnitude
-from keepk.plan.names import matches
+from keepk.plan.names import as_globs, matches
 from keepk.plan.phases import Phase
 from keepk.plan.schedules import Annealing, AnySchedule, plan
 from keepk.plan.spaces import ChannelSpace, WeightSpace, channels, weights
@@ -95,7 +95,7 @@ class Recipe:
     Args:
         name: The name in result files.
         network: The class of the network.
-        spaces: The glob of each space, by name.
+        spaces: The glob of each space by name, or several globs.
         stages: The stages, in order.
         batch: Images per step.
         options: Arguments of the network.
@@ -117,7 +117,7 @@ class Recipe:
 
     name: str
     network: type[nn.Module]
-    spaces: Mapping[str, str]
+    spaces: Mapping[str, str | tuple[str, ...]]
     stages: Sequence[Stage]
     batch: int
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class Recipe:
             for name, glob in self.spaces.items()
         ]
 
-    def _space(self, name: str, glob: str, total: int, metric: Metric) -> WeightSpace:
+    def _space(self, name: str, glob: str | tuple[str, ...], total: int, metric: Metric) -> WeightSpace:
         counts, left = list[int](), total
         for stage in self.stages:
             if name in stage.keep:
@@ -211,7 +211,9 @@ def by_quality(recipe: Recipe, model: nn.Module) -> Recipe:
     assert recipe.quality is not None
     counts = dict[str, int]()
     for name, glob in recipe.spaces.items():
-        chosen = [tensor.detach().flatten() for key, tensor in model.named_parameters() if matches(key, [glob])]
+        chosen = [
+            tensor.detach().flatten() for key, tensor in model.named_parameters() if matches(key, as_globs(glob) or ())
+        ]
         values = torch.cat(chosen)
         deviation = values[values != 0].std(correction=0)
         counts[name] = int((values.abs() >= recipe.quality * deviation).sum())

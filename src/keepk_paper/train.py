@@ -20,7 +20,7 @@ from keepk.metrics.statistics import Statistics
 from keepk.metrics.weights import random
 from keepk.model.costs import layer_costs
 from keepk.model.names import named_parameters
-from keepk.plan.names import matches
+from keepk.plan.names import as_globs, matches
 from keepk.plan.spaces import Space
 from keepk.reports.tables import layer_counts
 from keepk.run.pruner import Pruner
@@ -315,7 +315,7 @@ def packed_flags(flags: Tensor) -> str:
 def _totals(model: nn.Module, recipe: Recipe) -> dict[str, int]:
     named = named_parameters(model)
     return {
-        name: sum(parameter.numel() for key, parameter in named.items() if matches(key, [glob]))
+        name: sum(parameter.numel() for key, parameter in named.items() if matches(key, as_globs(glob) or ()))
         for name, glob in recipe.spaces.items()
     }
 

@@ -111,6 +111,7 @@ def test_choosing_a_share_leaves_the_ranks():
     assert model[0].base_layer.out_features == 6
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft calls it
 def test_the_heads_of_a_model_with_adapters_of_peft(transformers):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

@@ -145,3 +145,31 @@ def test_inspect_sets_attributes_too(folder):
     line = f"inspect {folder[1].__name__}:Net -i 2x3x8x8 --set config.use_cache=twice --json"
     result = CliRunner().invoke(app, shlex.split(line))
     assert result.exit_code == 0, result.output
+
+
+def test_a_folder_is_pruned_on_disk(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=12,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    dense, small = str(tmp_path / "dense"), str(tmp_path / "small")
+    options = ["--select", "*.mlp*", "--keep", "8", "--per-layer"]
+    result = CliRunner().invoke(app, ["prune", dense, "--out", small, *options], env={"TERM": "dumb"})
+    assert result.exit_code == 0, result.output
+    assert "intermediate_size 12 -> 8" in result.output
+    assert LlamaForCausalLM.from_pretrained(small).model.layers[0].mlp.up_proj.out_features == 8
+    for more, words in ((["--set", "a=1"], "got --set, which"), ([], "exists")):
+        result = CliRunner().invoke(app, ["prune", dense, "--out", small, *options, *more], env={"TERM": "dumb"})
+        assert result.exit_code == 1
+        assert words in result.output
+    result = CliRunner().invoke(app, ["prune", "torch.nn:ReLU", "--out", small], env={"TERM": "dumb"})
+    assert "is no folder, and a model needs an input" in result.output

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import keepk
 import keepk.typing
@@ -83,6 +84,21 @@ def test_the_examples_for_frameworks_continue_after_a_kill(name, tmp_path):
         small = example.run(channels=24, epochs=3, folder=tmp_path)
         again = example.run(channels=24, epochs=3, folder=tmp_path)
     assert small[0].out_channels + small[4].out_channels == 24
+    assert all(torch.equal(one, two) for one, two in zip(small.parameters(), again.parameters(), strict=True))
+
+
+def test_the_example_for_fsdp_continues_after_a_kill(tmp_path):
+    """Here with one process; the second run finds the checkpoints of the first one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # public, and not exported
+    try:
+        example = script("prune_with_fsdp")
+        options = {"channels": 48, "weights": 900, "epochs": 2, "folder": tmp_path}
+        with torch.random.fork_rng(devices=[]):
+            small, again = example.run(**options), example.run(**options)
+    finally:
+        dist.destroy_process_group()
+    assert small[0].out_channels + small[4].out_channels + small[9].out_features == 48
+    assert sum(int(it.count_nonzero()) for name, it in small.named_parameters() if name.endswith("weight")) == 900
     assert all(torch.equal(one, two) for one, two in zip(small.parameters(), again.parameters(), strict=True))
 
 

@@ -156,6 +156,17 @@ def test_layers_of_different_widths_go_through_arch_json(tmp_path):
         keepk.from_pretrained(type(model), tmp_path, device_map="cpu")
 
 
+def test_a_config_that_refuses_the_widths_is_not_saved(tmp_path):
+    """Llama's config wants the hidden size to be a multiple of the number of heads, although its layers do not."""
+    sizes = {**GROUPED, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4}
+    model = made("LlamaForCausalLM", ("LlamaConfig", sizes))
+    with keepk.Pruner(model, keepk.channels(HEADS, keep=3), example=example_of(model)) as pruner:
+        pruner.step()
+    saved = keepk.save_pretrained(model, tmp_path)
+    assert "LlamaConfig refuses the remaining widths" in saved.reason
+    assert_same(model, keepk.from_pretrained(type(model), tmp_path), example_of(model))
+
+
 def test_weights_keep_their_sizes_and_their_zeros(tmp_path):
     model = made("LlamaForCausalLM", ("LlamaConfig", GROUPED)).to(torch.bfloat16)
     with keepk.Pruner(model, keepk.weights("*.mlp.*", keep=99)) as pruner:

@@ -147,7 +147,8 @@ def average(values):
 
 def deviation(values):
     values = list(values)
-    return sqrt(sum((value - average(values)) ** 2 for value in values) / (len(values) - 1))
+    mean = average(values)
+    return sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def interval(of, against):

@@ -272,11 +272,13 @@ def sharded():
         dist.destroy_process_group()
 
 
-def test_sharded_parameters_are_refused(sharded):
-    with pytest.raises(SpaceError, match=r"parameter '0.weight' is sharded over processes. Prune before sharding"):
-        keepk.Pruner(sharded, keepk.weights("*", keep=3))
-    with pytest.raises(TraceError, match=r"tensor '0.weight' is sharded over processes. Trace and shrink before"):
+def test_channels_of_a_sharded_model_are_refused(sharded):
+    with pytest.raises(
+        SpaceError, match=r"parameter '0.weight' is not sharded by fully_shard .* Prune channels before"
+    ):
         keepk.Pruner(sharded, keepk.channels("0", keep=3), example=torch.zeros(2, 4))
+    with pytest.raises(TraceError, match=r"tensor '0.weight' is sharded over processes. Trace and shrink before"):
+        keepk.trace(sharded, torch.zeros(2, 4))
 
 
 @pytest.fixture(params=["DTensor", "FSDP"])
@@ -318,9 +320,9 @@ def test_a_model_that_was_sharded_later_is_refused_by_name(pruned_then_sharded, 
         keepk.load(net, tmp_path / "other")
 
 
-def test_a_sharded_checkpoint_says_how_to_gather(sharded, tmp_path):
-    with pytest.raises(CheckpointError, match=r"'0\.weight'\]: got a DTensor, sharded over processes; gather it"):
-        keepk.save_checkpoint(tmp_path / "new", model=sharded)
+def test_a_sharded_tensor_beside_the_objects_of_a_run_says_how_to_gather(sharded, tmp_path):
+    with pytest.raises(CheckpointError, match=r"extra\[0\]: got a DTensor, sharded over processes; gather it"):
+        keepk.save_checkpoint(tmp_path / "new", extra=[sharded[0].weight])
     assert not (tmp_path / "new").exists()
 
 

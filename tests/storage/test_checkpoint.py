@@ -275,7 +275,7 @@ DAMAGES = [
     (cut_the_text, r"checkpoint\.json: is not valid JSON: the file is truncated or was edited"),
     (lambda folder: (folder / "checkpoint.json").write_text("[]"), r"is not a 'keepk.checkpoint'"),
     (lambda folder: edit(folder, format="other"), r"is not a 'keepk.checkpoint'"),
-    (lambda folder: edit(folder, version=2), r"has version 2, this keepk reads version 1"),
+    (lambda folder: edit(folder, version=3), r"has version 3, this keepk reads version 1 and 2"),
     (lambda folder: edit(folder, tree={"codec": 1, "value": {"$new": 1}}), r"unknown type tag '\$new'"),
     (lambda folder: edit(folder, tree={"codec": 9, "value": 1}), r"codec version 9"),
     (lambda folder: edit(folder, tensors=None), r"checkpoint\.json: is not laid out as a checkpoint: it names no"),

@@ -20,8 +20,10 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,21 @@ from keepk.checkpoint.parts import (
     rng_state,
     set_rng_state,
 )
+from keepk.checkpoint.sharded import (
+    Parts,
+    delete_others,
+    new_token,
+    part_folder,
+    rank_and_world,
+    sharded_leaves,
+    shards_folder,
+    targets_of,
+    with_blocks,
+    written_digests,
+)
 from keepk.errors import CheckpointError, KeepkError
+from keepk.model.sharded import exchange_device, is_sharded
+from keepk.run.distributed import Exchange
 from keepk.storage.codec import decode, encode
 from keepk.storage.files import (
     Trusted,
@@ -57,6 +73,8 @@ from keepk.storage.files import (
 )
 
 INDEX, FORMAT, VERSION = "checkpoint.json", "keepk.checkpoint", 1
+SHARDED = 2  # the version of an index that names shards of several processes
+_SHARDS = re.compile(r"shards-[0-9a-f]{32}")
 _OURS = re.compile(r"tensors-[0-9a-f]{32}\.safetensors|checkpoint-[0-9a-f]{32}\.json\.tmp")
 
 
@@ -70,7 +88,7 @@ CHECKPOINT = Trusted(
     INDEX,
     "checkpoint",
     FORMAT,
-    (VERSION,),
+    (VERSION, SHARDED),
     _digest,
     CheckpointError,
     source="Pass a folder that keepk.save_checkpoint wrote.",
@@ -95,6 +113,8 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _tensors(folder: Path, document: dict[str, Any]) -> dict[str, Tensor]:
     named = document.get("tensors")
+    if document.get("version") == SHARDED:
+        raise CheckpointError(f"{folder / INDEX}: was written by several processes. Use keepk.load_checkpoint.")
     if not isinstance(named, dict) or set(named) != {"file", "size", "sha256"}:
         raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it names no tensor file")
     # A forged index must not make keepk read a file outside the folder.
@@ -121,6 +141,8 @@ def _settle(folder: Path, tensor_file: Path, before: Path | None, *, locked: boo
     try:
         sync_folder(folder)
         sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={tensor_file, before})
+        if locked:
+            delete_others(folder, None)
     except OSError as error:
         if _named_in_index(folder) != tensor_file:  # a later writer has replaced this checkpoint: nothing is lost
             return
@@ -165,7 +187,8 @@ def save_checkpoint(
     The states of the random number generators are saved too (Python's, numpy's global one, torch's for CPU and CUDA).
     If the process is killed, the folder contains either the old checkpoint or the new one. Processes that write into
     one folder take turns, and the last checkpoint written stays. In a distributed run, let one process write, or use a
-    separate folder for each: their random number generators differ.
+    separate folder for each: their random number generators differ. If tensors are sharded over processes (FSDP2), all
+    processes must call this with the same folder, and each of them writes its shards.
 
     Args:
         path: The folder; it is created if it does not exist.
@@ -196,9 +219,53 @@ def save_checkpoint(
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
     captured = {name: [part.capture() for part in several] for name, several in parts.items()}
-    tree, tensors = encode({**captured, "rng": rng_state(), "extra": extra}, name="")
+    shards = list(sharded_leaves(captured))
+    tree, tensors = encode({**with_blocks(captured), "rng": rng_state(), "extra": extra}, name="")
     document = {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}
-    write_folder(folder, document, tensors)
+    if shards:
+        exchange = Exchange(exchange_device(shards), f"write {folder}", "The folder has its old contents.")
+        _write_shards(folder, document, tensors, exchange)
+    else:
+        write_folder(folder, document, tensors)
+
+
+def _write_shards(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor], exchange: Exchange) -> None:
+    """Write the parts of all processes, then the index that names them."""
+    rank, world = rank_and_world()
+    shards = shards_folder(folder, exchange.total("token of a checkpoint", new_token))
+
+    def write() -> None:
+        write_folder(part_folder(shards, rank), document, tensors)
+
+    def commit() -> None:
+        if rank != 0:
+            return
+        with writing(folder, {}, CheckpointError) as locked:
+            before = _named_in_index(folder)
+            named = {"folder": shards.name, "parts": written_digests(shards, INDEX)}
+            index = {
+                **CHECKPOINT.head(SHARDED),
+                "torch": document["torch"],
+                "parts": document["parts"],
+                "shards": named,
+            }
+            text = json.dumps({**index, "sha256": _digest(index)}, allow_nan=False)
+            draft = folder / f"checkpoint-{secrets.token_hex(16)}.json.tmp"
+            replace_index(draft, folder / INDEX, text, lambda: before)
+            sync_folder(folder)
+            sweep(folder, _OURS, keep=None, locked=locked, done={before})
+            delete_others(folder, shards)
+
+    try:
+        exchange.together(f"parts of {world} processes", write)
+        exchange.together("index of a checkpoint", commit)
+    except BaseException:
+        named = CHECKPOINT.unverified(folder, "shards")
+        if not isinstance(named, dict) or named.get("folder") != shards.name:
+            shutil.rmtree(part_folder(shards, rank), ignore_errors=True)
+            with suppress(OSError):
+                shards.rmdir()
+        raise
 
 
 def load_checkpoint(
@@ -211,12 +278,16 @@ def load_checkpoint(
     scaler: Any = None,
     ema: Any = None,
     generator: Any = None,
+    wrap: Any = None,
 ) -> Any:
     """Restore freshly built objects to the states in the folder `path`.
 
     With only `model` or `ema` (or nothing), this reads the checkpoint for inference: other parts are ignored, and
     random number generators do not change. With any other part, it resumes a run: every part that was saved must be
     passed, and the generators continue from their saved states.
+
+    A checkpoint of a sharded run is read by all processes together. Their number may differ from the number that wrote
+    it; the random number generators are then left as they are.
 
     Everything is read, verified and compared with the objects before the first of them changes. If an object still
     refuses its state, all objects are reset to their old states, from a copy on the host.
@@ -230,6 +301,7 @@ def load_checkpoint(
         scaler: The `GradScaler`.
         ema: The average of the model.
         generator: The generator or generators, on the same devices.
+        wrap: The function that shards the model, as for `Pruner.step`, if it is sharded and has lost channels.
 
     Returns:
         The `extra` that was saved. Tensors in it are on the CPU.
@@ -251,6 +323,12 @@ def load_checkpoint(
     folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
+    shards = [it for name, several in parts.items() for it in targets_of(name, several).values() if is_sharded(it)]
+    if shards or CHECKPOINT.document(folder)["version"] == SHARDED:
+        # Without sharded tensors a process reads by itself.
+        device = exchange_device([*shards, torch.empty(0)])
+        exchange = Exchange(device, f"read {folder}", "Not all objects may have been restored.", alone=not shards)
+        return _load_shards(folder, parts, exchange, wrap)
     document, tensors = read_folder(folder)
     resumes = bool(set(parts) - _FOR_INFERENCE)
     held = document.get("parts")
@@ -279,6 +357,60 @@ def load_checkpoint(
     if resumes:
         set_rng_state(saved["rng"])
     return saved["extra"]
+
+
+def _load_shards(folder: Path, parts: dict[str, list[Part]], exchange: Exchange, wrap: Any) -> Any:
+    """`load_checkpoint` for runs whose tensors are sharded, or were sharded when they were saved."""
+    resumes, read = bool(set(parts) - _FOR_INFERENCE), list[Parts]()
+
+    def read_own() -> None:
+        document = CHECKPOINT.document(folder)
+        held = document.get("parts")
+        if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+            raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
+        _refuse_other_parts(folder, set(parts), held, resumes)
+        read.append(_read_shards(folder, document))
+
+    def place(name: str) -> None:
+        read[0].place(name, targets_of(name, parts[name]))
+
+    exchange.together(f"read {folder}", read_own)
+    others = [part for name, several in parts.items() for part in several if name != "pruner"]
+    kept = [(part, host_copy(part.capture())) for part in others]
+    with ExitStack() as shapes:
+        saved = read[0].tree
+        for part in parts.get("pruner", ()):
+            exchange.together("place the pruner", lambda: place("pruner"))
+            shapes.callback(part.take_shape(saved["pruner"][0], wrap))  # type: ignore[attr-defined]  # a PrunerPart
+        for name in [it for it in parts if it != "pruner"]:
+            exchange.together(f"place {name}", partial(place, name))
+        exchange.together("check", lambda: _check(parts, saved, resumes and read[0].same))
+        pairs = [(name, *pair) for name in parts for pair in zip(parts[name], saved[name], strict=True)]
+        _restore(folder, pairs, shapes, kept)
+        shapes.pop_all()
+    exchange.together("restored", lambda: None)
+    if resumes and read[0].same:
+        set_rng_state(saved["rng"])
+    return saved["extra"]
+
+
+def _read_shards(folder: Path, document: dict[str, Any]) -> Parts:
+    """The parts of a checkpoint; one that a single process wrote has one part."""
+    if document["version"] != SHARDED:
+        return Parts(folder, lambda _: decode(document["tree"], _tensors(folder, document)), 1)
+    named = document.get("shards")
+    digests = named.get("parts") if isinstance(named, dict) else None
+    if not isinstance(named, dict) or not isinstance(digests, list) or not _SHARDS.fullmatch(str(named.get("folder"))):
+        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it names no shards")
+
+    def read(rank: int) -> Any:
+        place = part_folder(folder / named["folder"], rank)
+        found, tensors = read_folder(place)
+        if found.get("sha256") != digests[rank]:
+            raise CheckpointError(f"{place}: is not the part that {folder / INDEX} names. Use another checkpoint.")
+        return decode(found["tree"], tensors)
+
+    return Parts(folder, read, len(digests))
 
 
 def _parts(given: dict[str, Any]) -> dict[str, list[Part]]:

@@ -25,6 +25,7 @@ from keepk.cut.masks import unwrap_optimizer
 from keepk.errors import CheckpointError
 from keepk.model.edits import Undo
 from keepk.model.names import unwrap
+from keepk.model.sharded import as_sharded, is_sharded, local
 from keepk.run.channels import nothing
 from keepk.storage.codec import unpackable
 
@@ -78,13 +79,18 @@ class PrunerPart:
     def check(self, saved: Any) -> None:
         """Do nothing: `take_shape` was called before, and refuses a state that does not fit."""
 
-    def take_shape(self, saved: Any) -> Undo:
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By name, the parameters that have masks in a state."""
+        found: dict[str, nn.Parameter] = self._pruner._session.weights.parameters
+        return found
+
+    def take_shape(self, saved: Any, wrap: Any = None) -> Undo:
         """Cut the model to its saved shapes, so that the other states fit.
 
         Returns:
             A function that undoes this, after undoing the masks if they were restored.
         """
-        undo: Undo = self._pruner._session.take_shape(saved)
+        undo: Undo = self._pruner._session.take_shape(saved, wrap)
 
         def take_back() -> None:
             self._forget_masks()
@@ -150,6 +156,13 @@ class OptimizerPart:
             "state": self._optimizer.state_dict(),
         }
 
+    def targets(self) -> dict[tuple[Any, ...], Tensor]:
+        """By the keys that lead to a state tensor of a parameter in what `capture` returns: that parameter."""
+        packed = self._optimizer.state_dict()
+        ids = chain.from_iterable(group["params"] for group in packed["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        return {("state", "state", key): parameter for key, parameter in zip(ids, parameters, strict=True)}
+
     def check(self, saved: Any) -> None:
         """See `Part`."""
         own = self.capture()
@@ -207,6 +220,8 @@ class GeneratorPart:
 
 def host_copy(tree: Any) -> Any:
     """A copy of a state on the host, because a GPU may not have room for a second one."""
+    if isinstance(tree, Tensor) and is_sharded(tree):
+        return as_sharded(local(tree).clone(), tree)
     if isinstance(tree, Tensor):
         return tree if unpackable(tree) else tree.detach().to("cpu", copy=True)  # `check` refuses unpackable tensors
     if type(tree) in (list, tuple):
@@ -231,7 +246,7 @@ def _plain_name(module: nn.Module | None, key: str) -> str:
 
 
 def _refuse_other_tensor(where: str, own: Tensor, saved: Any) -> None:
-    if reason := unpackable(own):
+    if not is_sharded(own) and (reason := unpackable(own)):
         raise CheckpointError(f"{where}: is {reason}")
     if own.shape != saved.shape or own.dtype != saved.dtype:
         raise CheckpointError(

@@ -5,6 +5,7 @@ Needs typer and rich, the extra ``keepk[cli]``.
 
 import copy
 import json
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,8 +101,26 @@ Settings = Annotated[
 @app.command()
 def prune(  # noqa: PLR0913 - the options of the command
     *,
-    model: Model,
-    inputs: Inputs,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:NAME|FOLDER",
+            help="The model, as for inspect; or the folder of a checkpoint of transformers, which is pruned on disk, "
+            "tensor by tensor.",
+            show_default=False,
+        ),
+    ],
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            "-i",
+            metavar="SHAPE[:DTYPE]",
+            help="Shape of an argument of forward, as for inspect. A folder needs none if its model takes token ids or "
+            "images.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the pruned model, for keepk.load.", show_default=False)],
     macs: Annotated[
         str | None, typer.Option(help="Most MACs per sample: a share such as 0.5, or a number.", show_default=False)
@@ -155,10 +174,38 @@ def prune(  # noqa: PLR0913 - the options of the command
 ) -> None:
     """Prune a trained model to a budget in one call, save it, and measure it.
 
-    Nothing is trained. The model is loaded again with keepk.load(make_model(), OUT).
+    Nothing is trained. The model is loaded again with keepk.load(make_model(), OUT). The folder of a checkpoint is
+    pruned without loading the model, and with --per-layer plain from_pretrained loads the result.
 
     Example: [cyan]keepk prune mynet:make_model --weights w.safetensors -i 2x3x224x224 --macs 0.5 --out small[/cyan]
+
+    Example: [cyan]keepk prune Llama-7B --select "*.mlp*" --prune 0.25 --per-layer --out small[/cyan]
     """
+    if Path(model).is_dir():
+        only_for_models = {
+            "--weights": weights,
+            "--set": settings,
+            "--calibrate": calibrate,
+            "--loss": loss,
+        }
+        _refuse_options(only_for_models, f"which {model}, a folder, does not take: it is pruned by its weights alone")
+        space = keepk.channels(
+            select or "*",
+            keep=keep,
+            prune=share,
+            macs=_number(macs, "--macs"),
+            parameters=_number(parameters, "--parameters"),
+            exclude=exclude or (),
+            metric=None if metric is None else metric_from(metric),
+            layer_floor=_floor(layer_floor),
+            round_to="auto" if round_to == "auto" else _whole(round_to, "--round-to"),
+            per_layer=per_layer,
+        )
+        found = keepk.shrink_files(model, out, space, example=tuple(map(input_from, inputs)) if inputs else None)
+        Console(highlight=False).print(str(found), soft_wrap=True, markup=False)
+        return
+    if not inputs:
+        raise KeepkError(f"prune: {model} is no folder, and a model needs an input. Pass --input, such as 2x3x224x224.")
     with stage_progress(Console(stderr=True), len(STAGES) + 3) as begin:
         begin("load")
         example = tuple(map(input_from, inputs))
@@ -179,7 +226,7 @@ def prune(  # noqa: PLR0913 - the options of the command
             metric=None if metric is None else metric_from(metric),
             calibrate=None if calibrate is None else batches_from(calibrate, batch),
             loss=None if loss is None else function_from(loss),
-            layer_floor=int(layer_floor) if layer_floor is not None and layer_floor.is_integer() else layer_floor,
+            layer_floor=_floor(layer_floor),
             round_to="auto" if round_to == "auto" else _whole(round_to, "--round-to"),
             per_layer=per_layer,
             on_stage=begin,
@@ -191,6 +238,17 @@ def prune(  # noqa: PLR0913 - the options of the command
     console = Console(highlight=False)
     console.print(report, report.layers, speed, sep="\n")
     console.print(f"Saved to {out}", soft_wrap=True, markup=False)
+
+
+def _refuse_options(given: Mapping[str, object], why: str) -> None:
+    for option, value in given.items():
+        if value is not None:
+            raise KeepkError(f"prune: got {option}, {why}. Leave it out.")
+
+
+def _floor(given: float | None) -> float | None:
+    """A share, or a number of channels as an int."""
+    return int(given) if given is not None and given.is_integer() else given
 
 
 def _whole(written: str | None, option: str) -> int | None:

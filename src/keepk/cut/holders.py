@@ -20,6 +20,7 @@ from keepk.cut.masks import zero_dead
 from keepk.errors import ShrinkError
 from keepk.model.edits import Cut, Edits
 from keepk.model.names import named_parameters, named_tensors, unwrap
+from keepk.model.sharded import local, same_sharding
 
 
 def sharing_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -32,7 +33,8 @@ def sharing_memory(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     >>> list(sharing_memory({"a": flat[:4], "b": flat[4:], "c": flat[2:3], "d": torch.zeros(9)}))
     [('a', 'c')]
     """
-    spans = sorted((*_span(tensor), name) for name, tensor in tensors.items() if tensor.numel() and not tensor.is_meta)
+    parts = ((name, local(tensor)) for name, tensor in tensors.items())
+    spans = sorted((*_span(part), name) for name, part in parts if part.numel() and not part.is_meta)
     reached, holder = (-1, 0), ""  # the device is -1 for the CPU
     # Sorted by device and first address, a tensor overlaps an earlier one only if it starts before the furthest end.
     for place, start, end, name in spans:
@@ -152,7 +154,8 @@ def zero_followers(followers: Iterable[Follower], dead: Mapping[str, Tensor]) ->
         tensors = parameters_of(follower)
         for name, mask in dead.items():
             if name in tensors:
-                zero_dead([tensors[name].detach()], mask.to(tensors[name].device))
+                weights = local(tensors[name])
+                zero_dead([weights], mask.to(weights.device))
 
 
 def refuse_mismatched_followers(followers: Iterable[Follower], parameters: Mapping[str, Tensor]) -> None:
@@ -163,6 +166,11 @@ def refuse_mismatched_followers(followers: Iterable[Follower], parameters: Mappi
                 raise ShrinkError(
                     f"followers[{place}]: {name!r} has shape {tuple(tensor.shape)}, the model's "
                     f"{tuple(parameters[name].shape)}. Make it from the model as it is now."
+                )
+            if name in parameters and not same_sharding(tensor, parameters[name]):
+                raise ShrinkError(
+                    f"followers[{place}]: {name!r} is not sharded over processes like the model's. Make it from the "
+                    f"sharded model, for example as a dict of copies of its parameters."
                 )
             if name in parameters and tensor.is_inference():
                 raise ShrinkError(

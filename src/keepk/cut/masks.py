@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepk.errors import OptimizerError
+from keepk.model.sharded import local, same_sharding
 
 COUNTER = "step"  # recognised by torch's name for it, because for a 0-dim parameter it has the parameter's shape
 
@@ -72,6 +73,7 @@ def refuse_foreign_state(optimizer: torch.optim.Optimizer, names: Mapping[nn.Par
         for key, value in (optimizer.state.get(parameter) or {}).items():
             if not _follows(key, value, parameter):
                 got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                got += ", not sharded like it" if getattr(value, "shape", None) == parameter.shape else ""
                 raise OptimizerError(
                     f"optimizer {type(optimizer).__name__}: its state {key!r} of {name!r} is {got}, but "
                     f"the parameter has shape {tuple(parameter.shape)}, so the state of a pruned weight cannot be "
@@ -158,7 +160,9 @@ def _not_an_optimizer(given: object) -> str:
 
 def _follows(key: str, value: Any, parameter: nn.Parameter) -> bool:
     if isinstance(value, Tensor):
-        return key == COUNTER or value.numel() == 1 or value.shape == parameter.shape
+        if key == COUNTER or value.numel() == 1:
+            return True
+        return value.shape == parameter.shape and same_sharding(value, parameter)
     # A plain number applies to the whole parameter; a container may hold anything.
     return not isinstance(value, list | tuple | dict)
 
@@ -213,17 +217,18 @@ class Held:
     """A parameter with its mask, ready to be applied after every step.
 
     The hook runs in every training step, so the view of the weights is made once and reused until their address
-    changes. The view keeps their memory alive, so the address cannot be reused for other memory.
+    changes. The view keeps their memory alive, so the address cannot be reused for other memory. The mask and the view
+    of a sharded parameter are those of its local part.
     """
 
     def __init__(self, parameter: nn.Parameter, dead: Tensor, words: Tensor | None) -> None:
         self._parameter, self._dead, self._words = parameter, dead, words
-        self._view, self._address = parameter.detach(), -1
+        self._view, self._address = local(parameter), -1
 
     @property
     def outgrown(self) -> bool:
         """Whether the parameter was cut after the mask was made."""
-        return self._parameter.shape != self._dead.shape
+        return local(self._parameter).shape != self._dead.shape
 
     @property
     def revived(self) -> int:
@@ -232,20 +237,21 @@ class Held:
 
     def zero(self) -> None:
         """Zero the dead weights."""
-        if self._parameter.data_ptr() != self._address:
-            self._look_up()
+        weights = local(self._parameter)
+        if weights.data_ptr() != self._address:
+            self._look_up(weights)
         if self._words is None:
-            zero_dead([self._parameter.detach()], self._dead)
+            zero_dead([weights], self._dead)
         else:
             self._view.bitwise_and_(self._words)
 
     def zero_state(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Zero the optimizer state of the dead weights."""
-        zero_dead([it for optimizer in optimizers for it in state_per_weight(optimizer, self._parameter)], self._dead)
+        states = (it for optimizer in optimizers for it in state_per_weight(optimizer, self._parameter))
+        zero_dead([local(it) for it in states], self._dead)
 
-    def _look_up(self) -> None:
+    def _look_up(self, weights: Tensor) -> None:
         """Make the mask and the view again for weights that were cast or moved."""
-        weights = self._parameter.detach()
         self._address, self._dead = weights.data_ptr(), self._dead.to(weights.device)
         words = self._words
         if words is not None and (weights.element_size(), weights.device) != (words.element_size(), words.device):
@@ -254,21 +260,22 @@ class Held:
 
 
 def count_revived(weights: Tensor, dead: Tensor) -> Tensor:
-    """How many dead entries are not 0.0, as a scalar tensor on the weights' device.
+    """How many dead entries are not 0.0, as a scalar tensor on the weights' device; of a sharded parameter, locally.
 
     The largest temporary is one mask. The caller decides when to read the result, which waits for the device.
 
     >>> int(count_revived(torch.tensor([1.0, -0.0, float("nan"), 2.0]), torch.tensor([False, True, True, True])))
     2
     """
-    return weights.detach().ne(0).logical_and_(dead.to(weights.device)).count_nonzero()
+    here = local(weights)
+    return here.ne(0).logical_and_(dead.to(here.device)).count_nonzero()
 
 
 def held(pruned: Iterable[tuple[nn.Parameter, Tensor]]) -> list[Held]:
     """Prepare masks, given as (parameter, dead) pairs, to be applied after every step."""
     pairs = list(pruned)
     small = sum(dead.numel() for _, dead in pairs) <= WIDENED
-    return [Held(parameter, dead, _widened(parameter, dead) if small else None) for parameter, dead in pairs]
+    return [Held(parameter, dead, _widened(local(parameter), dead) if small else None) for parameter, dead in pairs]
 
 
 def _widened(weights: Tensor, dead: Tensor) -> Tensor | None:

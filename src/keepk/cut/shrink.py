@@ -155,7 +155,7 @@ def prepare(
     refuse_bad_followers(followers, model, "shrink")
     with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode could not be trained
         inner = unwrap(model)
-        _refuse_other_model(inner, graph, {name: tensor for name, tensor, _ in named_tensors(inner)})
+        refuse_other_model(inner, graph, {name: tensor for name, tensor, _ in named_tensors(inner)})
         edits = graph.edits(_numbers(units))
         if not len(edits.units):
             return Prepared(model, edits, (), ())
@@ -175,7 +175,7 @@ def _prepared(
 ) -> Prepared:
     inner = unwrap(model)
     named = {name: tensor for name, tensor, _ in named_tensors(inner)}
-    _refuse_optimizers(optimizers, named, edits)
+    refuse_optimizers(optimizers, named, edits)
     following = [tensors_of(follower) for follower in followers]
     names = _all_names(inner)
     for place, (follower, tensors) in enumerate(zip(followers, following, strict=True)):
@@ -188,7 +188,7 @@ def _prepared(
     return Prepared(model, edits, [*changes, _new_graph(graph, edits)], [named[cut.tensor] for cut in edits.cuts])
 
 
-def _refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], edits: Edits) -> None:
+def refuse_optimizers(optimizers: Sequence[Any], named: Mapping[str, Tensor], edits: Edits) -> None:
     """Refuse an optimizer whose state cannot be cut with the parameters."""
     for optimizer in optimizers:
         refuse_stranger(optimizer, [p for p in named.values() if isinstance(p, nn.Parameter)])
@@ -246,7 +246,8 @@ def _all_names(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tensor]) -> None:
+def refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose tensors are not those of the graph, by name and shape."""
     for name in graph.wiring.shapes:
         expected = graph.shape(name)
         if name not in named or tuple(named[name].shape) != expected:

@@ -90,7 +90,7 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Describe a model and its record of cuts.
+    """Describe a model and its record of cuts. Its tensors may be on the meta device; only their sizes are read.
 
     Raises:
         FileError: The model and its record do not agree, or a tensor cannot be stored.
@@ -224,7 +224,7 @@ def _entries(model: nn.Module, cut: Mapping[str, Any]) -> Iterator[tuple[str, En
     modules = model.named_modules()
     passing = {f"{path}.{name}".removeprefix(".") for path, it in modules for name in it._non_persistent_buffers_set}
     for name, tensor, _ in named_tensors(model):
-        if reason := unpackable(tensor):
+        if reason := unpackable(tensor, with_values=False):
             raise FileError(f"tensor {name!r} is {reason}")
         yield name, _entry(name, tensor, cut.get(name), persistent=name not in passing)
 

@@ -93,10 +93,19 @@ def _commit(
         assert values is not None  # `named` has the right layout
         drafts.append(values)
         os.replace(drafts[0], values)  # noqa: PTH105
-        version = version_of(document)
-        text = text_of({"about": about(version), **SAVED_MODEL.head(version), "values": named, **document})
-        before = replace_index(drafts[1], folder / INDEX, text, lambda: _named_in_index(folder))
+        before = replace_index(drafts[1], folder / INDEX, index_text(named, document), lambda: _named_in_index(folder))
     return values, before
+
+
+def index_text(named: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """The text of ``arch.json``.
+
+    Args:
+        named: The values: the name of their ``file``, its ``size`` and ``sha256``.
+        document: The description of the model.
+    """
+    version = version_of(document)
+    return text_of({"about": about(version), **SAVED_MODEL.head(version), "values": named, **document})
 
 
 def _settle(folder: Path, values: Path, before: Path | None, *, locked: bool) -> None:

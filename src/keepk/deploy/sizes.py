@@ -193,7 +193,9 @@ def _disagreeing(
     path: str, module: nn.Module, now: Mapping[str, int], names: Mapping[int, str], saved: Description
 ) -> Iterator[str]:
     """Yield an objection for each tensor of a torch layer that would no longer fit the layer's other tensors."""
-    entries = {name: saved.tensors[names[id(it)]] for name, it in _own_tensors(module)}
+    own = ((name, names[id(it)]) for name, it in _own_tensors(module))
+    # Buffers outside the state_dict may be missing.
+    entries = {name: saved.tensors[stored] for name, stored in own if stored in saved.tensors}
     if not any(entry.kept for entry in entries.values()):
         return
     for kind, relations in RELATIONS.items():

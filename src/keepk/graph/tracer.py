@@ -69,11 +69,9 @@ from keepk.graph.values import (
     WatchedValues,
     add_read,
     is_read_by_torch,
-    keep_values,
     may_fail,
 )
 from keepk.model.copies import plain_tensors
-from keepk.model.example import value_of
 from keepk.model.names import named_tensors
 from keepk.model.torch_internals import (
     BatchNormBase,
@@ -83,6 +81,7 @@ from keepk.model.torch_internals import (
     TorchDispatchMode,
     disable_current_modes,
 )
+from keepk.model.values import keep_values, value_of
 
 # Frames of these files are skipped when looking for the line of the user's program.
 FOREIGN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}", functools.__file__)

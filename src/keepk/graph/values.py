@@ -3,7 +3,7 @@
 A trace runs on the meta device, where tensors have shapes and no values. Values still matter in three ways:
 
 * Tensors that depend on the example alone (token ids, positions, masks) carry their values beside the meta tensor
-  (`keep_values`), so that ``if mask.all()`` can be answered without the model's weights.
+  (`keepk.model.values`), so that ``if mask.all()`` can be answered without the model's weights.
 * Each value that Python reads from a tensor is recorded as a `ValueRead`. A cut copy gets the same answers, so that it
   takes the same path.
 * For each truth value that Python reads, forward runs again with the opposite answer (`Outcomes`), so that both
@@ -41,10 +41,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from keepk.graph.ids.atoms import Label, copy_label, is_from_trace, label_of, set_origin, tensors_in
+from keepk.graph.ids.atoms import Label, copy_label, is_from_trace, label_of, set_origin
 from keepk.graph.ids.facts import Bound, Facts, Reason
 from keepk.graph.ids.maps import fibres
-from keepk.model.example import _VALUE, LARGEST, keep_value_beside, value_of
 from keepk.model.torch_internals import (
     DisableTorchFunction,
     disable_current_modes,
@@ -52,6 +51,7 @@ from keepk.model.torch_internals import (
     tree_map,
     will_engine_execute,
 )
+from keepk.model.values import keep_value_beside, tensors_in
 
 CREATED = "torch.tensor"  # the name of the step that makes a tensor from Python numbers
 TORCH = f"{Path(torch.__file__).parent}{os.sep}"
@@ -532,36 +532,6 @@ def add_read(facts: Facts, tensors: Sequence[Tensor], reason: Callable[[str], Re
 def _has_atoms_of(label: Label, other: Label) -> bool:
     pairs = zip(label.maps, other.maps, strict=False)
     return len(label.maps) == len(other.maps) and all(np.array_equal(one, two) for one, two in pairs)
-
-
-def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-    """Repeat an operation on the values attached to its inputs, and attach the results to its outputs.
-
-    Does nothing unless all inputs have values. The outputs of an operation without inputs (``torch.arange``) have
-    values; those of `empty` do not.
-    """
-    made = list(tensors_in(result))
-    if not made or not all(tensor.is_meta and tensor.numel() <= LARGEST for tensor in made):
-        return
-    given = list(tensors_in([list(args), dict(kwargs)]))
-    known = all(not tensor.is_meta or hasattr(tensor, _VALUE) for tensor in given)
-    if not known or (not given and "device" not in kwargs) or "empty" in operation._schema.name:
-        for tensor in made:  # an in-place operation on unknown values leaves the attached ones out of date
-            if hasattr(tensor, _VALUE):
-                delattr(tensor, _VALUE)
-        return
-
-    def real(entry: Any) -> Any:
-        if isinstance(entry, Tensor):
-            return value_of(entry)
-        return torch.device("cpu") if isinstance(entry, torch.device) else entry
-
-    try:
-        values = operation(*tree_map(real, list(args)), **tree_map(real, dict(kwargs)))
-    except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
-        return  # such as two devices in one operation: the values stay unknown
-    for tensor, value in zip(made, tensors_in(values), strict=True):
-        keep_value_beside(tensor, value)
 
 
 def fails_with_values_too(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from keepk.deploy.load import load
 from keepk.deploy.save import refuse_untrue, save
 from keepk.errors import FileError
 from keepk.model.example import Example
-from keepk.plan.names import shown
+from keepk.plan.names import shortened, shown
 from keepk.run.checks import live_pruner
 from keepk.storage.files import place
 
@@ -228,15 +228,28 @@ def described_by_config(model: Any) -> tuple[list[_Candidate], str]:
     choices: list[list[tuple[Setting, int] | None]] = [
         [None, *((setting, value) for value in values)] for setting, values in moves.items()
     ]
-    found = list[_Candidate]()
+    found, reason = list[_Candidate](), f"no config of {cls.__name__} describes the remaining widths"
     for number, chosen in enumerate(product(*choices)):
         if number >= MOST_BUILDS:
             break
         changes = dict(it for it in chosen if it is not None)
         # Numbers are pinned only where they have to be.
         candidates = (_Candidate(base.base, it) for it in (changes, {**pinned.changes, **changes}))
-        found += [it for it in candidates if _describes(it, model, target)][:1]
-    return found, "" if found else f"no config of {cls.__name__} describes the remaining widths"
+        describing = [it for it in candidates if _describes(it, model, target)][:1]
+        if refused := [said for it in describing if (said := _refusal(it.config()))]:
+            reason = f"{type(model.config).__name__} refuses the remaining widths: {refused[0]}"
+        else:
+            found += describing
+    return found, "" if found else reason
+
+
+def _refusal(config: Any) -> str:
+    """Why transformers would neither save nor load a config, which some classes check; empty if it would."""
+    try:
+        getattr(config, "validate", bool)()
+    except Exception as error:  # of the class's own checks
+        return shortened(str(error))
+    return ""
 
 
 def dense_config(model: Any) -> Any:
@@ -407,20 +420,26 @@ def evaluated(model: nn.Module) -> Iterator[None]:
 def _example(model: Any, given: Any) -> Example:
     if given is not None:
         return Example.of(given)
-    config, generator = model.config, torch.Generator().manual_seed(0)
-    name = getattr(model, "main_input_name", "")
-    if name == "input_ids" and not getattr(config, "is_encoder_decoder", False):
-        ids = torch.randint(0, config.get_text_config().vocab_size, (2, 8), generator=generator)
-        return Example.of({name: ids.to(model.device)})
-    size = getattr(config, "image_size", None)
-    if name == "pixel_values" and size is not None:
-        sides = [size, size] if isinstance(size, int) else [*size]
-        pixels = torch.randn(2, config.num_channels, *sides, generator=generator)
-        return Example.of({name: pixels.to(model.device, model.dtype)})
+    found = random_inputs(model)
+    if found is not None:
+        return Example.of({name: value.to(model.device) for name, value in found.items()})
     raise FileError(
         f"save_pretrained: the outputs of {type(model).__name__} have to be compared, and its inputs are not known. "
         f"Pass one: keepk.save_pretrained(model, folder, example={{...}})."
     )
+
+
+def random_inputs(model: Any) -> dict[str, Tensor] | None:
+    """Random token ids or images on the CPU, as a model of transformers takes them; None if it takes something else."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    name = getattr(model, "main_input_name", "")
+    if name == "input_ids" and not getattr(config, "is_encoder_decoder", False):
+        return {name: torch.randint(0, config.get_text_config().vocab_size, (2, 8), generator=generator)}
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and size is not None:
+        sides = [size, size] if isinstance(size, int) else [*size]
+        return {name: torch.randn(2, config.num_channels, *sides, generator=generator).to(model.dtype)}
+    return None
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -14,18 +14,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from keepk.cut.record import was_cut
-from keepk.errors import CheckpointError, KeepkError, PlanError
+from keepk.errors import CheckpointError, FileError, KeepkError, PlanError
 from keepk.integrations.runs import CallbackRun, Every, has_state, read_state, write_state
-from keepk.plan.names import shown
+from keepk.plan.names import shortened, shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
 from keepk.run.warnings import warn
 
 try:
+    import transformers
     from transformers import AutoConfig, GenerationConfig, TrainerCallback
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
@@ -285,3 +289,42 @@ def dense_model(cls: Any, folder: Any, options: dict[str, Any]) -> nn.Module:
     if (Path(folder) / CAN_GENERATE).is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def empty_model(folder: Path) -> nn.Module:
+    """The model that the config in a folder names, on the meta device and in eval mode.
+
+    Raises:
+        FileError: The config cannot be read, or names a class that transformers does not have.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        names = config.architectures or []
+        cls = getattr(transformers, names[0], None) if len(names) == 1 else None
+        if cls is None or getattr(config, "auto_map", None):
+            raise ValueError(f"its architectures are {names}, and one class of transformers is needed")
+        with torch.device("meta"):
+            model: nn.Module = cls._from_config(config).eval()
+    except Exception as error:  # a config may hold anything, and a class may raise anything on it
+        said = f"{type(error).__name__}: {shortened(str(error))}"
+        raise FileError(
+            f"{folder}: transformers {transformers.__version__} cannot build the model of config.json ({said}). Pass a "
+            f"function that builds it: model=make_model."
+        ) from error
+    return model
+
+
+def names_in_model(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """By name of a tensor in a checkpoint, its name in the model; those that are merged from several are left out.
+
+    Some classes were renamed inside since their checkpoints were written, and ``from_pretrained`` renames the tensors.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [it for it in transforms if isinstance(it, WeightRenaming)]
+    converters = [it for it in transforms if isinstance(it, WeightConverter)]
+    found, own = dict[str, str](), model.state_dict()
+    for name in sorted(names, key=dot_natural_key):  # the order in which transformers renames them
+        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if converted is None:
+            found[name] = renamed
+    return found

@@ -89,16 +89,11 @@ class Norm:
                 f"metric {self.kind}: layer {layer.name!r} has no weights on the {side} side. "
                 f"Choose the other side with metrics.norm({self.kind!r}, of=...), or another metric."
             )
-        weights = _weights(slices)
-        if self.kind == "l1_l2":
-            return (self._sized(weights, 1) + self._sized(weights, 2)) / 2
-        return self._sized(weights, 1 if self.kind == "l1" else 2)
-
-    def _sized(self, weights: Sequence[Tensor], order: int) -> Tensor:
-        if not self.per_weight:
-            return _norm(weights, order)
-        count = sum(it[0].numel() for it in weights)  # the same number for all channels of a layer
-        return _double(_norm(weights, order)) / float(count ** (1 / order))  # float64, so rounding makes no ties
+        orders = {"l1": (1,), "l2": (2,), "l1_l2": (1, 2)}[self.kind]
+        norms, count = _norms(slices, orders)
+        if self.per_weight:  # in float64, so that rounding makes no ties
+            norms = [_double(it) / float(count ** (1 / order)) for it, order in zip(norms, orders, strict=True)]
+        return norms[0] if len(norms) == 1 else (norms[0] + norms[1]) / 2
 
 
 @makes_metrics('keepk.metrics.norm("l2")')
@@ -158,7 +153,7 @@ def bn_scale(layer: Layer) -> Tensor:
             f"metric bn_scale: layer {layer.name!r} has no BatchNorm with a scale. "
             f"Leave the layer out, or rank by product or l2."
         )
-    sizes = [size.abs() for size in _weights(scales)]
+    sizes = [_widened(it.tensor).abs() for it in scales]
     return torch.stack(_together([size if size.ndim == 1 else size.flatten(1).mean(1) for size in sizes])).mean(0)
 
 
@@ -177,7 +172,7 @@ def product(layer: Layer) -> Tensor:
     Raises:
         RankError: The channels have no weights on either side.
     """
-    sides = _together([_norm(_weights(side), 2) for side in (layer.producer, layer.reader) if side])
+    sides = _together([_norms(side, (2,))[0][0] for side in (layer.producer, layer.reader) if side])
     if not sides:
         raise RankError(f"metric product: layer {layer.name!r} has no weights to rank by. Pass another metric.")
     return sides[0] * sides[1] if len(sides) == 2 else sides[0]
@@ -332,19 +327,28 @@ def _asked_at_once(metric: Any, layers: Sequence[Layer]) -> list[Any]:
     return found
 
 
-def _weights(slices: Sequence[Slices]) -> list[Tensor]:
-    """The weights, channels first, in a dtype in which sums of squares neither overflow nor lose precision."""
-    found = (it.tensor for it in slices)
-    return [weights if weights.dtype == torch.float64 else weights.float() for weights in found]
+def _widened(weights: Tensor) -> Tensor:
+    """The weights in a dtype in which sums of squares neither overflow nor lose precision."""
+    return weights if weights.dtype == torch.float64 else weights.float()
 
 
-def _norm(weights: Sequence[Tensor], order: int) -> Tensor:
-    """The norm of all of a channel's entries in these weights."""
-    parts = []
-    for it in weights:
-        others = tuple(range(1, it.ndim))
-        parts.append(torch.linalg.vector_norm(it, order, dim=others) if others else it.abs())
-    return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(_together(parts)), order, dim=0)
+def _norms(slices: Sequence[Slices], orders: Sequence[int]) -> tuple[list[Tensor], int]:
+    """For each order, the norm of all of a channel's entries in these slices; and the number of these entries.
+
+    The tensors are taken one at a time, because those of a `keepk.model.values` model are read from a file.
+    """
+    parts, count = [list[Tensor]() for _ in orders], 0
+    for it in slices:
+        weights = _widened(it.tensor)
+        others = tuple(range(1, weights.ndim))
+        count += weights[0].numel()  # the same number for all channels of a layer
+        for order, found in zip(orders, parts, strict=True):
+            found.append(torch.linalg.vector_norm(weights, order, dim=others) if others else weights.abs())
+    norms = [
+        found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(_together(found)), order, dim=0)
+        for order, found in zip(orders, parts, strict=True)
+    ]
+    return norms, count
 
 
 def _together(parts: Sequence[Tensor]) -> list[Tensor]:

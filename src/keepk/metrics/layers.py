@@ -31,6 +31,8 @@ from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.model.edits import Indices
 from keepk.model.names import changed_model, lengths_of, weight_grad_of, weight_of
+from keepk.model.sharded import gathered
+from keepk.model.values import values_of
 from keepk.plan.names import shortened, shown
 
 At = Literal["output", "input"]
@@ -156,6 +158,11 @@ def refuse_uncalled(metric: Callable[..., Any] | None, space: str) -> None:
         )
 
 
+def _whole_values(parameter: Tensor) -> Tensor:
+    """The values of a whole parameter, which may be in a file or sharded over processes."""
+    return gathered(values_of(parameter))
+
+
 @dataclass(frozen=True)
 class Slices:
     """The part of one parameter that belongs to the channels of a layer.
@@ -181,8 +188,10 @@ class Slices:
     @property
     def tensor(self) -> Tensor:
         """The weights, of shape [channels, ...]: entry i has all weights of channel i in this parameter."""
-        weights = self._parameter.detach()
-        return self._places.take(weights if self._length is None else weight_of(weights, self._length.detach()))
+        weights = _whole_values(self._parameter)
+        if self._length is not None:
+            weights = weight_of(weights, _whole_values(self._length))
+        return self._places.take(weights)
 
     @property
     def grad(self) -> Tensor | None:
@@ -194,7 +203,7 @@ class Slices:
     def whole_grad(self) -> Tensor | None:
         """The gradient of the whole parameter, including entries of other channels, or None."""
         grad = self._parameter.grad if self._length is None else weight_grad_of(self._parameter, self._length)
-        return None if grad is None else grad.detach()
+        return None if grad is None else gathered(grad)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The entries of the channels in a tensor of the parameter's shape, channels first like `tensor`."""

@@ -26,10 +26,11 @@ from torch.overrides import TorchFunctionMode
 import keepk.version
 from keepk.errors import TraceError
 from keepk.model.edits import Cut, Edits, cut_tensor, write_attribute
-from keepk.model.example import Example, keep_buffers_beside
+from keepk.model.example import Example
 from keepk.model.layers import SELECTED, HeadwiseAttention, selecting
 from keepk.model.names import named_tensors
 from keepk.model.torch_internals import get_mkldnn_enabled, set_mkldnn_enabled, tree_leaves
+from keepk.model.values import keep_buffers_beside
 
 META = torch.device("meta")
 _GLOBALS = (functools._lru_cache_wrapper, dict)  # places where a program keeps tensors from one pass to the next

@@ -22,6 +22,7 @@ from keepk.model.copies import META, Workshop
 from keepk.model.edits import Edits
 from keepk.model.example import Example
 from keepk.model.torch_internals import tree_leaves, tree_map
+from keepk.model.values import WithValues
 
 Shape: TypeAlias = tuple[int, ...]
 # The FLOPs of an operation from the shapes of its tensor inputs and of its first output, and its other arguments.
@@ -206,7 +207,8 @@ def module_flops(workshop: Workshop, edits: Edits | None = None) -> dict[str, in
     twin = workshop.copy(edits)
     counter = FlopCounterMode(display=False)
     own: dict[str, int] = defaultdict(int)
-    with workshop.running() as example, _metering(twin, counter, own), counter:
+    values = WithValues()  # type: ignore[no-untyped-call]  # torch's own
+    with workshop.running() as example, _metering(twin, counter, own), values, counter:
         twin(*example.arguments, **example.by_name)
     return own
 

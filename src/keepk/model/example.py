@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from keepk.errors import KeepkError, TraceError
 from keepk.model.torch_internals import tree_map
+from keepk.model.values import LARGEST, keep_value_beside
 
 
 @dataclass(frozen=True)
@@ -50,31 +51,6 @@ class Example:
             return copied
 
         return Example(tree_map(moved, self.arguments), tree_map(moved, self.by_name))
-
-
-LARGEST = 1 << 20  # elements up to which a meta tensor carries its values; bounds memory and time of a trace
-LARGEST_BUFFER = 1 << 16  # the same for buffers, which are copied for every pass
-_VALUE = "_keepk_value"  # an attribute of tensors of traced copies; the user's tensors never get it
-
-
-def keep_value_beside(tensor: Tensor, value: Tensor) -> None:
-    """Attach values to a meta tensor, unless there are more than `LARGEST`."""
-    if tensor.is_meta and not value.is_meta and value.numel() <= LARGEST:
-        setattr(tensor, _VALUE, value)
-
-
-def keep_buffers_beside(copied: nn.Module, model: nn.Module) -> None:
-    """Attach the model's values to the integer and boolean buffers of a copy: counters, masks, position tables."""
-    own = dict(model.named_buffers())
-    for name, buffer in copied.named_buffers():
-        value = own.get(name)
-        if value is not None and not value.is_floating_point() and value.numel() <= LARGEST_BUFFER:
-            keep_value_beside(buffer, value.detach().clone())
-
-
-def value_of(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor, or those attached to a meta tensor; None if they are unknown."""
-    return getattr(tensor, _VALUE, None) if tensor.is_meta else tensor
 
 
 # Modules that replace float modules in quantisation, or are inserted beside them. Stubs and fused float modules are not

@@ -4,6 +4,9 @@ torch changes names with a leading underscore, and modules such as ``torch.utils
 torch that lacks one of them fails here, with that name, not in the middle of a run. keepk is tested with torch 2.13.
 """
 
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
 import torch
 
 try:
@@ -29,6 +32,64 @@ except (ImportError, AttributeError) as missing:
         f"Install a version that keepk is tested with: pip install torch==2.13.0"
     ) from missing
 
+# The hooks that FSDP2 leaves on a module, and the sets of flags beside them.
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def take_off_fsdp(module: torch.nn.Module) -> Callable[[], None]:
+    """Make a module that FSDP2 wraps an ordinary one, in place; its parameters stay as they are.
+
+    torch has no public way back from `fully_shard`. Its traces on a module are a class, hooks, entries in two dicts of
+    the module, and one in a global dict; the hooks of its submodules are those that are defined in its package.
+
+    Returns:
+        A function that puts everything back.
+    """
+    # Imported late, because they import DTensor, which takes a second. There is a DTensor if this is called.
+    try:
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY  # noqa: PLC0415
+        from torch.distributed._composable_state import _module_state_mapping as states  # noqa: PLC0415
+        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+    except ImportError as missing:
+        raise ImportError(
+            f"keepk uses internals of torch's FSDP2, and torch {torch.__version__} lacks one of them: {missing}. "
+            f"Install a version that keepk is tested with: pip install torch==2.13.0"
+        ) from missing
+    kind, entries, of_hooks = module.__class__, dict[str, Any](), dict[str, Any]()
+    state = states.get(module)
+    for name in HOOKS:
+        hooks: MutableMapping[int, Any] = getattr(module, name)
+        of_hooks[name] = dict(hooks)
+        for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+            del hooks[key]
+    if isinstance(module, FSDPModule):
+        module.__class__ = kind.__bases__[1]  # it was made as (FSDPModule, the original class)
+        for key in (STATE_KEY, REGISTRY_KEY):
+            entries[key] = module.__dict__.pop(key)
+        states.pop(module, None)
+
+    def put_back() -> None:
+        module.__class__ = kind
+        module.__dict__.update(entries)
+        if state is not None:
+            states[module] = state
+        for name, hooks in of_hooks.items():
+            getattr(module, name).clear()
+            getattr(module, name).update(hooks)
+
+    return put_back
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "hook", hook), "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
 __all__ = [
     "BatchNormBase",
     "DisableTorchFunction",
@@ -44,6 +105,7 @@ __all__ = [
     "get_mkldnn_enabled",
     "make_subclass",
     "set_mkldnn_enabled",
+    "take_off_fsdp",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -15,8 +15,9 @@ tensor([ True, False,  True, False, False])
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from keepk.errors import RankError
 from keepk.rank.kth_largest import Ranked, Reader, Sizes, kth_largest, memory_order, one_thread, pieces, round_down
 
-__all__ = ["CutPoint", "Ranked", "cut_points", "dead_mask"]
+__all__ = ["CutPoint", "Ranked", "checked", "cut_points", "dead_mask", "with_floors"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -69,27 +70,58 @@ def cut_points(tensors: Sequence[Ranked], k: int, *, sizes: Sizes | None = None)
     >>> cut_points([fc1, fc2], 2)
     [CutPoint(value=2.0, ties=1, kept=2), CutPoint(value=2.0, ties=0, kept=0)]
     """
-    sizes = sizes or Sizes()
-    tensors = [_checked(tensor, sizes) for tensor in tensors]
+    tensors = [checked(tensor, sizes or Sizes()) for tensor in tensors]
     alive = [_alive(tensor) for tensor in tensors]
     floors = [min(tensor.floor, count) for tensor, count in zip(tensors, alive, strict=True)]
+
+    def shared(places: Sequence[int], budget: int) -> list[CutPoint]:
+        return _shared_cut([tensors[i] for i in places], [alive[i] for i in places], budget, sizes or Sizes())
+
+    return with_floors(k, alive, floors, shared)
+
+
+class Kept(Protocol):
+    """The cut of one tensor, which says how many of its entries are kept."""
+
+    @property
+    def kept(self) -> int:
+        """How many entries are kept."""
+
+
+AnyCut = TypeVar("AnyCut", bound=Kept)
+
+
+def with_floors(
+    k: int, alive: Sequence[int], floors: Sequence[int], shared: Callable[[Sequence[int], int], list[AnyCut]]
+) -> list[AnyCut]:
+    """Cuts that keep k entries in total, and in each tensor at least its floor.
+
+    Args:
+        k: How many entries are kept in total.
+        alive: For each tensor, how many entries are not pruned.
+        floors: For each tensor, how many are kept at least.
+        shared: Makes one cut through the tensors at these places that keeps so many entries, without floors.
+
+    Raises:
+        RankError: If k is out of range.
+    """
     if not sum(floors) <= k <= sum(alive):
         _refuse_count(k, floors, alive)
-    cuts: dict[int, CutPoint] = {}
-    free = list(range(len(tensors)))
+    cuts: dict[int, AnyCut] = {}
+    free = list(range(len(alive)))
     while free:
         budget = k - sum(cut.kept for cut in cuts.values())
-        shared = _shared_cut([tensors[i] for i in free], [alive[i] for i in free], budget, sizes)
-        short = [i for i, cut in zip(free, shared, strict=True) if cut.kept < floors[i]]
+        found = shared(free, budget)
+        short = [i for i, cut in zip(free, found, strict=True) if cut.kept < floors[i]]
         if not short:
-            cuts.update(zip(free, shared, strict=True))
+            cuts.update(zip(free, found, strict=True))
             break
         # A tensor below its floor gets exactly its floor, and the others share the rest. A smaller budget only raises
         # their shared cut, so a tensor that is short now would stay short: this needs no backtracking.
         for i in short:
-            cuts.update({i: _shared_cut([tensors[i]], [alive[i]], floors[i], sizes)[0]})
+            cuts.update({i: shared([i], floors[i])[0]})
         free = [i for i in free if i not in cuts]
-    return [cuts[i] for i in range(len(tensors))]
+    return [cuts[i] for i in range(len(alive))]
 
 
 @one_thread()
@@ -152,7 +184,7 @@ def _alive(tensor: Ranked) -> int:
     return tensor.scores.numel() - dead
 
 
-def _checked(tensor: Ranked, sizes: Sizes) -> Ranked:
+def checked(tensor: Ranked, sizes: Sizes) -> Ranked:
     """The tensor without its gradient history; refused if it cannot be ranked."""
     name, scores, dead = tensor.name, tensor.scores.detach(), tensor.dead
     if scores.dtype not in DTYPES:

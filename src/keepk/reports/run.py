@@ -8,7 +8,6 @@ from keepk.model.costs import model_costs, per_what
 from keepk.plan.numbers import exact_number
 from keepk.reports.layers import NO_LAYERS, LayersReport, layers_report
 from keepk.reports.tables import Table, html_table, percent
-from keepk.run.counting import count_masked
 from keepk.run.pruner import Pruner
 
 if TYPE_CHECKING:
@@ -257,8 +256,9 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
     )
     budgets = tuple(BudgetReport(name, **it | {"spaces": tuple(it["spaces"])}) for name, it in pruner.budgets.items())
     # Counted on a copy without weights wherever the model allows it, so a report is cheap enough for every epoch.
-    parameters, masked = sum(it.numel() for it in pruner.model.parameters()), count_masked(pruner.masks, pruner.model)
-    costs = None if pruner.example is None else model_costs(pruner.model, pruner.example)
+    parameters, masked = sum(it.numel() for it in pruner.model.parameters()), pruner.counted_masked()
+    plain = None if pruner.example is None else pruner.plain_model
+    costs = None if plain is None else model_costs(plain, pruner.example)
     macs, batch = (None, None) if costs is None else (costs.macs, costs.batch)
     layers = layers_report(pruner.model, pruner.counted_layers(), None if costs is None else costs.layers, batch)
     return RunReport(epoch, pruner.epochs, spaces, parameters, masked, macs, batch, error, budgets, layers)

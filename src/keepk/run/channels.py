@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from keepk.cut.masks import Masks
 from keepk.cut.record import Places
+from keepk.cut.sharded import PreparedShards, Wrap
 from keepk.cut.shrink import Prepared, prepare
 from keepk.errors import RankError, ShrinkError, StateError
 from keepk.graph.graph import Graph
@@ -26,6 +27,7 @@ from keepk.metrics.channels import bn_scale, channel_scores, collected_terms, pr
 from keepk.metrics.layers import Layer, Parameters, Use, layers_of
 from keepk.model.edits import Cut, Edits, Indices, Undo, doomed, left_of, silencing, undone_by
 from keepk.model.names import changed_model, lengths_of, named_parameters, refuse_other_parameters
+from keepk.model.sharded import Block
 from keepk.plan.budgets import WORDS
 from keepk.plan.names import shown
 from keepk.plan.phases import Plan
@@ -33,6 +35,7 @@ from keepk.plan.portions import Split
 from keepk.run.channel_members import ChannelMembers, unit_sizes
 from keepk.run.choosing import Chooser, Ranking, RunBudget, RunCosts, first_chains, ranked
 from keepk.run.counting import count_channels, masked_places
+from keepk.run.distributed import Exchange, Flagged
 from keepk.run.state import Saved
 from keepk.run.warnings import Watch
 
@@ -58,7 +61,7 @@ class Operation:
 
     edits: Edits
     cuts: Mapping[str, Cut]
-    prepared: Prepared | None
+    prepared: Prepared | PreparedShards | None
     parameters: Mapping[str, nn.Parameter] = field(repr=False)
     lengths: Mapping[nn.Parameter, nn.Parameter] = field(repr=False)
 
@@ -66,6 +69,11 @@ class Operation:
     def gone(self) -> Indices:
         """The removed units, including those outside of all spaces that nothing reads any more."""
         return self.edits.units
+
+    @property
+    def renewed(self) -> Mapping[int, nn.Parameter]:
+        """By id of a sharded parameter that is cut, the one that takes its place."""
+        return self.prepared.renewed if isinstance(self.prepared, PreparedShards) else {}
 
     @property
     def flags(self) -> Flags:
@@ -120,23 +128,37 @@ class Event:
     Attributes:
         epoch: The entry of the plan to carry out, from 0.
         wrapper: The DDP wrapper that the user passed to `Pruner.step`.
+        wrap: The function that shards the model, which the user passed to `Pruner.step`.
         operation: The removal or masking of channels.
         chains: By channel space, the splits that lead on to K; see `plan.portions`.
-        masks: The new masks of weights (True where pruned), in the current shapes.
+        masks: The new masks of weights (True where pruned), in the current shapes; for a sharded parameter, that of its
+            local part.
         due: By weight space that is pruned at this event, its new count.
+        left: By sharded parameter with a new mask, how many weights of the whole parameter are left.
+        blocks: By sharded parameter with a new mask, where its local part lies.
+        exchange: Sums over processes, for the sides that need them.
     """
 
     epoch: int
+    exchange: Exchange = field(repr=False, compare=False)
     wrapper: nn.Module | None = None
+    wrap: Wrap | None = None
     operation: Operation = NO_OPERATION
     chains: Mapping[str, tuple[Split, ...]] = field(default_factory=dict)
     masks: Masks = field(default_factory=dict)
     due: Mapping[str, int] = field(default_factory=dict)
+    left: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, Block] = field(default_factory=dict)
 
     @property
-    def flags(self) -> list[Tensor]:
-        """The decisions that all processes must agree on, as flags."""
-        return [*self.masks.values(), torch.from_numpy(self.operation.flags)]
+    def flags(self) -> Flagged:
+        """The decisions that processes must agree on."""
+        divided = {name: it for name, it in self.blocks.items() if not it.everywhere}
+        common = [mask for name, mask in self.masks.items() if name not in divided]
+        shards = [mask for name, mask in self.masks.items() if name in divided]
+        # The hash of a tuple of ints is the same in all processes.
+        place = hash(tuple(number for block in divided.values() for number in (*block.starts, *block.sizes)))
+        return Flagged([*common, torch.from_numpy(self.operation.flags)], shards, place)
 
     @property
     def cuts(self) -> bool:
@@ -147,6 +169,25 @@ class Event:
     def prunes(self) -> bool:
         """Whether any unit is pruned."""
         return bool(self.masks) or len(self.operation.gone) > 0
+
+
+class AnySurgery(Protocol):
+    """Prepares removals: `Surgery`, or `ShardedSurgery` for models that are sharded over processes."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether removals are tried on a copy first."""
+
+    def operation(
+        self,
+        dead: Flags,
+        going: Iterable[int],
+        *,
+        physical: bool,
+        wrapper: nn.Module | None = None,
+        wrap: Wrap | None = None,
+    ) -> Operation:
+        """Prepare a removal; see `Surgery.operation`."""
 
 
 class Surgery:
@@ -170,7 +211,15 @@ class Surgery:
         """Whether removals are tried on a copy first."""
         return self._replayed != "none"
 
-    def operation(self, dead: Flags, going: Iterable[int], *, physical: bool, wrapper: nn.Module | None) -> Operation:
+    def operation(
+        self,
+        dead: Flags,
+        going: Iterable[int],
+        *,
+        physical: bool,
+        wrapper: nn.Module | None = None,
+        wrap: Wrap | None = None,
+    ) -> Operation:
         """Prepare the removal of the units `going`, and of the units in `dead` that are still masked.
 
         Args:
@@ -178,7 +227,12 @@ class Surgery:
             going: The units to prune now.
             physical: Whether to remove channels from the tensors, or only to mask them.
             wrapper: The DDP wrapper of the model, which will be rebuilt after a physical removal.
+            wrap: A function that shards the model; refused here.
         """
+        if wrap is not None:
+            raise ShrinkError(
+                "step: wrap= is for models that are sharded over processes, and this one is not. Omit it."
+            )
         refuse_other_parameters(self._model, self._parameters, ShrinkError)
         # Units that are already masked are part of every operation, which either masks them again or removes them.
         masked = np.flatnonzero(dead & self._graph.alive)
@@ -236,7 +290,7 @@ class ChannelSide:
         graph: Graph,
         model: nn.Module,
         members: Mapping[str, ChannelMembers],
-        surgery: Surgery,
+        surgery: AnySurgery,
         watch: Watch,
         *,
         plan: Plan,
@@ -321,7 +375,7 @@ class ChannelSide:
         waiting = (self.dead & self.graph.alive).any()  # masked by an earlier event, and not removed yet
         if not len(going) and not (physical and waiting):
             return replace(event, chains=chains)
-        operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper)
+        operation = self._surgery.operation(self.dead, going, physical=physical, wrapper=event.wrapper, wrap=event.wrap)
         self._refuse_other_counts(going, operation.gone)
         if operation.prepared is not None:
             self._refuse_other_costs(chooser.dead, operation)
@@ -353,6 +407,8 @@ class ChannelSide:
         """Remove the channels of an event, or store their masks; returns the undo of the removal."""
         with undone_by(undo := event.operation.apply()):
             self.dead = self.dead.copy()  # a snapshot may still refer to the old flags
+            if event.operation.renewed:
+                self._parameters = Parameters.of(self._model)
             self.dead[event.operation.gone] = True
             self._chains = dict(event.chains)
             if len(event.operation.gone):
@@ -374,9 +430,11 @@ class ChannelSide:
     def snapshot(self) -> Undo:
         """A function that restores the current flags, masks and counts; the undo of a removal restores the graph."""
         present = self.dead, self.zeroed, self._chains, self.certified, self.reached, self._history
+        parameters = self._parameters
 
         def restore() -> None:
             self.dead, self.zeroed, self._chains, self.certified, self.reached, self._history = present
+            self._parameters = parameters
 
         return restore
 
@@ -449,13 +507,14 @@ class ChannelSide:
                 f"this model and cannot be restored. Build a fresh model, and load the state into a new Pruner."
             )
 
-    def resized(self, saved: Saved) -> Operation:
+    def resized(self, saved: Saved, wrap: Wrap | None) -> Operation:
         """The removal that cuts the model to its saved size. Channels that were only masked are left to `load`."""
         going = [unit for unit in saved.channels["removed"] if self.graph.alive[unit]]
-        return self._as_saved(np.zeros_like(self.dead), going, physical=True)
+        return self._as_saved(np.zeros_like(self.dead), going, physical=True, wrap=wrap)
 
     def load(self, saved: Saved) -> None:
         """Restore a state that `refuse_other_state` accepted; the model must already have its saved size."""
+        self._parameters = Parameters.of(self._model)
         self.dead = np.zeros(len(self.dead), bool)
         self.dead[np.asarray(saved.channels["gone"], np.int64)] = True
         chains = saved.channels["chains"]
@@ -480,9 +539,9 @@ class ChannelSide:
         """By space with ``round_to="auto"``, the numbers that were chosen. A saved state must have the same ones."""
         return {name: it.rounded for name, it in self.members.items() if it.rounded}
 
-    def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool) -> Operation:
+    def _as_saved(self, dead: Flags, going: Sequence[int], *, physical: bool, wrap: Wrap | None = None) -> Operation:
         try:
-            return self._surgery.operation(dead, going, physical=physical, wrapper=None)
+            return self._surgery.operation(dead, going, physical=physical, wrap=wrap)
         except ShrinkError as error:
             raise StateError(
                 f"pruner state: the saved channels cannot be removed from this model: {error} "

@@ -37,6 +37,8 @@ from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Parameters, layers_of, traits_of
 from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
 from keepk.model.names import lengths_of, named_parameters, named_tensors, unwrap
+from keepk.model.sharded import reshard
+from keepk.model.values import is_stored
 from keepk.plan.budgets import Budget
 from keepk.plan.names import shown
 from keepk.plan.numbers import count
@@ -57,6 +59,7 @@ from keepk.run.budgets import (
 from keepk.run.channel_members import ChannelMembers, NoChannelsError, find_channels, snapped_plans
 from keepk.run.channels import Replayed
 from keepk.run.choosing import RunBudget, RunCosts
+from keepk.run.sharded_channels import twin_of
 from keepk.run.undercut import find_bounds, late_goals, refuse_undercut
 from keepk.run.weights import Members, find_frozen, find_members
 
@@ -75,6 +78,8 @@ class RunSpec:
 
     Attributes:
         model: The model without wrappers.
+        twin: Of a sharded model with channel spaces, a copy that is not sharded and has no weights, which `graph` is
+            the trace of.
         example: The first example, for counting MACs; None without one.
         weights: The weight spaces by name, with their parameters.
         channels: The channel spaces by name, with their units of `graph`.
@@ -95,6 +100,7 @@ class RunSpec:
     """
 
     model: nn.Module
+    twin: nn.Module | None
     example: Any
     weights: Mapping[str, Members]
     channels: Mapping[str, ChannelMembers]
@@ -138,6 +144,7 @@ def run_spec(
     of_weights, of_channels = listed_spaces(spaces)
     asked = asked_budgets(of_channels, budget, phases)
     inner, first = unwrap(model), examples[0] if example is None and examples else example
+    reshard(inner)
 
     # Match names with the model, the optimizers and the followers.
     weights = find_members(model, of_weights)
@@ -151,12 +158,13 @@ def run_spec(
     inputs = None
     if of_channels and first is not None:
         inputs = TraceInputs.of(example, examples, training_example, train_mode, value_branches)
-    graph, channels = traced_channels(inner, inputs, of_channels)
+    twin = twin_of(inner, [*of_weights, *of_channels], followers, shrink)
+    graph, channels = traced_channels(inner, inputs, of_channels, twin)
     refuse_second(model)
     refuse_unfit_followers(followers, of_spaces, touched_tensors(inner, channels))
 
     # Make the plan of each space, then check the plans against each other.
-    planned = make_plan(FoundSpaces(inner, graph, weights, channels), first, asked, epochs, phases)
+    planned = make_plan(FoundSpaces(inner, graph, weights, channels), first, asked, epochs, phases, twin)
     if channels and shrink != "each":
         refuse_masked_directions(inner, weights)
     # Channels that stay masked until the end are replayed when they are masked: at the end, refusing is too late.
@@ -170,6 +178,7 @@ def run_spec(
     plan = {name: planned.plan[name] for name in [*order, *of_run] if name not in shared}
     return RunSpec(
         model=inner,
+        twin=twin,
         example=first,
         weights=weights,
         channels=channels,
@@ -205,11 +214,12 @@ def make_plan(
     asked: Sequence[AskedBudget],
     epochs: int | None,
     phases: Sequence[Phase] | None,
+    twin: nn.Module | None = None,
 ) -> RunPlan:
     """The plan of every space and budget; refuses plans that cannot be met or contradict each other."""
     model, graph, weights, channels = spaces.model, spaces.graph, spaces.weights, spaces.channels
     counted = {name: it for name, it in channels.items() if it.keep is not None}
-    costs = RunCosts(model, graph, example) if asked and graph is not None else None
+    costs = RunCosts(model if twin is None else twin, graph, example) if asked and graph is not None else None
     budgets, starts = run_budgets(asked, costs, phases)
     goals = {name: Goal(it.total, it.keep, it.space.schedule) for name, it in weights.items()}
     goals |= {name: Goal(it.total, it.keep, it.space.schedule) for name, it in counted.items() if it.keep is not None}
@@ -263,9 +273,12 @@ def listed_spaces(spaces: Space | Sequence[Space]) -> tuple[list[WeightSpace], l
 
 
 def traced_channels(
-    model: nn.Module, inputs: TraceInputs | None, spaces: Sequence[ChannelSpace]
+    model: nn.Module, inputs: TraceInputs | None, spaces: Sequence[ChannelSpace], twin: nn.Module | None = None
 ) -> tuple[Graph | None, dict[str, ChannelMembers]]:
-    """The graph of an unwrapped model and the channels of the spaces; does not trace if there are no spaces."""
+    """The graph of an unwrapped model and the channels of the spaces; does not trace if there are no spaces.
+
+    The graph of a sharded model is that of its twin.
+    """
     if not spaces:
         return None, {}
     if inputs is None:
@@ -273,7 +286,7 @@ def traced_channels(
             f"space {spaces[0].name!r}: channels are found by a trace, which needs an input. "
             f"Pass one with example=, such as one batch."
         )
-    graph = trace_inputs(model, inputs)
+    graph = trace_inputs(model if twin is None else twin, inputs)
     try:
         found = find_channels(graph, dict(model.named_modules(remove_duplicate=False)), spaces)
     except NoChannelsError as error:
@@ -287,7 +300,7 @@ def traced_channels(
     touched = touched_tensors(model, found)
     refuse_quantised(model, SpaceError, touched)
     for name, tensor in touched.items():
-        if tensor.is_meta:
+        if tensor.is_meta and not is_stored(tensor):
             raise SpaceError(
                 f"parameter {name!r} is on the meta device and has no values, so its channels cannot be ranked. "
                 f"Load the weights first; only keepk.trace and keepk.inspect work without them."

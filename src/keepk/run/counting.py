@@ -20,23 +20,33 @@ from keepk.graph.ids.facts import Role
 from keepk.graph.ids.maps import Flags
 from keepk.graph.units import Group
 from keepk.model.names import changed_model, lengths_of, named_parameters
+from keepk.model.sharded import local
 from keepk.plan.names import matches
 
 if TYPE_CHECKING:  # these modules import this one
     from keepk.run.channel_members import ChannelMembers
     from keepk.run.weights import Members
 
+NOTHING: Mapping[str, int] = {}
+
 
 def count_weights(
-    spaces: Mapping[str, "Members"], zeroed: Masks, kept: Mapping[str, int], model: nn.Module
+    spaces: Mapping[str, "Members"],
+    zeroed: Masks,
+    kept: Mapping[str, int],
+    model: nn.Module,
+    left: Mapping[str, int] = NOTHING,
 ) -> dict[str, int]:
     """By weight space: the number of weights that the masks keep, plus pruned ones that are not 0.0.
+
+    Of sharded parameters, only the shards of this process are searched for pruned weights that are not 0.0.
 
     Args:
         spaces: The spaces by name.
         zeroed: By parameter, a mask of the pruned entries.
         kept: By space, how many weights these masks keep.
         model: The model as it is now.
+        left: By sharded parameter with a mask, how many weights of the whole parameter it keeps.
     """
     now, objects = named_parameters(model), {id(parameter) for parameter in model.parameters()}
     found, revived = dict(kept), list[tuple[str, Tensor]]()
@@ -49,7 +59,7 @@ def count_weights(
             parameter = now.get(name, known if id(known) in objects else None)
             counted.add(id(parameter))
             if parameter is None or parameter.shape != known.shape:
-                found[space] -= known.numel() - (0 if dead is None else int(dead.count_nonzero()))
+                found[space] -= _left_in(name, known, zeroed, left)
                 found[space] += 0 if parameter is None else parameter.numel()  # no mask fits its new shape
             elif dead is not None:
                 revived.append((space, count_revived(parameter, dead)))
@@ -105,7 +115,7 @@ def channels_by_layer(
 
 
 def weights_by_parameter(
-    spaces: Mapping[str, "Members"], zeroed: Masks, model: nn.Module
+    spaces: Mapping[str, "Members"], zeroed: Masks, model: nn.Module, left: Mapping[str, int]
 ) -> Iterator[tuple[str, str, int]]:
     """For each parameter of each weight space: the space, its name, and the number that `count_weights` finds."""
     for space, it in spaces.items():
@@ -113,16 +123,24 @@ def weights_by_parameter(
         no_globs = replace(it.space, select=(), exclude=())
         for name, parameter in it.parameters.items():
             alone = {space: replace(it, space=no_globs, parameters={name: parameter})}
-            kept = parameter.numel() - (int(zeroed[name].count_nonzero()) if name in zeroed else 0)
-            yield space, name, count_weights(alone, zeroed, {space: kept}, model)[space]
+            kept = _left_in(name, parameter, zeroed, left)
+            yield space, name, count_weights(alone, zeroed, {space: kept}, model, left)[space]
 
 
-def count_masked(masks: Mapping[str, Tensor], model: nn.Module) -> int:
-    """How many entries of the model's parameters are masked and 0.0; `masks` are True where an entry is kept."""
+def count_masked(zeroed: Masks, model: nn.Module, left: Mapping[str, int]) -> int:
+    """How many entries of the model's parameters are masked and 0.0; the arguments are those of `count_weights`."""
     now = named_parameters(model)
-    fitting = [(now[name], ~mask) for name, mask in masks.items() if name in now and now[name].shape == mask.shape]
-    counts = [(dead.count_nonzero(), count_revived(parameter, dead)) for parameter, dead in fitting]
-    return sum(int(dead) - int(revived) for dead, revived in counts)
+    fitting = {name: it for name, it in zeroed.items() if name in now and local(now[name]).shape == it.shape}
+    revived = [count_revived(now[name], dead) for name, dead in fitting.items()]
+    masked = [now[name].numel() - _left_in(name, now[name], zeroed, left) for name in fitting]
+    return sum(masked) - sum(int(count) for count in revived)
+
+
+def _left_in(name: str, parameter: Tensor, zeroed: Masks, left: Mapping[str, int]) -> int:
+    """How many weights of a whole parameter its mask keeps."""
+    if name in left:
+        return left[name]
+    return parameter.numel() - (int(zeroed[name].count_nonzero()) if name in zeroed else 0)
 
 
 def masked_places(

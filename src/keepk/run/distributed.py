@@ -3,10 +3,15 @@
 Each process decides an event, and the decisions are compared before any of them is carried out. Afterwards the
 processes compare whether all of them succeeded. A process that fails sends its answer first and raises afterwards, so
 that the others learn its rank and stop too, instead of waiting for it.
+
+Decisions about tensors that are sharded over processes need sums over all of them (`Exchange.total`). Before each sum,
+every process sends the same kind of answer as at the end of a decision. So a process that has failed in the meantime,
+or is about to add up something else, is found here as well, and no process is left waiting in a sum.
 """
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,32 +25,115 @@ T = TypeVar("T")
 BLOCK = 1 << 20  # entries of a mask that are summed at a time, with 8 MB of random numbers
 
 
-def agreed(decide: Callable[[], T], masks: Callable[[T], Iterable[Tensor]], device: torch.device) -> T:
+class Flagged(NamedTuple):
+    """The decisions of a process as bool tensors, to be compared with those of other processes.
+
+    Attributes:
+        common: Those that are equal in all processes.
+        shards: Those about the shards that this process holds, equal in all processes that hold the same ones.
+        place: A number that is equal in processes that hold the same shards.
+    """
+
+    common: Sequence[Tensor]
+    shards: Sequence[Tensor] = ()
+    place: int = 0
+
+
+class Exchange:
+    """Sums over all processes that a decision needs.
+
+    Args:
+        device: The device on which numbers are exchanged: NCCL needs a GPU.
+        doing: The decision, for errors.
+        left: A sentence for errors that says in which state a failure leaves the run.
+        alone: Whether this process decides by itself, although there may be others.
+
+    Attributes:
+        device: The device.
+        over: Whether the decision has failed and all processes know it, so that none of them waits for an answer.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        doing: str = "decide the event",
+        left: str = "Nothing was pruned.",
+        *,
+        alone: bool = False,
+    ) -> None:
+        self.device, self.over, self._doing, self._left = device, False, doing, left
+        self._several = are_several() and not alone
+
+    def total(self, stage: str, compute: Callable[[], Tensor]) -> Tensor:
+        """The sum over all processes of the int64 vectors that they compute, on the CPU; or all of them raise.
+
+        Args:
+            stage: Which sum this is, in words that are equal in all processes.
+            compute: Computes the vector of this process. If it raises, all processes do.
+        """
+        found = list[Tensor]()
+        self.together(stage, lambda: found.append(compute().to(self.device)))
+        if self._several:
+            try:
+                dist.all_reduce(found[0])
+            except RuntimeError as error:  # a timeout, or the connection to a process that has ended
+                self.over = True
+                raise _unanswered(error) from error
+        return found[0].cpu()
+
+    def together(self, stage: str, act: Callable[[], object]) -> None:
+        """Do something without communication in all processes; if it fails in one of them, all raise."""
+        failure = None
+        try:
+            act()
+        except Exception as error:
+            failure = error
+        if not self._several:
+            if failure:
+                raise failure
+            return
+        digest = int.from_bytes(sha256(stage.encode()).digest()[:8], "big", signed=True)
+        try:
+            answers = _refuse_failed(_answers(Answer(digest), failure, self.device), self._doing, self._left)
+            if differing := [rank for rank, answer in enumerate(answers) if answer != answers[0]]:
+                raise DisagreementError(
+                    f"rank {_listed(differing)}: is not at the same point of the run as rank 0, or has other spaces. "
+                    f"{self._left} Make the same Pruner in all processes, and call the same methods in all."
+                )
+        except Exception:
+            self.over = True
+            raise
+
+
+def agreed(decide: Callable[[Exchange], T], flags: Callable[[T], Flagged], device: torch.device) -> T:
     """The decision of this process, if all processes decide the same; otherwise every process raises.
 
     Args:
         decide: Makes the decision, without changing anything. If it raises, the process still answers the others.
-        masks: Returns the bool tensors of a decision that have to be equal in all processes.
+        flags: Returns the decision in the form in which processes compare it.
         device: The device on which answers are exchanged: NCCL needs a GPU.
     """
+    exchange = Exchange(device)
     if not are_several():
-        return decide()
-    decision, failure, digest = None, None, None
+        return decide(exchange)
+    decision, failure, own = None, None, Answer()
     try:
-        decision = decide()
-        digest = fingerprint(masks(decision))
+        decision = decide(exchange)
+        found = flags(decision)
+        own = Answer(fingerprint(found.common), found.place, fingerprint(found.shards))
     except Exception as error:
+        if exchange.over:
+            raise
         failure = error
-    answers = _answers(digest, failure, device)
-    failed = [rank for rank, answer in enumerate(answers) if answer is None]
-    if failed:
-        raise DisagreementError(
-            f"rank {_listed(failed)}: failed to decide the event; see its own error. Nothing was pruned."
-        )
-    differing = [rank for rank, answer in enumerate(answers) if answer != answers[0]]
+    answers = _refuse_failed(_answers(own, failure, device))
+    differing, other = [rank for rank, it in enumerate(answers) if it.common != answers[0].common], 0
+    if not differing:  # then compare replicas of the same shards
+        first = {it.place: rank for rank, it in reversed([*enumerate(answers)])}
+        differing = [rank for rank, it in enumerate(answers) if it != answers[first[it.place]]]
+        other = first[answers[differing[0]].place] if differing else 0
     if differing:
         raise DisagreementError(
-            f"rank {_listed(differing)}: selected different units than rank 0. Nothing was pruned. "
+            f"rank {_listed(differing)}: selected different units than rank {other}. Nothing was pruned. "
             f"Start all processes from the same weights (DistributedDataParallel does), "
             f"and let the metric read averaged gradients only."
         )
@@ -68,7 +156,7 @@ def carried_out(act: Callable[[], Undo], device: torch.device) -> None:
     except Exception as error:
         failure = error
     try:
-        answers = _answers(None if failure else 0, failure, device)
+        answers = _answers(Answer(), failure, device)
         failed = [rank for rank, answer in enumerate(answers) if answer is None]
         if failed:
             raise DisagreementError(
@@ -92,7 +180,7 @@ def summed(own: Tensor, device: torch.device) -> Tensor:
         DisagreementError: The lengths differ.
     """
     # A reduction of vectors with different lengths would hang or crash, so the lengths are compared first.
-    lengths = _exchange(len(own), device)
+    lengths = _exchange(Answer(len(own)), device)
     differing = [rank for rank, length in enumerate(lengths) if length != lengths[0]]
     if differing:
         raise DisagreementError(
@@ -109,21 +197,41 @@ def are_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _answers(digest: int | None, failure: Exception | None, device: torch.device) -> list[int | None]:
+class Answer(NamedTuple):
+    """The answer of a process that has not failed: fingerprints of what it has decided; see `Flagged`."""
+
+    common: int = 0
+    place: int = 0
+    shards: int = 0
+
+
+def _answers(own: Answer, failure: Exception | None, device: torch.device) -> list[Answer | None]:
     """The answer of every process, None for one that failed. Raises `failure`, if any, after sending the answer."""
     try:
-        answers = _exchange(digest, device)
+        answers = _exchange(None if failure else own, device)
     except RuntimeError as error:  # a timeout, or the connection to a process that has ended
         if failure:
             raise failure from None
-        raise DisagreementError(
-            f"step: rank {dist.get_rank()} got no answer from the other processes ({shortened(str(error))}). "
-            f"All of them must call step() at the same point of the run. Probably one of them has ended, or is still "
-            f"in backward or in another epoch; see its output. Nothing was pruned."
-        ) from error
+        raise _unanswered(error) from error
     if failure:
         raise failure
     return answers
+
+
+def _refuse_failed(
+    answers: Sequence[Answer | None], doing: str = "decide the event", left: str = "Nothing was pruned."
+) -> list[Answer]:
+    if failed := [rank for rank, answer in enumerate(answers) if answer is None]:
+        raise DisagreementError(f"rank {_listed(failed)}: failed to {doing}; see its own error. {left}")
+    return [answer for answer in answers if answer is not None]
+
+
+def _unanswered(error: RuntimeError) -> DisagreementError:
+    return DisagreementError(
+        f"step: rank {dist.get_rank()} got no answer from the other processes ({shortened(str(error))}). "
+        f"All of them must call step() at the same point of the run. Probably one of them has ended, or is still "
+        f"in backward or in another epoch; see its output. Nothing was pruned."
+    )
 
 
 def fingerprint(masks: Iterable[Tensor]) -> int:
@@ -149,12 +257,12 @@ def _random_ints(seed: int, count: int, device: torch.device) -> Tensor:
     return torch.randint(-(1 << 40), 1 << 40, (count,), generator=generator).to(device)
 
 
-def _exchange(digest: int | None, device: torch.device) -> list[int | None]:
+def _exchange(answer: Answer | None, device: torch.device) -> list[Answer | None]:
     # A plain all_gather of integers, because all_gather_object unpickles the messages of other processes.
-    own = torch.tensor([digest is not None, digest or 0], dtype=torch.int64, device=device)
+    own = torch.tensor([answer is not None, *(answer or Answer())], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, own)
-    return [int(answer[1]) if answer[0] else None for answer in everyone]
+    return [Answer(*it[1:].tolist()) if it[0] else None for it in everyone]
 
 
 def _listed(ranks: list[int]) -> str:

@@ -27,7 +27,7 @@ Before the first event, `Pruner.__init__` checks its arguments with `run_spec` (
 from the result, a frozen `RunSpec`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -39,15 +39,18 @@ from torch.utils.hooks import RemovableHandle
 from keepk.cut.holders import TAKEN_BACK, Follower, disarm, refuse_other_wrapper, rewrapped
 from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
+from keepk.errors import ShrinkError
 from keepk.metrics.statistics import Statistics
 from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
+from keepk.model.names import unwrap
+from keepk.model.sharded import exchange_device, is_fsdp, is_sharded, plain_twin
 from keepk.plan.budgets import WORDS, checked_budget
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
 from keepk.run.channels import Event
 from keepk.run.checks import Shrink, register_live, run_spec
-from keepk.run.distributed import agreed, are_several, carried_out, summed
+from keepk.run.distributed import Exchange, agreed, are_several, carried_out, summed
 from keepk.run.session import Session
 
 if TYPE_CHECKING:
@@ -257,13 +260,17 @@ class Pruner:
         """By space: how many units are left now, counted in the model's tensors.
 
         A kept weight counts even if its value is 0.0, and so does a masked weight that is no longer 0.0. If the count
-        differs from the number that the last event kept, a `KeepkWarning` reports both; `apply_masks` repairs it.
+        differs from the number that the last event kept, a `KeepkWarning` reports both; `apply_masks` repairs it. Of
+        sharded parameters, each process looks for such weights in its own shards, so this does not communicate.
         """
         return self._counted("kept")
 
     @property
     def masks(self) -> dict[str, Tensor]:
-        """By parameter: a bool tensor of its shape, True where an entry is kept. A kept entry may be 0.0."""
+        """By parameter: a bool tensor of its shape, True where an entry is kept. A kept entry may be 0.0.
+
+        The masks of sharded parameters are sharded in the same way.
+        """
         self._session.follow_cuts()
         return self._session.masks
 
@@ -297,6 +304,10 @@ class Pruner:
         self._session.follow_cuts()
         return self._session.counted_layers()
 
+    def counted_masked(self) -> int:
+        """How many entries of the model's parameters are masked and 0.0."""
+        return self._session.counted_masked()
+
     @property
     def statistics(self) -> tuple[Statistics, ...]:
         """The statistics that the metrics of the spaces read, each once."""
@@ -313,6 +324,17 @@ class Pruner:
         return self._spec.model
 
     @property
+    def plain_model(self) -> nn.Module | None:
+        """The model; if FSDP2 shards it, a copy that is not sharded and has no weights.
+
+        None for a model that is sharded in another way, whose forward pass works only where it is sharded.
+        """
+        if not self._session.sharded:
+            return self._spec.model
+        sharded = [it for it in self._spec.model.parameters() if is_sharded(it)]
+        return plain_twin(self._spec.model) if all(is_fsdp(self._spec.model, it) for it in sharded) else None
+
+    @property
     def example(self) -> Any:
         """The example that was passed, or the first of several; None without one."""
         return self._spec.example
@@ -321,10 +343,12 @@ class Pruner:
     def step(self, wrapper: None = None) -> None: ...
 
     @overload
-    def step(self, wrapper: Wrapper) -> Wrapper: ...
+    def step(self, wrapper: Wrapper, *, wrap: Callable[[Wrapper], object] | None = None) -> Wrapper: ...
 
     @torch.no_grad()
-    def step(self, wrapper: Wrapper | None = None) -> Wrapper | None:
+    def step(
+        self, wrapper: Wrapper | None = None, *, wrap: Callable[[Wrapper], object] | None = None
+    ) -> Wrapper | None:
         """End an epoch: keep exactly as many units of each space as the plan says.
 
         All or nothing: anything that cannot be ranked or removed is refused before the first weight changes. In a
@@ -333,10 +357,14 @@ class Pruner:
 
         Args:
             wrapper: The `DistributedDataParallel` wrapper of the model, if it has one and channels are removed. The old
-                wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``.
+                wrapper cannot be used afterwards; continue with the returned one: ``ddp = pruner.step(ddp)``. If the
+                model is sharded by FSDP2, pass the model itself.
+            wrap: The function that shards the model in place, by calling ``fully_shard`` on its modules. Needed if
+                channels of a sharded model are removed: ``model = pruner.step(model, wrap=shard)``. Parameters that are
+                cut are then replaced by others, also in the optimizer.
 
         Returns:
-            A new wrapper if one was passed and the event removed channels; otherwise `wrapper` itself.
+            A new DDP wrapper if one was passed and the event removed channels; otherwise `wrapper` itself.
 
         Raises:
             RankError: Weights or scores are NaN or infinite, or the remaining channels have fewer weights than the plan
@@ -358,18 +386,18 @@ class Pruner:
         session = self._session
         if self.done:
             session.follow_cuts()
-            self._refuse_unusable(wrapper)
+            self._refuse_unusable(wrapper, wrap)
             session.zero_masked()
             return wrapper
         before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
-        device = next(self._spec.model.parameters()).device
+        device = exchange_device(self._spec.model.parameters())
         with ExitStack() as stack:
             # Every process gets here, whatever it decides below, so that none of them waits for a sum in vain.
             for statistics in session.statistics if are_several() else ():
                 stack.enter_context(statistics.summed(partial(summed, device=device)))
-            event = agreed(lambda: self._decide(wrapper, before, now), lambda it: it.flags, device)
+            event = agreed(lambda it: self._decide(it, wrapper, wrap, before, now), lambda it: it.flags, device)
         # DDP allocates gradient buckets for the shapes that it was built with, so it has to be rebuilt after a cut.
-        old: Any = wrapper if event.cuts else None
+        old: Any = wrapper if event.cuts and wrap is None else None
         try:
             # The undo needs a copy of the values that are zeroed. It runs only if another process fails after this one
             # has succeeded, so a single process skips the copy.
@@ -508,11 +536,12 @@ class Pruner:
         """
         return self._session.state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, wrap: Callable[[nn.Module], object] | None = None) -> None:
         """Resume from a state: cut a freshly built model to its saved size, and restore masks and epoch.
 
         Args:
             state: What `state_dict` returned.
+            wrap: The function that shards the model, as for `step`, if it is sharded and has lost channels.
 
         Raises:
             StateError: The state comes from a different model, plan or format version; nothing has changed.
@@ -529,7 +558,7 @@ class Pruner:
         (1, {'weight': 50})
         """
         # Two halves, because `load_checkpoint` has to load the model and the optimizer between them.
-        with undone_by(self._session.take_shape(state)):
+        with undone_by(self._session.take_shape(state, wrap)):
             self._session.take_masks(state)
 
     def close(self) -> None:
@@ -595,20 +624,28 @@ class Pruner:
         self._session.watch.updated(optimizer)
         self._session.zero_masked()
 
-    def _decide(self, wrapper: Any, before: Mapping[str, int], now: Mapping[str, int]) -> Event:
+    def _decide(
+        self, exchange: Exchange, wrapper: Any, wrap: Any, before: Mapping[str, int], now: Mapping[str, int]
+    ) -> Event:
         """Decide the event. Everything refusable is refused here, where `agreed` tells the other processes."""
         self._session.follow_cuts()
-        self._refuse_unusable(wrapper)
+        self._refuse_unusable(wrapper, wrap)
         # Without an optimizer there are no steps to count, and pruning without training is intended.
         if self._session.optimizers:
             self._session.watch.hasty(before, now, self.epochs)
-        return self._session.decide(wrapper)
+        return self._session.decide(None if wrap is not None else wrapper, wrap, exchange)
 
-    def _refuse_unusable(self, wrapper: Any) -> None:
+    def _refuse_unusable(self, wrapper: Any, wrap: Any) -> None:
         self._session.refuse_closed()
         self._session.refuse_revived()
         self._session.refuse_not_frozen()
-        if wrapper is not None:
+        if wrap is not None or (wrapper is self._spec.model and self._session.sharded):
+            if not isinstance(wrapper, nn.Module) or unwrap(wrapper) is not self._spec.model:
+                raise ShrinkError(
+                    f"step: got {type(wrapper).__name__}, which is not the Pruner's model. Pass the sharded model: "
+                    f"model = pruner.step(model, wrap=shard)."
+                )
+        elif wrapper is not None:
             refuse_other_wrapper(wrapper, self._spec.model)
 
     def _counted(self, asked_by: str) -> dict[str, int]:

@@ -24,16 +24,29 @@ from keepk.cut.record import (
     masked_places,
     record_of,
 )
+from keepk.cut.sharded import Wrap
 from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
 from keepk.metrics.channels import collected_terms
 from keepk.metrics.layers import Use
 from keepk.model.edits import Cut, Undo, left_of
 from keepk.model.names import changed_model, named_parameters
+from keepk.model.sharded import exchange_device, guarding, is_sharded, local, reshard
 from keepk.rank.kth_largest import one_thread
 from keepk.run.channel_members import module_of, modules_of
-from keepk.run.channels import NO_OPERATION, ChannelSide, Event, Operation, Surgery, by_plain_name, nothing
+from keepk.run.channels import (
+    NO_OPERATION,
+    AnySurgery,
+    ChannelSide,
+    Event,
+    Operation,
+    Surgery,
+    by_plain_name,
+    nothing,
+)
 from keepk.run.checks import RunSpec, checked_optimizers
-from keepk.run.counting import channels_by_layer, weights_by_parameter
+from keepk.run.counting import channels_by_layer, count_masked, weights_by_parameter
+from keepk.run.distributed import Exchange
+from keepk.run.sharded_channels import ShardedSurgery
 from keepk.run.state import Saved, pruner_state, read_pruner_state
 from keepk.run.warnings import Watch
 from keepk.run.weights import WeightSide
@@ -138,7 +151,7 @@ class NoChannels:
     def refuse_other_state(self, _: Saved) -> None:
         """Any state fits."""
 
-    def resized(self, _: Saved) -> Operation:
+    def resized(self, _saved: Saved, _wrap: Wrap | None) -> Operation:
         """The model keeps its size."""
         return NO_OPERATION
 
@@ -164,6 +177,7 @@ class Session:
         frozen: The parameters that get no update in the coming epoch.
         optimizers: The optimizers that train the model.
         held: The masks, ready to be applied after every optimizer step.
+        sharded: Whether the model has parameters that are sharded over processes.
         closed: Whether the user has closed the `Pruner`.
     """
 
@@ -172,7 +186,18 @@ class Session:
         self.optimizers = [*spec.optimizers]  # shared with both sides, so that they see those attached later
         self.channels: ChannelSide | NoChannels = NoChannels()
         if spec.graph is not None:
-            surgery = Surgery(spec.model, spec.graph, self.optimizers, spec.followers, spec.replayed)
+            surgery: AnySurgery
+            if spec.twin is None:
+                surgery = Surgery(spec.model, spec.graph, self.optimizers, spec.followers, spec.replayed)
+            else:
+                surgery = ShardedSurgery(
+                    spec.model,
+                    spec.twin,
+                    spec.graph,
+                    self.optimizers,
+                    spec.followers,
+                    replays=spec.replayed != "none",
+                )
             self.channels = ChannelSide(
                 spec.graph,
                 spec.model,
@@ -188,11 +213,13 @@ class Session:
         self.sides: tuple[Side, ...] = (self.channels, self.weights)
         metrics = [it.space.metric for side in self.sides for it in side.members.values()]
         self.statistics = tuple(dict.fromkeys(it.statistics for metric in metrics for it in collected_terms(metric)))
+        self.sharded = any(map(is_sharded, spec.model.parameters()))
         self.held: list[Held] = []
         self._record = record_of(spec.model)  # of the model as it was when the masks were made
         self._cut_elsewhere: str | None = None  # a tensor that was cut outside of this run
         self.channels.warn_of_uncounted()
         self.frozen: tuple[nn.Parameter, ...] = ()
+        self._frozen_by_epoch: Sequence[tuple[nn.Parameter, ...]] = spec.frozen_by_epoch
         self.enter_epoch(0)
         try:
             self.follow_statistics()
@@ -224,9 +251,14 @@ class Session:
                 for name in [it for it in names if it in modules] or names[:1]:
                     found.append((name, side.kind, len(layer.units), kept))
         sizes = self.weights.sizes
-        for space, name, kept in weights_by_parameter(self.weights.members, self.weights.zeroed, model):
+        mine = self.weights
+        for space, name, kept in weights_by_parameter(mine.members, mine.zeroed, model, mine.left):
             found.append((module_of(name), self.weights.kind, prod(sizes[space][name]), kept))
         return found
+
+    def counted_masked(self) -> int:
+        """How many entries of the model's parameters are masked and 0.0."""
+        return count_masked(self._zeroed, self.spec.model, self.weights.left)
 
     @property
     def masks(self) -> Masks:
@@ -270,12 +302,13 @@ class Session:
 
     # An event --------------------------------------------------------------------------------------------------------
 
-    def decide(self, wrapper: nn.Module | None) -> Event:
+    def decide(self, wrapper: nn.Module | None, wrap: Wrap | None, exchange: Exchange) -> Event:
         """Decide the next event, without changing anything; everything that can be refused is refused here."""
         refuse_mismatched_followers(self.spec.followers, named_parameters(self.spec.model))
-        event = Event(self.epoch, wrapper)
-        for side in self.sides:
-            event = side.decide(event)
+        event = Event(self.epoch, exchange, wrapper, wrap)
+        with guarding(lambda stage: exchange.together(stage, nothing)):
+            for side in self.sides:
+                event = side.decide(event)
         return event
 
     def apply(self, event: Event, *, keep_values: bool = False) -> Undo:
@@ -291,6 +324,7 @@ class Session:
             undos.callback(self.snapshot())
             for side in self.sides:
                 undos.callback(side.apply(event))
+            undos.callback(self._renew_frozen(event.operation.renewed))
             if event.prunes:
                 if keep_values:
                     undos.callback(self._copied_values())
@@ -305,11 +339,22 @@ class Session:
     def enter_epoch(self, epoch: int) -> None:
         """Set the number of past events, and freeze the parameters that the next epoch's phase names."""
         self.epoch = epoch
-        frozen = self.spec.frozen_by_epoch[epoch] if epoch < len(self.spec.frozen_by_epoch) else ()
+        frozen = self._frozen_by_epoch[epoch] if epoch < len(self._frozen_by_epoch) else ()
         if frozen is not self.frozen:
             for optimizer in self.optimizers:
                 restart_flat_history(optimizer)  # LBFGS would still move frozen weights along its old directions
         self.frozen = frozen
+
+    def _renew_frozen(self, renewed: Mapping[int, nn.Parameter]) -> Undo:
+        """Freeze the parameters that have taken the places of others, instead of these."""
+        before = self._frozen_by_epoch
+        if renewed:
+            self._frozen_by_epoch = [tuple(renewed.get(id(it), it) for it in frozen) for frozen in before]
+
+        def undo() -> None:
+            self._frozen_by_epoch = before
+
+        return undo
 
     def _certify(self, undos: ExitStack | None = None) -> None:
         """Write the certificate into the records of the model and its followers; the undo is added to `undos`."""
@@ -347,7 +392,7 @@ class Session:
         """Set masked entries to zero in the weights, the optimizer's state and the followers."""
         now = named_parameters(self.spec.model)
         for name, mask in self._zeroed.items():
-            if name not in now or now[name].shape != mask.shape:
+            if name not in now or local(now[name]).shape != mask.shape:
                 got = f"has shape {tuple(now[name].shape)}" if name in now else "no longer exists"
                 raise changed_model(StateError, name, f"{got}, but its mask has shape {tuple(mask.shape)}")
         refuse_mismatched_followers(self.spec.followers, now)
@@ -374,12 +419,13 @@ class Session:
     def _copied_values(self) -> Undo:
         """Copy the weights and optimizer state that the masks are about to zero; returns a function to restore them."""
         parameters, zeroed = named_parameters(self.spec.model), self._zeroed
-        tensors = [(parameters[name].detach(), mask) for name, mask in zeroed.items()]
+        tensors = [(local(parameters[name]), mask) for name, mask in zeroed.items()]
         for optimizer in self.optimizers:
-            tensors += [(it, m) for name, m in zeroed.items() for it in state_per_weight(optimizer, parameters[name])]
+            states = ((state_per_weight(optimizer, parameters[name]), mask) for name, mask in zeroed.items())
+            tensors += [(local(it), mask) for several, mask in states for it in several]
         for follower in self.spec.followers:
             found = parameters_of(follower)
-            tensors += [(found[name].detach(), mask) for name, mask in zeroed.items() if name in found]
+            tensors += [(local(found[name]), mask) for name, mask in zeroed.items() if name in found]
         places = [(tensor, mask.to(tensor.device) & (tensor != 0)) for tensor, mask in tensors]
         values = [(tensor, place, tensor[place]) for tensor, place in places]
         histories = [flat_history(optimizer) for optimizer in self.optimizers]
@@ -439,6 +485,8 @@ class Session:
         Call this before an update. `compact` folds constants into biases, so a masked bias may become nonzero and must
         no longer be masked. The next update would zero it again.
         """
+        if self.sharded:
+            reshard(self.spec.model)
         if not self.behind:
             return
         made = cuts_since(self._record, record_of(self.spec.model))
@@ -479,17 +527,28 @@ class Session:
         return pruner_state(self._sizes, self.spec.plan, self.epoch, units, self._budgets)
 
     @torch.no_grad()
-    def take_shape(self, state: Mapping[str, Any]) -> Undo:
-        """Cut the model to its size in a saved state; returns the undo.
+    def take_shape(self, state: Mapping[str, Any], wrap: Wrap | None = None) -> Undo:
+        """Cut the model to its size in a saved state; returns the undo. `wrap` shards it again, if it is sharded.
 
         This is the first half of loading a state. A checkpoint restores the model and the optimizer between the two
         halves, because their tensors fit only a model of the saved size.
         """
         self.refuse_closed()
         saved = self._read(state)
-        operation = self.channels.resized(saved)
+        with ExitStack() as guards:
+            if self.sharded:
+                reshard(self.spec.model)
+                exchange = Exchange(exchange_device(self.spec.model.parameters()))
+                guards.enter_context(guarding(lambda stage: exchange.together(stage, nothing)))
+            operation = self.channels.resized(saved, wrap)
         self.weights.refuse_other_masks(saved, operation.shape_of)
-        return operation.apply()
+        undo, put_back = operation.apply(), self._renew_frozen(operation.renewed)
+
+        def take_back() -> None:
+            put_back()
+            undo()
+
+        return take_back
 
     @torch.no_grad()
     def take_masks(self, state: Mapping[str, Any]) -> Undo:

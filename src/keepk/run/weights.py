@@ -6,6 +6,7 @@
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,26 @@ from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
 from keepk.model.names import dims_of_length, lengths_of, named_parameters, refuse_other_parameters
+from keepk.model.sharded import (
+    as_sharded,
+    block_of,
+    exchange_device,
+    gathered,
+    is_sharded,
+    local,
+    refuse_unknown_sharding,
+    same_sharding,
+)
 from keepk.plan.names import matches, nearest
 from keepk.plan.phases import Plan
 from keepk.plan.spaces import WeightSpace
+from keepk.rank import sharded
 from keepk.rank.kth_largest import Ranked
+from keepk.rank.sharded import Part, ShardedCut
 from keepk.rank.weights import CutPoint, cut_points, dead_mask
 from keepk.run.channels import Event, nothing
 from keepk.run.counting import count_weights
+from keepk.run.distributed import Exchange
 from keepk.run.state import Saved
 from keepk.run.warnings import Watch
 
@@ -61,7 +75,7 @@ def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, M
     """The parameters of every space. Refuses globs that match nothing and weights in two spaces."""
     named = named_parameters(model)
     found = dict[str, Members]()
-    taken = dict[nn.Parameter, str]()
+    taken, lengths = dict[nn.Parameter, str](), lengths_of(model)
     if spaces and not named and (quantised := quantised_module(model)):
         raise SpaceError(
             f"space {spaces[0].name!r}: the model has no parameters, because {quantised}. Prune first and quantise "
@@ -73,6 +87,11 @@ def find_members(model: nn.Module, spaces: Sequence[WeightSpace]) -> dict[str, M
         parameters = _select(space, named)
         for name, parameter in parameters.items():
             _refuse_unrankable(space, name, parameter)
+            if is_sharded(parameter) and parameter in lengths:
+                raise SpaceError(
+                    f"space {space.name!r}: parameter {name!r} is a sharded direction of weight norm, of which no "
+                    f"process sees whole rows. Remove weight norm before sharding, or exclude it."
+                )
             if parameter in taken:
                 raise SpaceError(
                     f"space {space.name!r}: {name!r} is in space {taken[parameter]!r} too. "
@@ -98,9 +117,10 @@ def find_frozen(model: nn.Module, globs: Sequence[str]) -> tuple[nn.Parameter, .
 def refuse_not_finite(name: str, parameter: torch.Tensor) -> None:
     """Refuse NaN and infinite weights, in one read and without a copy."""
     # NaN and infinities show up in the minimum or the maximum. isfinite() would allocate a mask of the whole tensor.
-    if parameter.numel() == 0 or all(bound.isfinite() for bound in parameter.detach().aminmax()):
+    weights = local(parameter)
+    if weights.numel() == 0 or all(bound.isfinite() for bound in weights.aminmax()):
         return
-    bad = int(parameter.numel() - parameter.detach().isfinite().sum())
+    bad = int(weights.numel() - weights.isfinite().sum())
     raise RankError(
         f"parameter {name!r}: {bad} of {parameter.numel()} weights are NaN or infinite, so they cannot be ranked. "
         f"Find out where training diverged; nothing was pruned."
@@ -155,8 +175,13 @@ def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -
     where = f"space {space.name!r}: parameter {name!r}"
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise SpaceError(f"{where} has no shape yet. Run one forward pass of the lazy module first.")
-    if hasattr(parameter, "device_mesh"):  # a DTensor, as in FSDP2, of which each process sees only a part
-        raise SpaceError(f"{where} is sharded over processes. Prune before sharding, or exclude it.")
+    if is_sharded(parameter):
+        refuse_unknown_sharding(where, parameter, SpaceError)
+        if space.metric is not None and collected_terms(space.metric):
+            raise SpaceError(
+                f"{where} is sharded over processes, but metric {metric_name(space.metric)} reads statistics, which "
+                f"are not collected over shards. Use a metric of weights or their gradients, such as metrics.magnitude."
+            )
     if quantised_tensor(parameter):
         raise SpaceError(
             f"{where} is quantised ({type(parameter).__name__}), so it cannot be ranked. Prune first and quantise "
@@ -170,6 +195,13 @@ def _refuse_unrankable(space: WeightSpace, name: str, parameter: nn.Parameter) -
     if parameter.is_meta:
         raise SpaceError(f"{where} is on the meta device and has no values. Load the weights first.")
     refuse_not_finite(name, parameter)
+
+
+def _local_mask(saved: Tensor, parameter: nn.Parameter) -> Tensor:
+    """The local part of a saved mask, which may be whole or sharded in any way."""
+    if not is_sharded(saved):
+        return block_of(parameter).of(saved)
+    return local(saved) if same_sharding(saved, parameter) else block_of(parameter).of(gathered(saved))
 
 
 def _refuse_shared_memory(parameters: dict[str, nn.Parameter]) -> None:
@@ -189,6 +221,8 @@ class WeightSide:
         kept: By space, how many weights the masks leave.
         certified: By space, how many weights the last event left, before `keepk.compact` or `keepk.shrink` removed
             more.
+        left: By sharded parameter, how many weights of the whole parameter the masks leave. The mask of a sharded
+            parameter is that of its local part.
     """
 
     kind = "weights"
@@ -207,6 +241,7 @@ class WeightSide:
         self.zeroed: Masks = {}
         self.kept = {name: it.total for name, it in members.items()}
         self.certified = dict(self.kept)
+        self.left = {name: parameter.numel() for name, parameter in self.parameters.items() if is_sharded(parameter)}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -222,15 +257,17 @@ class WeightSide:
     @property
     def masks(self) -> Masks:
         """By parameter of a space: a mask of the entries that are kept."""
-        return {
-            name: ~self.zeroed[name] if name in self.zeroed else torch.ones_like(parameter, dtype=torch.bool)
-            for name, parameter in self.parameters.items()
-        }
+        found = Masks()
+        for name, parameter in self.parameters.items():
+            dead = self.zeroed.get(name)
+            kept = torch.ones_like(local(parameter), dtype=torch.bool) if dead is None else ~dead
+            found[name] = as_sharded(kept, parameter)
+        return found
 
     @property
     def counted(self) -> dict[str, int]:
         """By space: how many weights the model's tensors have now, including pruned ones that are no longer zero."""
-        return count_weights(self.members, self.zeroed, self.kept, self._model)
+        return count_weights(self.members, self.zeroed, self.kept, self._model, self.left)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -253,16 +290,32 @@ class WeightSide:
         }
         left = self._counts({**self.zeroed, **before}) if before else self.kept
         cuts = list[tuple[Ranked, CutPoint]]()
+        shards = list[tuple[Part, ShardedCut]]()
         for name, keep in planned.items():
             self._refuse_undercut(name, keep, left[name], by_channels=bool(before))
-            if keep < left[name]:
-                ranked = self._ranked(self.members[name], before)
+            members = self.members[name]
+            if keep < left[name] and any(map(is_sharded, members.parameters.values())):
+                parts = self._parts(members, event.exchange)
+                alive = [self._left_in(it.ranked.name, self.zeroed) for it in parts]
+                points = sharded.cut_points(parts, alive, keep, event.exchange.total)
+                self._warn_of_ranking(members, left[name], [it.point for it in points])
+                shards += zip(parts, points, strict=True)
+            elif keep < left[name]:
+                ranked = self._ranked(members, before)
                 found = cut_points(ranked, keep)
-                self._warn_of_ranking(self.members[name], left[name], found)
+                self._warn_of_ranking(members, left[name], found)
                 cuts += zip(ranked, found, strict=True)
         masks = {**before, **{ranked.name: dead_mask(ranked, cut) for ranked, cut in cuts}}
+        masks |= {part.ranked.name: sharded.dead_mask(part, cut) for part, cut in shards}
         self._refuse_empty_directions(masks, before)
-        return replace(event, masks=masks, due=due)
+        of_shards = [(part.ranked.name, part.block, cut) for part, cut in shards if part.ranked.name in self.left]
+        return replace(
+            event,
+            masks=masks,
+            due=due,
+            left={name: cut.kept for name, _, cut in of_shards},
+            blocks={name: block for name, block, _ in of_shards},
+        )
 
     def _refuse_empty_directions(self, masks: Masks, removed: Masks) -> None:
         """Refuse an event that prunes every weight of a direction of weight norm: its weight would be 0 / 0.
@@ -291,6 +344,7 @@ class WeightSide:
     def apply(self, event: Event) -> Undo:
         """Store the masks of an event; `Session` zeroes the weights, and undoes this by its snapshot."""
         self.zeroed = event.operation.after({**self.zeroed, **event.masks})
+        self.left = {**self.left, **event.left}
         # Removed channels may have contained weights of spaces that are not pruned at this event: recount all spaces.
         removes = len(event.operation.gone) > 0
         self.kept = {**self.kept, **(self._counts(self.zeroed) if removes else event.due)}
@@ -304,10 +358,10 @@ class WeightSide:
 
     def snapshot(self) -> Undo:
         """A function that restores the current masks and counts."""
-        present = self.zeroed, self.kept, self.certified
+        present = self.zeroed, self.kept, self.certified, self.left
 
         def restore() -> None:
-            self.zeroed, self.kept, self.certified = present
+            self.zeroed, self.kept, self.certified, self.left = present
 
         return restore
 
@@ -317,12 +371,9 @@ class WeightSide:
 
     def refuse_other_masks(self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]]) -> None:
         """Refuse saved masks that do not fit the plan, or the shapes that the parameters will have after `shape_of`."""
+        left = self._left_by(saved, shape_of)
         for name, it in self.members.items():
-            for key, parameter in it.parameters.items():
-                mask, shape = saved.masks.get(key), shape_of(key, parameter)
-                if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
-                    raise StateError(f"pruner state: no bool mask of shape {shape} for {key!r}. The state is damaged.")
-            kept = sum(int(saved.masks[key].sum()) for key in it.parameters)
+            kept = sum(left[key] for key in it.parameters)
             planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
             # A space whose plan has not begun may still have lost weights that were removed with their channels.
             waits = planned == it.total or name in self._late
@@ -335,8 +386,10 @@ class WeightSide:
     def load(self, saved: Saved) -> None:
         """Restore saved masks; the model must already have its saved size."""
         self.refuse_other_masks(saved, lambda _, parameter: tuple(parameter.shape))
-        masks = {name: (parameter, saved.masks[name]) for name, parameter in self.parameters.items()}
-        self.zeroed = {name: (~mask).to(it.device) for name, (it, mask) in masks.items() if not mask.all()}
+        masks = {name: (it, _local_mask(saved.masks[name], it)) for name, it in self.parameters.items()}
+        self.zeroed = {name: (~mask).to(local(it).device) for name, (it, mask) in masks.items() if not mask.all()}
+        left = self._left_by(saved, lambda _, parameter: tuple(parameter.shape)) if self.left else {}
+        self.left = {name: left[name] for name in self.left}
         self.kept = self._counts(self.zeroed)
         self.certified = dict(self.kept)
 
@@ -346,10 +399,35 @@ class WeightSide:
 
     def _counts(self, zeroed: Masks) -> dict[str, int]:
         """By space: how many weights these masks leave."""
-        return {
-            name: sum(p.numel() - (int(zeroed[key].sum()) if key in zeroed else 0) for key, p in it.parameters.items())
-            for name, it in self.members.items()
-        }
+        return {name: sum(self._left_in(key, zeroed) for key in it.parameters) for name, it in self.members.items()}
+
+    def _left_in(self, name: str, zeroed: Masks) -> int:
+        """How many weights of a whole parameter these masks leave; for a sharded one, those of the last event."""
+        if name in self.left:
+            return self.left[name]
+        return self.parameters[name].numel() - (int(zeroed[name].sum()) if name in zeroed else 0)
+
+    def _left_by(self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]]) -> dict[str, int]:
+        """By parameter, how many weights a saved mask keeps; refuses masks of another shape than `shape_of` says."""
+        parameters, masks = self.parameters, saved.masks
+
+        def counted() -> Tensor:
+            counts = list[int]()
+            for name, parameter in parameters.items():
+                mask, shape = masks.get(name), shape_of(name, parameter)
+                if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+                    raise StateError(f"pruner state: no bool mask of shape {shape} for {name!r}. The state is damaged.")
+                mine = parts == 1 or block_of(mask).counts
+                counts.append(int(local(mask).sum()) if mine else 0)
+            return torch.tensor(counts, dtype=torch.int64)
+
+        # A state of one process has whole masks, which every process counts by itself.
+        parts = max((math.prod(it.device_mesh.shape) for it in masks.values() if is_sharded(it)), default=1)
+        if parts == 1:
+            found = counted()
+        else:
+            found = Exchange(exchange_device(parameters.values())).total("masks of a pruner state", counted)
+        return dict(zip(parameters, found.tolist(), strict=True))
 
     def _refuse_undercut(self, name: str, planned: int, left: int, *, by_channels: bool) -> None:
         """Refuse an event after which a space would have fewer weights than its plan says."""
@@ -383,6 +461,25 @@ class WeightSide:
             if dead is not None:
                 dead = dead.to(scores.device)  # the model may have moved since the mask was made
             found.append(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)))
+        return found
+
+    def _parts(self, members: Members, exchange: Exchange) -> list[Part]:
+        """The own parts of the scores of a space with sharded parameters."""
+        metric = members.space.metric or magnitude
+        by_magnitude = metric is magnitude
+        found = list[Part]()
+        for name, parameter in members.parameters.items():
+            scores, block = local(parameter), block_of(parameter)
+            if not by_magnitude:
+                # A metric may compare the weights of a tensor, so it gets all of them, one tensor at a time.
+                grad = parameter.grad is not None
+                exchange.together(f"scores of {name}, {grad=}", partial(refuse_not_finite, name, parameter))
+                whole = gathered(parameter)
+                whole.grad = None if parameter.grad is None else gathered(parameter.grad)
+                scores = block.of(score(metric, whole, name)).clone()
+            dead = self.zeroed.get(name)
+            dead = None if dead is None else dead.to(scores.device)  # the model may have moved since
+            found.append(Part(Ranked(name, scores, dead, by_magnitude, members.floor(parameter)), block))
         return found
 
     def _warn_of_ranking(self, members: Members, alive: int, cuts: Sequence[CutPoint]) -> None:

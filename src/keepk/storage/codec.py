@@ -282,8 +282,8 @@ def tie(tensor: Tensor) -> tuple[Any, ...]:
     return (*storage, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
-def unpackable(tensor: Tensor) -> str | None:
-    """Why the tensor cannot be stored, or None."""
+def unpackable(tensor: Tensor, *, with_values: bool = True) -> str | None:
+    """Why the tensor cannot be stored, or None. Without values, a meta tensor stands for one that can."""
     if is_lazy(tensor):
         return "an uninitialized parameter; run one batch first"
     if hasattr(tensor, "device_mesh"):
@@ -294,7 +294,7 @@ def unpackable(tensor: Tensor) -> str | None:
         return f"a tensor of layout {tensor.layout}; store its dense parts"
     if tensor.is_quantized:
         return "a quantized tensor; store its int_repr(), scale and zero point"
-    if tensor.is_meta:
+    if with_values and tensor.is_meta:
         return "a meta tensor, which has no values; materialize it first"
     return None
 

@@ -230,6 +230,55 @@ def compact_files(folder: Path) -> Table:
     return Table(columns, tuple(rows))
 
 
+def shrink_files(folder: Path) -> Table:
+    """Memory and bytes of pruning a checkpoint on disk."""
+    found = _read(folder / "shrink_files.json")
+    before, after = found["parameters"]
+    kept = ", ".join(f"{name} {found['sizes'][name]:,} -> {now:,}" for name, now in found["per_layer"].items())
+    read, written = (found[key] / found[of] for key, of in (("rchar", "source_bytes"), ("wchar", "target_bytes")))
+    rows = (
+        ("parameters", f"{before:,} -> {after:,}"),
+        ("in each layer", kept),
+        ("files", f"{_gigabytes(found['source_bytes'])} -> {_gigabytes(found['target_bytes'])}"),
+        (
+            "largest file, largest tensor",
+            f"{_gigabytes(found['largest_shard'])}, {_gigabytes(found['largest_tensor'])}",
+        ),
+        ("anonymous memory (RssAnon), peak", _gigabytes(found["rss_anon_peak"])),
+        ("of this, before the call", _gigabytes(found["rss_anon_before"])),
+        ("resident set (ru_maxrss), peak", _gigabytes(found["ru_maxrss"])),
+        ("bytes read / bytes of the source", f"{read:.3f}"),
+        ("bytes written / bytes of the target", f"{written:.3f}"),
+        ("time, on a busy machine", f"{found['wall_seconds']:,.0f} s, {found['cpu_seconds']:,.0f} CPU s"),
+    )
+    return Table(("", "measured"), rows)
+
+
+def growth(folder: Path) -> Table:
+    """Time and memory of a trace and of an event by depth and width, and their slopes."""
+    found, rows = _read(folder / "growth.json"), list[tuple[str, ...]]()
+    for over, word in (("layers", "depth"), ("width", "width")):
+        for row in found[over]:
+            rows.append(
+                (
+                    f"{row['layers']} layers of width {row['width']:,}",
+                    f"{row['units']:,}",
+                    f"{row['trace_cpu_seconds']:.1f}",
+                    f"{row['trace_bytes'] / 1e6:.0f}",
+                    f"{row['event_cpu_seconds']:.1f}",
+                    f"{row['event_bytes'] / 1e6:.0f}",
+                )
+            )
+        slopes = found["slopes"][over]
+        keys = ("trace_cpu_seconds", "trace_bytes", "event_cpu_seconds", "event_bytes")
+        rows.append((f"slope over {word}", "", *(f"{slopes[key]:.2f}" for key in keys)))
+    return Table(("Llama", "units", "trace, CPU s", "trace, MB", "event, CPU s", "event, MB"), tuple(rows))
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
 def shrink_trace(folder: Path) -> Table:
     """The one-time cost of finding the channels, beside a forward pass."""
     rows = []

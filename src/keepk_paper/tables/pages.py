@@ -121,6 +121,8 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/inference": lambda: benchmark_tables.inference(result_folder / "benchmarks"),
         "benchmarks/paper_sizes": lambda: benchmark_tables.paper_sizes(result_folder / "benchmarks"),
         "benchmarks/compact_files": lambda: benchmark_tables.compact_files(result_folder / "benchmarks"),
+        "benchmarks/shrink_files": lambda: benchmark_tables.shrink_files(result_folder / "benchmarks"),
+        "benchmarks/growth": lambda: benchmark_tables.growth(result_folder / "benchmarks"),
         "benchmarks/compact": lambda: benchmark_tables.compact(result_folder / "benchmarks"),
         "benchmarks/shrink_event": lambda: benchmark_tables.shrink_event(result_folder / "benchmarks"),
         "benchmarks/shrink_event_half": lambda: benchmark_tables.shrink_event_half(result_folder / "benchmarks"),

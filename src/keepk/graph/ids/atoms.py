@@ -21,7 +21,6 @@ copy, so it follows the tensor wherever the model's Python takes it: into lists,
 import gc
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from numbers import Number
@@ -199,18 +198,6 @@ def copy_label(source: Tensor, target: Tensor) -> None:
     """Attach to a tensor what is known about another one, which has the same elements."""
     set_label(target, label_of(source))
     set_origin(target, origin_of(source))
-
-
-def tensors_in(tree: object) -> Iterator[Tensor]:
-    """The tensors in the arguments or results of an operation, at any depth of lists, tuples and dicts."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, list | tuple | set):
-        for value in tree:
-            yield from tensors_in(value)
 
 
 # Objects that an output may refer to without returning the tensors in them. The tensors of a module are its parameters.

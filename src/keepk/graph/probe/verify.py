@@ -16,7 +16,7 @@ from keepk.graph.probe.repairs import passing_through
 from keepk.graph.probe.replay import Mismatch, Replays, Run
 from keepk.graph.trace import trace_inputs
 from keepk.graph.tracer import Tracer
-from keepk.model.copies import Workshop
+from keepk.model.copies import META, Workshop
 from keepk.model.edits import Cut, Edits, Indices, doomed, silencing
 from keepk.model.example import Example, not_a_model
 from keepk.model.names import lengths_of, named_tensors, sharded, unwrap
@@ -142,6 +142,31 @@ def _largest_difference(wanted: Sequence[Tensor], got: Sequence[Tensor]) -> floa
         return float("inf")
     pairs = [(a.double(), b.double()) for a, b in zip(wanted, got, strict=True) if a.numel()]
     return max((float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) for a, b in pairs), default=0.0)
+
+
+def same_operations(one: nn.Module, other: nn.Module, example: Any) -> bool:
+    """Whether two models run the same operations, on the same shapes and with the same numbers, in eval mode.
+
+    Neither needs weights: both are copied to the meta device. This tells two models apart that have the same tensors
+    and compute something else with them, such as attentions with 8 heads of 16 and with 16 heads of 8.
+
+    >>> first, second = nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)), nn.Sequential(nn.Linear(4, 4), nn.Softmax(0))
+    >>> same_operations(first, first, torch.zeros(2, 4)), same_operations(first, second, torch.zeros(2, 4))
+    (True, False)
+    """
+    return _operations(one, example) == _operations(other, example)
+
+
+def _operations(model: nn.Module, example: Any) -> list[tuple[Any, ...]]:
+    workshop = Workshop(model, Example.of(example), META)
+    with workshop.running() as given:
+        tracer = Tracer(workshop.copy(), {})
+        tracer.label_tensors()
+        tracer.follow(given.arguments, given.by_name)
+    return [
+        (it.name, it.module, it.numbers, it.sizes, it.constants, [shape for shape, _ in it.tensors])
+        for it in tracer.steps
+    ]
 
 
 def refuse_unfit(model: nn.Module, graph: Graph, edits: Edits, verb: str = "shrink") -> None:

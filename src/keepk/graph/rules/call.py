@@ -30,11 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keepk.graph.ids.atoms import Atoms, Label, is_labelled, label_of, set_label, tensors_in
+from keepk.graph.ids.atoms import Atoms, Label, is_labelled, label_of, set_label
 from keepk.graph.ids.facts import Facts, Read, Reason, Role
 from keepk.graph.ids.maps import Map, aligned, support
 from keepk.graph.ids.merge import Algebra, Operand
 from keepk.model.torch_internals import tree_flatten, tree_unflatten
+from keepk.model.values import tensors_in
 
 # Samples for inputs that are not zero: both signs, zero, and magnitudes on both sides of 1.
 FLOATS = (-1.3, 0.7, 2.1, -0.4, 0.0)
