@@ -69,8 +69,11 @@ def test_minilms_rows_have_sizes_agreement_and_speed(tmp_path):
 def test_the_readmes_rows_are_of_the_annealed_networks_that_there_are(folder):
     title = "CREPE, pretrained, bfloat16 mixed precision"
     assert budgets.pretrained_rows(folder) == [
-        (title, "0.0 of 0.0 M MACs", "10.00", "3.00", "1", "1/12.5", "1/12.5"),
+        (title, "0.0 of 0.0 M MACs", "10.00", "3.00 (published)", "1", "1/12.5", "1/12.5"),
     ]
+    with (folder / "crepe.jsonl").open("a") as file:
+        file.write(json.dumps(line("dense, trained", 100, 98.5)) + "\n")
+    assert [row[2:4] for row in budgets.pretrained_rows(folder)] == [("10.00", "1.50")]
     assert budgets.pretrained_rows(folder / "none") == []
 
 

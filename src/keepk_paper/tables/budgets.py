@@ -150,20 +150,25 @@ def minilm(folder: Path) -> Table:
 
 
 def pretrained_rows(folder: Path) -> list[tuple[str, ...]]:
-    """Rows of the README's table for the annealed networks that there are."""
+    """Rows of the README's table for the annealed networks that there are.
+
+    They are compared with the dense network after the same training, or with the published one, and marked so.
+    """
     rows = []
     for name, title, divisors in SUMMARY:
         lines = read_lines(folder / f"{name}.jsonl") if (folder / f"{name}.jsonl").exists() else []
+        by_recipe = {it["recipe"]: it for it in lines}
         for divisor in divisors:
             found = [it for it in lines if (it["recipe"], it["asked"]) == ("annealed", it["total"] // divisor)]
             if not found:
                 continue
-            (dense,) = (it for it in lines if it["recipe"] == "dense")
-            smaller = (f"1/{dense[key] / mean(it[key] for it in found):.1f}" for key in ("parameters", "kept"))
+            dense, control = by_recipe["dense"], by_recipe.get("dense, trained")
             precision = f", {Training.of(found[0])}" if Training.of(found[0]) != USUAL else ""
             kept = f"{mean(it['kept'] for it in found) / 1e6:,.1f} of {dense['kept'] / 1e6:,.1f} M MACs"
-            errors = (f"{mean(it[key] for it in found):.2f}" for key in ("test_error", "dense_test_error"))
-            rows.append((f"{title}{precision}", kept, *errors, str(len(found)), *smaller))
+            error = f"{mean(it['test_error'] for it in found):.2f}"
+            against = f"{control['test_error']:.2f}" if control else f"{dense['test_error']:.2f} (published)"
+            smaller = (f"1/{dense[key] / mean(it[key] for it in found):.1f}" for key in ("parameters", "kept"))
+            rows.append((f"{title}{precision}", kept, error, against, str(len(found)), *smaller))
     return rows
 
 
