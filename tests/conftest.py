@@ -15,14 +15,9 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Make every warning in a documentation example an error, because users copy them, and tests have exceptions.
-
-    Also group the cases of each network into one process, which traces it once (`traced_once.py`).
-    """
+    """Group the cases of each network into one process, which traces it once (`traced_once.py`)."""
     for item in items:
-        if isinstance(item, pytest.DoctestItem):
-            item.add_marker(pytest.mark.filterwarnings("error::keepk.KeepkWarning"))
-        elif (name := network_of(item)) and item.get_closest_marker("xdist_group") is None:
+        if (name := network_of(item)) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(name))
 
 

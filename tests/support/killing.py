@@ -61,7 +61,7 @@ def in_two_ranks(work: Callable[[], Any]) -> list[Any]:
 
     def as_rank(rank):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
         return work()
 
     with ThreadPoolExecutor(1) as pool:
