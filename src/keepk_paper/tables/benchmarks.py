@@ -256,7 +256,7 @@ def shrink_files(folder: Path) -> Table:
 
 def growth(folder: Path) -> Table:
     """Time and memory of a trace and of an event by depth and width, and their slopes."""
-    found, rows = _read(folder / "growth.json"), []
+    found, rows = _read(folder / "growth.json"), list[tuple[str, ...]]()
     for over, word in (("layers", "depth"), ("width", "width")):
         for row in found[over]:
             rows.append(
