@@ -423,6 +423,14 @@ def test_inputs_of_any_layout_in_memory():
     assert fast(x[:0]).shape == (0, 10)
 
 
+def test_a_whole_network_is_one_call():
+    for net, shape in ((LeNet300(), (1, 28, 28)), (LeNet5(), (1, 28, 28)), (VGG16(width=0.1), (3, 32, 32))):
+        fast = keepk.sparse(pruned(net, 0.1), torch.randn(2, *shape))
+        [step] = fast._steps  # sizes in reshapes are not steps of their own
+        assert len(getattr(step, "outputs", ())) == 1  # and no value inside is handed over
+        assert fast._quick is not None
+
+
 def test_the_report_counts_weights_and_macs():
     net = pruned(LeNet5(), 0.1)
     report = keepk.sparse(net, torch.randn(2, 1, 28, 28)).report

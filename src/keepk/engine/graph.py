@@ -327,10 +327,11 @@ def read(program: Any, banned: Mapping[str, str]) -> Exported:
     [output] = [node for node in graph.nodes if node.op == "output"]
     kept = {it.name for it in output.args[0] if isinstance(it, fx.Node)}
     steps = list(_steps(graph, reading))
-    readers = _readers(steps, kept)
+    readers = _readers(steps, kept, reading.batch)
     steps = list(_cheaper_in_torch(_folded(steps, readers), reading))
+    readers = _readers(steps, kept, reading.batch)  # a layer with its BatchNorm has the name of the latter
     return Exported(
-        steps=tuple(_segments(steps, reading, readers)),
+        steps=tuple(_without_unused_sizes([*_segments(steps, reading, readers)], kept, reading.batch)),
         shapes=reading.shapes,
         constants=reading.constants,
         inputs=inputs,
@@ -389,12 +390,17 @@ def _is_constant(node: fx.Node, reading: Reading) -> bool:
 # Segments ------------------------------------------------------------------------------------------------------------
 
 
-def _readers(steps: Sequence[Op | TorchNode], kept: set[str]) -> dict[str, list[str]]:
+def inputs_of(node: fx.Node, batch: str) -> list[str]:
+    """The values that torch reads to run a node. The size of the batch is known without any."""
+    return [] if is_batch_size(node, batch) else [it.name for it in node.all_input_nodes]
+
+
+def _readers(steps: Sequence[Op | TorchNode], kept: set[str], batch: str) -> dict[str, list[str]]:
     """The names of the results that are computed from each value; "" stands for the caller."""
     readers: dict[str, list[str]] = {name: [""] for name in kept}
     for step in steps:
         if isinstance(step, TorchNode):
-            inputs, output = tuple(it.name for it in step.node.all_input_nodes), step.node.name
+            inputs, output = tuple(inputs_of(step.node, batch)), step.node.name
         else:
             inputs, output = step.inputs, step.output
         for name in inputs:
@@ -515,6 +521,22 @@ def _segments(
         else:
             reason = "a program would be slower than torch" if layers else "it is between layers that torch runs"
             yield from (node for op in ops for node in _nodes_of(op, reading, reason))
+
+
+def _without_unused_sizes(
+    steps: Sequence[Segment | TorchNode], kept: set[str], batch: str
+) -> list[Segment | TorchNode]:
+    """The steps without sizes that were the arguments of operations in segments, which know their shapes."""
+    found, needed = list[Segment | TorchNode](), set(kept)
+    for step in reversed(steps):
+        if isinstance(step, Segment):
+            needed.update(step.inputs)
+        elif step.node.name not in needed and isinstance(step.node.meta.get("val"), int | torch.SymInt):
+            continue
+        else:
+            needed.update(inputs_of(step.node, batch))
+        found.append(step)
+    return found[::-1]
 
 
 def _segment(ops: Sequence[Op], readers: Mapping[str, Sequence[str]]) -> Segment:

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor, fx, nn
 
 from keepk.deploy.runtime import difference, is_batched, rows_of, with_rows
-from keepk.engine.graph import Exported, Segment, TorchNode, Unsupported, Weights, export, is_batch_size, read
+from keepk.engine.graph import (
+    Exported,
+    Segment,
+    TorchNode,
+    Unsupported,
+    Weights,
+    export,
+    inputs_of,
+    is_batch_size,
+    read,
+)
 from keepk.engine.machine import Machine, host
 from keepk.engine.program import LARGEST, Banned, Program, Shapes
 from keepk.errors import SparseError, TraceError
@@ -541,7 +551,7 @@ def _last_readers(steps: Sequence[_Runner | TorchNode], found: Exported) -> dict
     kept = {it.name for it in found.outputs if isinstance(it, fx.Node)} | set(found.constants)
     last = dict[str, int]()
     for index, step in enumerate(steps):
-        names = step.inputs if isinstance(step, _Runner) else [it.name for it in step.node.all_input_nodes]
+        names = step.inputs if isinstance(step, _Runner) else inputs_of(step.node, found.batch)
         made = step.outputs if isinstance(step, _Runner) else (step.node.name,)
         last.update(dict.fromkeys((*names, *made), index))
     result: dict[int, list[str]] = {}

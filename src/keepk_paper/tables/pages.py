@@ -20,6 +20,7 @@ from keepk_paper.tables import benchmarks as benchmark_tables
 from keepk_paper.tables import budgets as budget_tables
 from keepk_paper.tables import channels as channel_tables
 from keepk_paper.tables import parity as parity_tables
+from keepk_paper.tables import sparse as sparse_tables
 from keepk_paper.tables import summary as summary_table
 from keepk_paper.tables import zoo as zoo_tables
 from keepk_paper.tables.papers import PAPER_ERRORS, PAPER_LAYERS, TABLE_2_KEPT
@@ -131,6 +132,9 @@ def _named(name: str, result_folder: Path) -> Table:
         "benchmarks/default_metric": lambda: budget_tables.default_metric(result_folder / "benchmarks"),
         "benchmarks/round_to_auto": lambda: budget_tables.round_to_auto(result_folder / "benchmarks"),
         "benchmarks/fit": lambda: budget_tables.fit(result_folder / "benchmarks"),
+        "benchmarks/sparse_layers": lambda: sparse_tables.layers(result_folder / "benchmarks"),
+        "benchmarks/sparse_layers_beside": lambda: sparse_tables.sparse_layers(result_folder / "benchmarks"),
+        "benchmarks/sparse_networks": lambda: sparse_tables.networks(result_folder),
         "examples/crepe": lambda: budget_tables.crepe(result_folder / "examples"),
         "examples/minilm": lambda: budget_tables.minilm(result_folder / "examples"),
         "summary/results": lambda: summary_table.summary_table(result_folder),
