@@ -45,7 +45,7 @@ CREPE = Look(
 )
 MINILM = Look(
     "all-MiniLM-L6-v2 pruned to a budget of MACs",
-    "of the 10 nearest sentences the same as dense, %",
+    "top-10 agreement with dense, %",
     lambda line: float(line["top10"]),
     (1.0, 0.5, 1 / 3),
     {"dense": "dense", "3 of 6 layers": "3 of 6 layers"},
