@@ -3,12 +3,16 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from keepk.errors import DataError
 from keepk_paper import results
+from keepk_paper.figures.growth import growth_figure
 from keepk_paper.tables import zoo as zoo_tables
+from keepk_paper.tables.benchmarks import growth
 from keepk_paper.tables.pages import error_table, experiment_tables, fill, layer_percent_table, write_pages
 
 REPOSITORY = Path(__file__).parents[2]
@@ -193,3 +197,30 @@ def test_every_mark_of_the_docs_is_one_that_is_filled(page):
     assert all(re.match(r"<!-- table: \S+ -->$", mark) for mark in marks[::2])
     assert all(mark.startswith("<!-- end -->") for mark in marks[1::2])
     assert len(marks) % 2 == 0
+
+
+SLOPES = {"trace_cpu_seconds": 1.0, "event_cpu_seconds": 0.0, "trace_bytes": 0.0, "event_bytes": 0.0}
+GROWTH: dict[str, Any] = {
+    over: [
+        {"layers": size, "width": 64, "units": 10, "trace_cpu_seconds": 2.0 * size, "event_cpu_seconds": 1.0}
+        | {over: size, "trace_bytes": 3e6, "event_bytes": 0}
+        for size in (1, 2, 4)
+    ]
+    for over in ("layers", "width")
+}
+GROWTH |= {"slopes": {"layers": SLOPES, "width": SLOPES}}
+
+
+def test_growth_is_a_row_per_size_and_a_slope(tmp_path):
+    (tmp_path / "growth.json").write_text(json.dumps(GROWTH))
+    rows = growth(tmp_path).rows
+    assert rows[2] == ("4 layers of width 64", "10", "8.0", "3", "1.0", "0")
+    assert rows[3] == ("slope over depth", "", "1.00", "0.00", "0.00", "0.00")
+    assert len(rows) == 8
+
+
+def test_the_figure_of_growth_has_times_and_proportional_lines():
+    depth, _ = growth_figure(GROWTH).axes
+    trace, proportional, event, _ = (np.asarray(line.get_xydata()).tolist() for line in depth.get_lines())
+    assert trace == proportional == [[1.0, 2.0], [2.0, 4.0], [4.0, 8.0]]
+    assert event == [[1.0, 1.0], [2.0, 1.0], [4.0, 1.0]]

@@ -66,13 +66,14 @@ def budget_figure(lines: Sequence[Line], look: Look) -> Figure:
         values = [[look.value(it) for it in group] for group in groups]
         axes.fill_between(shares, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.15, linewidth=0)
         axes.plot(shares, [*map(mean, values)], color=colour, marker=marker, linewidth=2, label=recipe)
-    for line in lines:
-        if line["recipe"] not in look.singles:
-            continue
+    single = [it for it in lines if it["recipe"] in look.singles]
+    for line in single:
         share, value = line["kept"] / line["total"], look.value(line)
         axes.plot([share], [value], color=INK, marker="D", linestyle="none")
         side, name = "right" if share > 0.4 else "left", look.singles[line["recipe"]]
-        axes.annotate(name, (share, value), (0, 7), textcoords="offset points", ha=side, color=INK)
+        # One label of two close points goes below.
+        below = any(0 < look.value(it) - value < 5 and it["kept"] == line["kept"] for it in single)
+        axes.annotate(name, (share, value), (0, -14 if below else 7), textcoords="offset points", ha=side, color=INK)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(look.shares))
     axes.xaxis.set_minor_locator(NullLocator())
