@@ -1,6 +1,7 @@
 """The public names, the direction of imports between packages, and the dependencies of the core."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -260,3 +261,10 @@ def test_loading_a_model_imports_no_trace_and_no_run():
         todo += [name for name, indent in imports(path) if not indent]
     assert len(seen) <= 24, sorted(seen)
     assert not [module for module in seen if module.split(".")[1] in ("graph", "run")]
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests are grouped for several processes")
+@pytest.mark.xdist_group("grouped")
+def test_groups_of_tests_run_in_one_process(request):
+    """Otherwise every process traces every network and repeats expensive fixtures, as with pytest 9.2 and xdist 3.8."""
+    assert request.node.nodeid.endswith("@grouped")
