@@ -263,6 +263,14 @@ def test_loading_a_model_imports_no_trace_and_no_run():
     assert not [module for module in seen if module.split(".")[1] in ("graph", "run")]
 
 
+def test_the_reference_has_every_public_name():
+    page = Path(__file__).parents[2].joinpath("docs", "reference.md").read_text()
+    listed = set(re.findall(r"auto\w+:: (keepk(?:\.metrics)?\.\w+)", page))
+    listed |= {f"keepk.metrics.{name}" for name in re.findall(r"py:data:: (\w+)", page)}
+    public = {f"{module.__name__}.{name}" for module in (keepk, keepk.metrics) for name in module.__all__}
+    assert public - listed == {"keepk.metrics"}  # a module, whose names are listed
+
+
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="tests are grouped for several processes")
 @pytest.mark.xdist_group("grouped")
 def test_groups_of_tests_run_in_one_process(request):
