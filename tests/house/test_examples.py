@@ -206,22 +206,26 @@ def test_the_crepe_example_makes_every_network_once_and_measures_it(prune_crepe,
     assert lines[0]["dense_test_error"] == lines[-1]["dense_test_error"] == lines[0]["test_error"]
 
 
-def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkeypatch):
-    monkeypatch.setattr(prune_crepe, "PART", 32)
-    dense = prune_crepe.Crepe((32, 16, 16, 16, 16, 32))
-    data = prune_crepe.distillation_set(dense, tmp_path, 64, amp=False)
-    run = functools.partial(prune_crepe.trained, dense, data, parts=3, macs=4_000_000)
-    whole, _ = run(tmp_path / "whole")
+def stop_after_the_first_checkpoint(run, monkeypatch):
     save = keepk.save_checkpoint
 
     def save_and_die(*arguments, **options):
         save(*arguments, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(keepk, "save_checkpoint", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "killed")
-    monkeypatch.setattr(keepk, "save_checkpoint", save)
+    with monkeypatch.context() as patch:
+        patch.setattr(keepk, "save_checkpoint", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+
+
+def test_an_annealed_crepe_that_was_killed_goes_on(prune_crepe, tmp_path, monkeypatch):
+    monkeypatch.setattr(prune_crepe, "PART", 32)
+    dense = prune_crepe.Crepe((32, 16, 16, 16, 16, 32))
+    data = prune_crepe.distillation_set(dense, tmp_path, 64, amp=False)
+    run = functools.partial(prune_crepe.trained, dense, data, parts=3, macs=4_000_000)
+    whole, _ = run(tmp_path / "whole")
+    stop_after_the_first_checkpoint(lambda: run(tmp_path / "killed"), monkeypatch)
     resumed, seconds = run(tmp_path / "killed")
     assert seconds > 0
     for (name, value), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
@@ -356,16 +360,7 @@ def test_a_distillation_that_was_killed_goes_on(prune_minilm, tmp_path, monkeypa
     macs = prune_minilm.macs_of(dense) // 2
     run = functools.partial(prune_minilm.distilled, dense, data, parts=3, macs=macs)
     whole, _ = run(tmp_path / "whole")
-    save = keepk.save_checkpoint
-
-    def save_and_die(*arguments, **options):
-        save(*arguments, **options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(keepk, "save_checkpoint", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "killed")
-    monkeypatch.setattr(keepk, "save_checkpoint", save)
+    stop_after_the_first_checkpoint(lambda: run(tmp_path / "killed"), monkeypatch)
     resumed, _ = run(tmp_path / "killed")
     for (name, value), other in zip(whole.state_dict().items(), resumed.state_dict().values(), strict=True):
         assert torch.equal(value, other), name

@@ -48,7 +48,7 @@ def sharded_leaves(tree: Any) -> Iterator[Tensor]:
 
 
 def _walk(tree: Any, steps: Steps) -> Iterator[tuple[Steps, Any]]:
-    """The leaves of a tree; the dict that stands for a block is one of them."""
+    """The leaves of a tree; a dict that describes a block counts as one leaf."""
     if isinstance(tree, dict) and SHARD not in tree:
         for key, value in tree.items():
             yield from _walk(value, (*steps, key))

@@ -208,7 +208,7 @@ def prepare_shards(
 
 
 def _smaller(tensor: Tensor, cut: Cut) -> Tensor:
-    """What a cut leaves of a tensor, sharded in the same way."""
+    """The remaining part of a tensor after a cut, sharded in the same way."""
     if not is_sharded(tensor):
         return left_of(tensor, cut)
     return own_part(left_of(gathered(tensor), cut).to(local(tensor).device), tensor)

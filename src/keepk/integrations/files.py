@@ -8,8 +8,8 @@ before the next one is read:
 1. Open the shards and compare names and shapes with the meta model (`_Files`).
 2. Trace, score and cut the meta model. Scores are kept, so each tensor is read once however often the Pruner ranks.
 3. Find out whether another config describes the cut model (`keepk.integrations.pretrained.described_by_config`). The
-   outputs cannot be compared, because there are none. A model that the new config builds has to run the same operations
-   with the same numbers instead.
+   outputs cannot be compared, because a meta model has no values. Instead, a model that the new config builds has to
+   run the same operations with the same numbers.
 4. Write the shards, config and other files into a folder of their own beside the target, and rename it.
 """
 

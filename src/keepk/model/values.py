@@ -124,6 +124,6 @@ def is_stored(parameter: Tensor) -> bool:
 
 
 def values_of(parameter: Tensor) -> Tensor:
-    """The values of a parameter without its gradient graph; stored ones are read anew at every call."""
+    """The values of a parameter without its gradient graph; stored ones are read from the file at every call."""
     read: Callable[[], Tensor] | None = getattr(parameter, _READ, None)
     return parameter.detach() if read is None else read()

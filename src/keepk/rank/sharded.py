@@ -58,7 +58,8 @@ class ShardedCut:
         point: The cut of the whole tensor. Its ties are the first ones in row-major order.
         low: Ties before this flat index of the whole tensor are kept.
         high: Ties from this index on are pruned.
-        first: Of the ties between both, so many are kept. They are in the part of one process (and in its replicas).
+        first: The number of ties between `low` and `high` that are kept. They are in the block of a single process (and
+            in its replicas).
     """
 
     point: CutPoint
@@ -179,7 +180,7 @@ def _shared_cut(parts: Sequence[Part], k: int, total: Total, check: Callable[[],
         low -= width
         found = total(f"histogram at bit {low}: {what}", partial(_histogram, parts, keys, key, low, width, check))
         above = found.flip(0).cumsum(0)
-        reached = int((above < left).sum())  # so many buckets from the top do not have enough
+        reached = int((above < left).sum())  # the number of top buckets that together have too few
         left -= int(above[reached - 1]) if reached else 0
         key = (key << width) | (len(found) - 1 - reached)
         equal = int(found[len(found) - 1 - reached])
@@ -241,7 +242,7 @@ def _room(parts: Sequence[Part], part: Part) -> int:
 
 
 def _ranges(block: Block, low: int, high: int, most: int) -> list[int]:
-    """The ends of at most so many ranges that divide the flat indices from `low` to `high`; by shards, if possible."""
+    """The ends of at most `most` ranges that divide the flat indices from `low` to `high`, at borders of shards."""
     if block.edges is None:
         starts = list(range(low, high, -(-(high - low) // most)))
     else:

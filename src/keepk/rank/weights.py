@@ -100,7 +100,7 @@ def with_floors(
         k: How many entries are kept in total.
         alive: For each tensor, how many entries are not pruned.
         floors: For each tensor, how many are kept at least.
-        shared: Makes one cut through the tensors at these places that keeps so many entries, without floors.
+        shared: Maps indices of tensors and a number of entries to one cut that keeps that number, ignoring floors.
 
     Raises:
         RankError: If k is out of range.
