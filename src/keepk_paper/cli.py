@@ -57,8 +57,8 @@ def demo(
     Example: [cyan]keepk demo --out demo --seed 0[/cyan]
     """
     from keepk_paper import demo as story  # noqa: PLC0415 - the other commands start faster without it
-    from keepk_paper.demo_parity import Setting  # noqa: PLC0415
-    from keepk_paper.digits import Recipe  # noqa: PLC0415
+    from keepk_paper.demo_parity import Setting  # noqa: PLC0415 - the other commands start faster without it
+    from keepk_paper.digits import Recipe  # noqa: PLC0415 - the other commands start faster without it
 
     console = Console(highlight=False)
     story.make_ready(out)

@@ -282,7 +282,7 @@ def make_ready(folder: Path) -> None:
 def save(report: DemoReport, folder: Path) -> tuple[Path, Path]:
     """Write the figure and the numbers as ``keepk-demo.png`` and ``keepk-demo.json``, and return their paths."""
     from keepk_paper.figures.demo import demo_figure  # noqa: PLC0415 - the extra keepk[demo]
-    from keepk_paper.figures.panels import write_png  # noqa: PLC0415
+    from keepk_paper.figures.panels import write_png  # noqa: PLC0415 - training needs no matplotlib
 
     picture, numbers = folder / "keepk-demo.png", folder / "keepk-demo.json"
     kept = report.kept

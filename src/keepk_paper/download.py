@@ -131,7 +131,7 @@ def progress_bar(name: str) -> Iterator[Progress]:
 def _rich_bars() -> "RichProgress | None":
     """A rich progress display with bytes and speed, or None if rich is not installed."""
     try:
-        from rich import progress  # noqa: PLC0415  (an extra)
+        from rich import progress  # noqa: PLC0415 - an extra
     except ImportError:
         return None
     return progress.Progress(
@@ -173,7 +173,7 @@ def _own_part(target: Path) -> Iterator[Path]:
 def _locked(file: BinaryIO) -> bool:
     """Wait for the lock on `file`, which the system releases if its owner is killed; False if not supported."""
     try:
-        import fcntl  # noqa: PLC0415  (not on Windows)
+        import fcntl  # noqa: PLC0415 - not on Windows
 
         fcntl.flock(file, fcntl.LOCK_EX)
     except (ImportError, OSError):  # some network file systems have no locks

@@ -137,7 +137,7 @@ def points(
 
 def save_figure(result_file: Path, picture: Path) -> None:
     """Draw the figure from a result file, without training."""
-    from keepk_paper.figures.panels import write_png  # noqa: PLC0415
+    from keepk_paper.figures.panels import write_png  # noqa: PLC0415 - training needs no matplotlib
     from keepk_paper.figures.parity import parity_figure  # noqa: PLC0415 - running needs no matplotlib
 
     points = result_files.read(result_file)

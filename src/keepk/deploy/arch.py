@@ -135,7 +135,7 @@ def user_module(model: object, verb: str, order: str) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         # Imported only for the error, because its module is about examples, which loading does not need.
-        from keepk.model.example import not_a_model  # noqa: PLC0415
+        from keepk.model.example import not_a_model  # noqa: PLC0415 - only for this error's text
 
         swapped = "" if isinstance(model, type) else f" The order is {order}."
         raise FileError(f"{verb}: {not_a_model(model)}{swapped}")

@@ -116,7 +116,7 @@ class Fit:
 
     def __rich__(self) -> "Group":
         from rich.console import Group  # noqa: PLC0415 - only a rich console calls this
-        from rich.text import Text  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415 - only a rich console calls this
 
         return Group(self.table().__rich__(), *map(Text, self._lines()))
 

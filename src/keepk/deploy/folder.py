@@ -92,7 +92,7 @@ def _commit(
         values = _place_of_values(folder, named)
         assert values is not None  # `named` has the right layout
         drafts.append(values)
-        os.replace(drafts[0], values)  # noqa: PTH105
+        os.replace(drafts[0], values)  # noqa: PTH105 - also if the file exists, on every system
         before = replace_index(drafts[1], folder / INDEX, index_text(named, document), lambda: _named_in_index(folder))
     return values, before
 
@@ -115,7 +115,7 @@ def _settle(folder: Path, values: Path, before: Path | None, *, locked: bool) ->
         if not locked:
             _link(folder)
         elif _named_in_index(folder) == values:  # always true, unless locks do not work on this file system
-            os.replace(values, folder / VALUES)  # noqa: PTH105
+            os.replace(values, folder / VALUES)  # noqa: PTH105 - also if the file exists, on every system
         sync_folder(folder)
         sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={values, before})
     except OSError as error:
@@ -137,7 +137,7 @@ def _link(folder: Path) -> None:
                 os.link(values, draft)
             except OSError:  # not every file system has links
                 shutil.copyfile(values, draft)
-            os.replace(draft, folder / VALUES)  # noqa: PTH105
+            os.replace(draft, folder / VALUES)  # noqa: PTH105 - also if the file exists, on every system
         finally:
             # os.replace does nothing if both names are links to one file, and the draft is then still there.
             draft.unlink(missing_ok=True)

@@ -317,8 +317,8 @@ def _refuse_unfit(model: nn.Module, example: Any, edits: Edits) -> None:
     """Refuse saved sizes at which forward would not do what it does at the dense sizes."""
     # Imported here, because only `example=` needs the trace: a program that just loads a model and runs it should not
     # depend on the tracer and its rules.
-    from keepk.graph.probe.verify import refuse_unfit  # noqa: PLC0415
-    from keepk.graph.trace import trace  # noqa: PLC0415
+    from keepk.graph.probe.verify import refuse_unfit  # noqa: PLC0415 - loading without a check imports no tracer
+    from keepk.graph.trace import trace  # noqa: PLC0415 - loading without a check imports no tracer
 
     graph = trace(model, example, train_mode="accept", value_branches="accept")
     refuse_unfit(model, graph, replace(edits, units=graph.lost(edits.cuts)), "load")

@@ -182,7 +182,7 @@ def _commit(draft: Path, path: Path) -> None:
     for file in sorted(draft.parent.iterdir(), key=lambda file: file == draft):
         with file.open("r+b") as handle:
             os.fsync(handle.fileno())
-        os.replace(file, path.parent / file.name)  # noqa: PTH105
+        os.replace(file, path.parent / file.name)  # noqa: PTH105 - also if the file exists, on every system
     sync_folder(path.parent)
 
 

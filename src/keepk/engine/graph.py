@@ -352,7 +352,8 @@ def _batch_of(graph: fx.Graph, inputs: Sequence[str]) -> str:
 
 def _steps(graph: fx.Graph, reading: Reading) -> Iterator[Op | TorchNode]:
     """The graph as operations and nodes of torch, in order."""
-    made = set[str]()  # a BatchNorm stands for the node that takes its first result, too
+    # Nodes that an earlier operation includes: a BatchNorm includes the node that takes its first result.
+    made = set[str]()
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or node.name in made:
             continue

@@ -473,10 +473,10 @@ class _StrictEcho(Echo):  # type: ignore[no-untyped-call]  # torch's own
         if made != [tuple(output.shape) for output in call.outputs]:
             raise Differs(f"{call.name} gives something else")
 
-    def _is_dropout(self, call: Call) -> bool:  # noqa: ARG002
+    def _is_dropout(self, call: Call) -> bool:  # noqa: ARG002 - no call may differ
         return False
 
-    def _counts_batches(self, call: Call) -> bool:  # noqa: ARG002
+    def _counts_batches(self, call: Call) -> bool:  # noqa: ARG002 - no call may differ
         return False
 
 

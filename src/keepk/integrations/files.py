@@ -278,7 +278,7 @@ def _empty_model(folder: Path, given: Any) -> nn.Module:
         if not (folder / CONFIG).is_file():
             raise FileError(f"{folder}: has no {CONFIG}. Pass a function that builds the model: model=make_model.")
         # Imported here: `import keepk` must not import transformers.
-        from keepk.integrations.transformers import empty_model  # noqa: PLC0415
+        from keepk.integrations.transformers import empty_model  # noqa: PLC0415 - needs transformers
 
         return empty_model(folder)
     if isinstance(given, nn.Module):

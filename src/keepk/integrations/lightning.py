@@ -93,7 +93,7 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
             return {}
         return {**run_state(self.pruner), EVENT_EPOCH: self._event_epoch}
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - the signature is Lightning's
         """Remove the hook of `setup`. The Pruner stays open, so that further training keeps its zeros."""
         self._release()
 

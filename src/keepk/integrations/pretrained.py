@@ -171,7 +171,7 @@ def from_pretrained(cls: Any, folder: str | os.PathLike[str], **options: Any) ->
             f"it, then move or cast it: keepk.from_pretrained(cls, folder).to(...)."
         )
     # Imported here: `import keepk` must not import transformers.
-    from keepk.integrations.transformers import dense_model  # noqa: PLC0415
+    from keepk.integrations.transformers import dense_model  # noqa: PLC0415 - needs transformers
 
     return load(dense_model(cls, folder, options), folder).eval()
 
@@ -199,7 +199,7 @@ class _Candidate:
         return config
 
     def build(self, cls: Any) -> nn.Module:
-        """A model on the meta device. Whatever the class raises on numbers that do not fit together is raised."""
+        """A model on the meta device; if the numbers do not fit together, the class raises an error of its own."""
         with torch.device("meta"):
             built: nn.Module = cls(self.config())
         return built

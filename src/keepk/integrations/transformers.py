@@ -60,10 +60,10 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
             ``state.log_history`` only, and loggers such as TensorBoard do not get them.
 
     Raises:
-        PlanError: When training begins: it is too short for the plan, or ``load_best_model_at_end`` could load a model
-            from before the last event.
-        KeepkError: When training begins: a checkpoint was loaded without `resume`, or channels would be removed from a
-            model in a `DistributedDataParallel` wrapper, which the Trainer cannot replace.
+        PlanError: At the start of training, if training is too short for the plan, or if ``load_best_model_at_end``
+            could load a model from before the last event.
+        KeepkError: At the start of training, if a checkpoint was loaded without `resume`, or if channels would be
+            removed from a model in a `DistributedDataParallel` wrapper, which the Trainer cannot replace.
     """
 
     def __init__(

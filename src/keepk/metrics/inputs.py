@@ -240,7 +240,7 @@ def _make_no_hook() -> Any:
 
 
 def _is_recomputing() -> bool:
-    """Whether a backward pass repeats a forward pass, as activation checkpointing does; it was counted before."""
+    """Whether a backward pass repeats a forward pass, as activation checkpointing does. Do not count it again."""
     return not torch.compiler.is_compiling() and current_graph_task_id() != -1
 
 

@@ -53,9 +53,9 @@ def take_off_fsdp(module: torch.nn.Module) -> Callable[[], None]:
     """
     # Imported late, because they import DTensor, which takes a second. There is a DTensor if this is called.
     try:
-        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY  # noqa: PLC0415
-        from torch.distributed._composable_state import _module_state_mapping as states  # noqa: PLC0415
-        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+        from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY  # noqa: PLC0415 - see above
+        from torch.distributed._composable_state import _module_state_mapping as states  # noqa: PLC0415 - see above
+        from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - see above
     except ImportError as missing:
         raise ImportError(
             f"keepk uses internals of torch's FSDP2, and torch {torch.__version__} lacks one of them: {missing}. "

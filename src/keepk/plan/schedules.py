@@ -141,7 +141,7 @@ class OneShot:
     ((100,), (100, 100, 100))
     """
 
-    def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:  # noqa: ARG002
+    def __call__(self, total: int, keep: int, epochs: int | None) -> tuple[int, ...]:  # noqa: ARG002 - as all schedules
         """K from the first epoch on."""
         return (keep,) * (1 if epochs is None else epochs)
 

@@ -122,8 +122,8 @@ class Inspection:
 
     def __rich__(self) -> "Group":
         from rich.console import Group  # noqa: PLC0415 - only a rich console calls this
-        from rich.padding import Padding  # noqa: PLC0415
-        from rich.text import Text  # noqa: PLC0415
+        from rich.padding import Padding  # noqa: PLC0415 - only a rich console calls this
+        from rich.text import Text  # noqa: PLC0415 - only a rich console calls this
 
         parts: list[Any] = [Text(_headline(self), style="bold")]
         for section in _sections(self):

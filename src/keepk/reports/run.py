@@ -147,7 +147,7 @@ class RunReport:
 
     def __rich__(self) -> "Group":
         from rich.console import Group  # noqa: PLC0415 - only a rich console calls this
-        from rich.text import Text  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415 - only a rich console calls this
 
         return Group(Text(self._title(), style="bold"), self._table(), Text(self._costs()))
 

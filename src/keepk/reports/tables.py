@@ -210,8 +210,8 @@ class Table:
 
     def __rich__(self) -> "RichTable":
         from rich import box  # noqa: PLC0415 - only a rich console calls this
-        from rich.table import Table as RichTable  # noqa: PLC0415
-        from rich.text import Text  # noqa: PLC0415
+        from rich.table import Table as RichTable  # noqa: PLC0415 - only a rich console calls this
+        from rich.text import Text  # noqa: PLC0415 - only a rich console calls this
 
         table = RichTable(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         # Text objects, because rich would read the brackets of a name such as "blocks[0]" as markup.

@@ -488,7 +488,7 @@ class Pruner:
         """
         # Imported here because packages import only from packages before them (ARCHITECTURE.md), and `reports` comes
         # after `run`. A method is easier to find than `keepk.report(pruner)`, so this is the one exception.
-        from keepk.reports.run import report  # noqa: PLC0415
+        from keepk.reports.run import report  # noqa: PLC0415 - `report` imports this module
 
         return report(self, error=error)
 

@@ -467,7 +467,8 @@ class Session:
         asked = [None] if given is None else given  # None is no optimizer here
         found = checked_optimizers(self.spec.model, asked, names, any(self.spec.frozen_by_epoch), self.optimizers)
         new = [it for it in found if not any(it is known for known in self.optimizers)]
-        # Its state stays as it is: in a resumed run it was saved with the masks, and the run has to end bit-equal.
+        # The new optimizer's state is not zeroed here: in a resumed run it was saved with the masks applied, and the
+        # run has to end bit-equal.
         self.optimizers += new
         return new
 

@@ -287,7 +287,7 @@ def replace_index(draft: Path, index: Path, text: str, named: Callable[[], Path 
     write_synced(draft, iter([text.encode("ascii")]))
     sync_folder(index.parent)  # the tensors must be on disk before an index that names them
     before = named()
-    os.replace(draft, index)  # noqa: PTH105
+    os.replace(draft, index)  # noqa: PTH105 - also if the file exists, on every system
     return before
 
 

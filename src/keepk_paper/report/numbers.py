@@ -128,17 +128,17 @@ def fewest_at_floor(of: Sequence[Line]) -> int | None:
     return min({line["asked"] for line in of} - missed, default=None)
 
 
-def _spread(of: Sequence[Line], against: Sequence[Line], key: str) -> float | None:  # noqa: ARG001
+def _spread(of: Sequence[Line], against: Sequence[Line], key: str) -> float | None:
     return stdev(line[key] for line in of) if len(of) > 1 else None
 
 
-def _share(of: Sequence[Line], against: Sequence[Line], layer: str) -> float:  # noqa: ARG001
+def _share(of: Sequence[Line], against: Sequence[Line], layer: str) -> float:
     """The percentage of a layer that is left; "total" is the whole network."""
     pairs = [(line["kept"], line["total"]) if layer == "total" else line["layers"][layer] for line in of]
     return fmean(100 * left / total for left, total in pairs)
 
 
-def _last_layers(of: Sequence[Line], against: Sequence[Line], number: str) -> float:  # noqa: ARG001
+def _last_layers(of: Sequence[Line], against: Sequence[Line], number: str) -> float:
     """The percentage left in the last layers together."""
     return fmean(
         100 * sum(left for left, _ in last) / sum(total for _, total in last)
@@ -146,7 +146,7 @@ def _last_layers(of: Sequence[Line], against: Sequence[Line], number: str) -> fl
     )
 
 
-def _largest_of_last(of: Sequence[Line], against: Sequence[Line], number: str) -> float:  # noqa: ARG001
+def _largest_of_last(of: Sequence[Line], against: Sequence[Line], number: str) -> float:
     """The largest percentage left in one of the last layers."""
     return max(
         fmean(100 * line["layers"][name][0] / line["layers"][name][1] for line in of)
@@ -154,13 +154,13 @@ def _largest_of_last(of: Sequence[Line], against: Sequence[Line], number: str) -
     )
 
 
-def _unevenness(of: Sequence[Line], against: Sequence[Line], word: str) -> float:  # noqa: ARG001
+def _unevenness(of: Sequence[Line], against: Sequence[Line], word: str) -> float:
     """The standard deviation of the shares left in the layers without `word` in their names, over their mean."""
     shares = [float(left / total) for name, (left, total) in of[0]["layers"].items() if word not in name]
     return 100 * stdev(shares) / fmean(shares)
 
 
-def _least_mean(of: Sequence[Line], against: Sequence[Line], key: str) -> float:  # noqa: ARG001
+def _least_mean(of: Sequence[Line], against: Sequence[Line], key: str) -> float:
     """The smallest mean over the seeds, of all counts."""
     return min(fmean(line[key] for line in of if line["asked"] == asked) for asked in {line["asked"] for line in of})
 

@@ -44,8 +44,8 @@ def summary_table(result_folder: Path) -> Table:
 
 def _row(results: "Results", settings: "Sequence[Setting]", percent: int) -> tuple[str, ...] | None:
     """The row of the best run with a control; None without one."""
-    from keepk_paper.report import lines, runs  # noqa: PLC0415
-    from keepk_paper.report.chosen import subject, validation  # noqa: PLC0415
+    from keepk_paper.report import lines, runs  # noqa: PLC0415 - the other tables need none of it
+    from keepk_paper.report.chosen import subject, validation  # noqa: PLC0415 - the other tables need none of it
 
     compared: list[tuple[float, Setting, Lines, Lines]] = []
     for setting in settings:
