@@ -322,7 +322,7 @@ class SizedByValues:
 
     def finds_some(self, result: Any) -> bool:
         """Whether the result is larger than the smallest possible one."""
-        first = next(iter(tensors_in(result)))
+        first = tensors_in(result)[0]
         along = self._argument("dim") if "unique" in self.operation._schema.name else 0
         return first.numel() > 0 and first.shape[along] > self._least
 
@@ -421,7 +421,7 @@ class WatchedValues(TorchFunctionMode):
             set_origin(result, None)
         if found:
             self._watcher.record_numbers(found if len(found) <= FEW else (hash(found),))
-        if result.is_meta and not any(True for _ in tensors_in(data)) and func is not torch.Tensor.new:
+        if result.is_meta and not tensors_in(data) and func is not torch.Tensor.new:
             with disable_current_modes():
                 keep_value_beside(result, torch.tensor(data, dtype=result.dtype, device="cpu"))
 

@@ -34,7 +34,8 @@ from keepk.model.values import keep_buffers_beside
 
 META = torch.device("meta")
 _GLOBALS = (functools._lru_cache_wrapper, dict)  # places where a program keeps tensors from one pass to the next
-_HOLDERS = (Tensor, tuple, list)
+_SEQUENCES = (tuple, list)
+_HOLDERS = (Tensor, *_SEQUENCES)
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,16 @@ class Workshop:
         The user's model would otherwise get tensors that have no values.
         """
         self._clear_caches()
+        if self._device_of_model == META:
+            return
         for cache in self._globals:
             if isinstance(cache, dict):
                 # Not `cache.items()`: the lazy mappings of transformers import every model when asked for it.
-                items = dict.items(cache)
-                for key in [key for key, value in items if isinstance(value, _HOLDERS) and self._is_of_trace(value)]:
-                    del cache[key]
-
-    def _is_of_trace(self, value: object) -> bool:
-        if isinstance(value, tuple | list):
-            return any(self._is_of_trace(entry) for entry in value if isinstance(entry, Tensor))
-        return isinstance(value, Tensor) and value.is_meta and self._device_of_model != META
+                holders = [(key, value) for key, value in dict.items(cache) if isinstance(value, _HOLDERS)]
+                for key, value in holders:
+                    tensors = value if isinstance(value, _SEQUENCES) else (value,)
+                    if any(isinstance(it, Tensor) and it.is_meta for it in tensors):
+                        del cache[key]
 
     @contextmanager
     def running(self, example: Example | None = None, *, gradients: bool = False) -> Iterator[Example]:

@@ -17,7 +17,7 @@ The parameters of a model that is too large for the memory are read from a file 
 (True, tensor([1., 2.]))
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from keepk.model.torch_internals import TorchDispatchMode, tree_map
 LARGEST = 1 << 20  # elements up to which a meta tensor carries its values; bounds memory and time of a trace
 LARGEST_BUFFER = 1 << 16  # the same for buffers, which are copied for every pass
 _VALUE = "_keepk_value"  # an attribute of tensors of traced copies; the user's tensors never get it
+_NESTED = (list, tuple, set)
 _READ = "_keepk_read"  # an attribute of tensors of meta models that keepk itself has built
 
 
@@ -51,16 +52,24 @@ def value_of(tensor: Tensor) -> Tensor | None:
     return getattr(tensor, _VALUE, None) if tensor.is_meta else tensor
 
 
-def tensors_in(tree: object) -> Iterator[Tensor]:
+def tensors_in(tree: object) -> list[Tensor]:
     """The tensors in the arguments or results of an operation, at any depth of lists, tuples and dicts."""
+    found: list[Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: object, found: list[Tensor]) -> None:
+    # A list that is passed on, because this is called several times in every operation of a trace, where nested
+    # generators take twice as long.
     if isinstance(tree, Tensor):
-        yield tree
+        found.append(tree)
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, list | tuple | set):
+            _collect(value, found)
+    elif isinstance(tree, _NESTED):
         for value in tree:
-            yield from tensors_in(value)
+            _collect(value, found)
 
 
 def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -69,10 +78,10 @@ def keep_values(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     Does nothing unless all inputs have values. The outputs of an operation without inputs (``torch.arange``) have
     values; those of `empty` do not.
     """
-    made = list(tensors_in(result))
+    made = tensors_in(result)
     if not made or not all(tensor.is_meta and tensor.numel() <= LARGEST for tensor in made):
         return
-    given = list(tensors_in([list(args), dict(kwargs)]))
+    given = tensors_in((args, kwargs))
     known = all(not tensor.is_meta or hasattr(tensor, _VALUE) for tensor in given)
     if not known or (not given and "device" not in kwargs) or "empty" in operation._schema.name:
         for tensor in made:  # an in-place operation on unknown values leaves the attached ones out of date

@@ -59,7 +59,7 @@ def compress(index_map: Map) -> Map:
     (1, 3)
     """
     for dim in support(index_map):
-        first = np.take(index_map, [0], axis=dim)
+        first = index_map.take([0], axis=dim)
         if (index_map == first).all():
             index_map = first
     return index_map
@@ -164,10 +164,13 @@ def restrict_all(maps: Sequence[Map], alive: Flags) -> list[Map] | None:
     for place in [place for place, index_map in enumerate(maps) if len(support(index_map)) == 1]:
         dims = support(current[place])
         if dims:
-            living = np.flatnonzero(alive[current[place].ravel()])
-            if len(living) == 0:
+            living = alive[current[place].ravel()]
+            if living.all():
+                continue
+            if not living.any():
                 return None
-            current = [np.take(m, living, axis=dims[0]) if m.shape[dims[0]] > 1 else m for m in current]
+            kept = living.nonzero()[0]
+            current = [m.take(kept, axis=dims[0]) if m.shape[dims[0]] > 1 else m for m in current]
     left = [restrict(index_map, alive) for index_map in current]
     return None if any(m is None for m in left) else [m for m in left if m is not None]
 

@@ -282,7 +282,7 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
 
     def _compare_taken(self, step: Step, call: Call, blamed: int) -> None:
         """Refuse a different channel where one was taken by index, unless it is the only one left."""
-        if len(call.taken) != len(step.taken):
+        if len(call.taken) != len(step.taken) or not call.taken:
             return
         found, wanted = np.array([call.taken, step.taken], np.int32)
         known = found < self._known
@@ -307,8 +307,11 @@ class Replay(Tracer):  # type: ignore[no-untyped-call]  # torch's own
                 return  # a secondary output without maps, such as the statistics of a norm
             raise Mismatch(blamed, f"{call.name} gave {tuple(output.shape)}, expected {expected}")
         left = left or []
-        found = [m for m in map(compress, (*label_of(output).maps, *_passed_on(call, output.ndim))) if support(m)]
-        for index_map in (m for m in map(compress, left) if support(m)):
+        uncompressed = (*label_of(output).maps, *_passed_on(call, output.ndim))
+        # Most maps are found as they are, without the repetitions that `compress` removes.
+        others = [m for m in left if not any(m.shape == known.shape and (m == known).all() for known in uncompressed)]
+        found = [m for m in map(compress, uncompressed if others else ()) if support(m)]
+        for index_map in (m for m in map(compress, others) if support(m)):
             known = [other for other in found if other.shape == index_map.shape]
             if self._lenient and not known:
                 continue

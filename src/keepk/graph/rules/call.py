@@ -188,8 +188,8 @@ class Call(Algebra):
         super().__init__(trace.atoms, trace.facts)
         self._trace, self.operation, self._arguments = trace, operation, arguments
         self.name = base_name(operation)
-        self.inputs = list(tensors_in(list(arguments)))
-        self.outputs = list(tensors_in(result))
+        self.inputs = tensors_in(arguments)
+        self.outputs = tensors_in(result)
         self.taken: list[int] = []
         self.counts: list[tuple[int, tuple[Map, ...]]] = []
 
