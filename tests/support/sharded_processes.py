@@ -33,7 +33,7 @@ from keepk.errors import (
     SpaceError,
     StateError,
 )
-from keepk.model.sharded import gathered
+from keepk.model.sharded import gathered, same_sharding
 
 SMALL = keepk.Cubic(epochs=3)
 
@@ -641,6 +641,130 @@ def channels_are_refused():
         keepk.Pruner(plain, space, example=PICTURES).step(plain, wrap=shard)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight, which a state_dict has under both names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.back, self.second = nn.Linear(7, 11), nn.Linear(11, 7), nn.Linear(7, 11)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(11, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.back(self.first(x).relu())).relu())
+
+
+def tied(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Tied()
+
+
+def partly(model):
+    """Shard the first layer only; the other parameters stay plain, and every process has them."""
+    fully_shard(model[0])
+    return model
+
+
+def all_but_the_last(model):
+    return fully_shard(model, ignored_params={*model[4].parameters()})
+
+
+def plain_parameters_are_cut_beside_sharded_ones():
+    """With their state in the optimizer, their gradients and their followers, like those of one process."""
+    for wrap, make in (
+        (partly, torch.optim.AdamW),
+        (partly, lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)),
+        (all_but_the_last, torch.optim.AdamW),
+    ):
+        model, twin = wrap(mlp()), mlp()
+        optimizers = [make(it.parameters()) for it in (model, twin)]
+        averages = [{name: it.detach().clone() for name, it in each.named_parameters()} for each in (model, twin)]
+        space = keepk.channels("*", keep=8, schedule=[12, 8])
+        pruners = [
+            keepk.Pruner(each, space, optimizer, example=torch.zeros(2, 7), followers=[average])
+            for each, optimizer, average in zip((model, twin), optimizers, averages, strict=True)
+        ]
+        for step in range(3):
+            for each, optimizer in zip((model, twin), optimizers, strict=True):
+                torch.manual_seed(step)
+                x = torch.randn(8, 7)
+
+                def closure(each=each, optimizer=optimizer, x=x):
+                    optimizer.zero_grad()
+                    loss = each(x).square().mean()
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            if step < 2:
+                for it in optimizers:
+                    it.zero_grad(set_to_none=step == 1)
+                pruners[0].step(model, wrap=wrap)
+                pruners[1].step()
+            for (name, it), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+                assert torch.equal(whole(it), other), name
+                assert whole(averages[0][name]).shape == averages[1][name].shape, name
+                states = [optimizers[0].state[it], optimizers[1].state[other]]
+                assert states[0].keys() == states[1].keys()
+                assert all(
+                    torch.equal(whole(value), states[1][key])
+                    for key, value in states[0].items()
+                    if isinstance(value, torch.Tensor)
+                ), name
+        assert pruners[0].kept == pruners[1].kept == {"*": 8}
+        assert isinstance(model[0].weight, DTensor)
+        assert not isinstance(model[4].weight, DTensor)
+
+
+def wrap_has_to_shard_the_same_parameters():
+    """A wrap= that shards more than before would leave the optimizer with parameters that the model lost."""
+    model = partly(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    pruner = keepk.Pruner(model, keepk.channels("*", keep=8), optimizer, example=torch.zeros(2, 7))
+    train(model, optimizer, 0)
+    objects, before = [*model.parameters()], [whole(it) for it in model.parameters()]
+    moments = [whole(optimizer.state[it]["exp_avg"]) for it in objects]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for wrap, error, words in (
+        (fsdp, ShrinkError, r"wrap= left DTensor .* where the model had a plain parameter .* '2.weight'"),
+        (out_of_memory if last else partly, MemoryError if last else DisagreementError, "none left|failed while"),
+    ):
+        with pytest.raises(error, match=words):
+            pruner.step(model, wrap=wrap)
+        assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
+        assert all(torch.equal(whole(it), old) for it, old in zip(model.parameters(), before, strict=True))
+        now = [whole(optimizer.state[it]["exp_avg"]) for it in objects]
+        assert all(torch.equal(one, two) for one, two in zip(now, moments, strict=True))
+    pruner.step(model, wrap=partly)
+    train(model, optimizer, 1)
+    assert pruner.kept == {"*": 8}
+
+
+def followers_are_cut_under_all_names():
+    model, twin = fully_shard(tied()), tied()
+    averages = [{name: it.detach().clone() for name, it in each.state_dict().items()} for each in (model, twin)]
+    for each, average in zip((model, twin), averages, strict=True):
+        space = keepk.channels("first", keep=5)
+        pruner = keepk.Pruner(each, space, example=torch.zeros(2, 7), followers=[average])
+        pruner.step(each, wrap=fully_shard) if each is model else pruner.step()
+    assert averages[0].keys() == averages[1].keys()
+    assert {"first.weight", "second.weight"} < averages[0].keys()
+    for name, it in averages[0].items():
+        assert torch.equal(whole(it), averages[1][name]), name
+        assert same_sharding(it, model.state_dict()[name]), name
+    # One that has lost a tensor since, or has one of another shape.
+    other = fully_shard(tied())
+    average = {name: it.detach().clone() for name, it in other.state_dict().items()}
+    pruner = keepk.Pruner(other, keepk.channels("first", keep=5), example=torch.zeros(2, 7), followers=[average])
+    taken = average.pop("first.bias")
+    with pytest.raises(ShrinkError, match=r"followers\[0\] \(dict\): has no tensor 'first.bias'"):
+        pruner.step(other, wrap=fully_shard)
+    average["first.bias"] = taken
+    pruner.step(other, wrap=fully_shard)
+    assert all(it.shape == other.state_dict()[name].shape for name, it in average.items())
+
+
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
@@ -791,6 +915,9 @@ def main():
         other_channel_runs()
         channels_resume()
         channels_are_refused()
+        plain_parameters_are_cut_beside_sharded_ones()
+        wrap_has_to_shard_the_same_parameters()
+        followers_are_cut_under_all_names()
     a_rank_that_dies_is_an_error_on_the_others()
 
 
