@@ -13,6 +13,8 @@ import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ import keepk
 from keepk.errors import (
     CheckpointError,
     DisagreementError,
+    KeepkError,
     OptimizerError,
     RankError,
     ShrinkError,
@@ -315,7 +318,7 @@ def followers_and_states():
     damaged = {**state, "masks": {**state["masks"], "0.weight": state["masks"]["0.bias"]}}
     with pytest.raises(
         StateError if dist.get_rank() == 0 else (StateError, DisagreementError),
-        match=r"'0\.weight'|rank \d: failed to decide",
+        match=r"'0\.weight'|rank \d: failed to load the state",
     ):
         pruner.load_state_dict(damaged)
 
@@ -880,6 +883,342 @@ def out_of_memory(*_):
     raise MemoryError("none left")
 
 
+# Failures of one process in every step of a call --------------------------------------------------------------------
+
+
+WRONG: Any = 7  # in the place of a path, a state, an optimizer
+
+
+@contextmanager
+def failing_in(rank, words):
+    """One rank fails with these words, the others learn of it; all of them go on with the same collective."""
+    mine = dist.get_rank() == rank
+    with pytest.raises(Exception, match=words if mine else f"rank {rank}: failed to ") as caught:
+        yield mine
+    assert isinstance(caught.value, DisagreementError) != mine, caught.value
+    together()
+
+
+def together():
+    """Fail, or run into the timeout, unless every process makes the same collective now."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert int(ones) == dist.get_world_size()
+
+
+class Average:
+    """A user's object with a state, which can be made to fail."""
+
+    def __init__(self, value=1.0):
+        self.value, self.fails = torch.tensor(value), ""
+
+    def state_dict(self):
+        assert self.fails != "state_dict", "no state"
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"].clone()
+        # It refuses the new state, after it has taken it, and takes the old one back.
+        assert self.fails != "load_state_dict" or self.value != 3.0, "refused"
+
+
+def files_in(folder):
+    dist.barrier()
+    found = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    dist.barrier()
+    return found
+
+
+def a_failure_while_saving_reaches_every_process():
+    """The old checkpoint stays, and training goes on with the same collectives."""
+    folder = Path(sys.argv[1]).parent / "saving"
+    model = shard(net())
+    average, run = Average(3.0), run_of(model)
+    go_on(run, shard, [0])
+    keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 0})
+    before = files_in(folder)
+    weights = keepk.Pruner(small := fsdp(mlp()), keepk.weights("*", keep=9))
+    weights.step()
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        with failing_in(rank, "save_checkpoint: "):
+            keepk.save_checkpoint(WRONG if mine else folder, **run)
+        with failing_in(rank, "scheduler: got a int"):
+            keepk.save_checkpoint(folder, **run | {"scheduler": 7 if mine else run["scheduler"]})
+        with failing_in(rank, "no state"):
+            average.fails = "state_dict" if mine else ""
+            keepk.save_checkpoint(folder, ema=average, **run)
+        average.fails = ""
+        with failing_in(rank, "extra"):
+            keepk.save_checkpoint(folder, **run, extra=object() if mine else 1)
+        with failing_in(rank, "pruned weights are no longer zero"):
+            shard_of = small[0].weight.to_local()
+            if mine:
+                values = shard_of.detach().clone()
+                with torch.no_grad():
+                    shard_of.fill_(1.0)
+            keepk.save_checkpoint(folder, pruner=weights)
+        if mine:
+            with torch.no_grad():
+                shard_of.copy_(values)
+        with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+            if mine:
+                patch.setattr("keepk.checkpoint.checkpoint.write_folder", out_of_memory)
+            keepk.save_checkpoint(folder, **run)
+        if rank == 0:  # which writes the index
+            with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+                if mine:
+                    patch.setattr("keepk.checkpoint.checkpoint.replace_index", out_of_memory)
+                keepk.save_checkpoint(folder, **run)
+        assert files_in(folder) == before
+        assert len([*folder.glob("shards-*")]) == 1
+    go_on(run, shard, [1])
+    keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 1})
+    again = run_of(shard(net(seed=1)))
+    assert keepk.load_checkpoint(folder, **again, ema=Average(), wrap=shard) == {"step": 1}
+    assert_same_tensors(plain_state(again), plain_state(run))
+
+
+LOADING = [
+    "keepk.checkpoint.checkpoint.host_copy",
+    "keepk.checkpoint.checkpoint.set_rng_state",
+    "keepk.checkpoint.checkpoint.read_folder",
+    "keepk.run.session.Session._hold",
+    "keepk.cut.sharded.own_part",
+    "keepk.checkpoint.parts.ModulePart.restore",
+]
+
+
+def a_failure_while_loading_reaches_every_process():
+    """Whatever fails, and in whichever process: every object of all processes has its old state."""
+    folder = Path(sys.argv[1]).parent / "loading"
+    first, average = run_of(shard(net())), Average(3.0)
+    go_on(first, shard, [0, 1])
+    keepk.save_checkpoint(folder, **first, ema=average, extra={"step": 1})
+    run, average = run_of(shard(net(seed=1))), Average()
+    fit(run["model"], run["optimizer"], 5)
+    before, objects = plain_state(run), [*run["model"].parameters()]
+    scheduled, random = dict(run["scheduler"].state_dict()), torch.get_rng_state()
+
+    def refused(words, mine, **changed):
+        with failing_in(rank, words):
+            keepk.load_checkpoint(**{"path": folder, "ema": average, "wrap": shard} | run | (changed if mine else {}))
+        assert all(one is two for one, two in zip(run["model"].parameters(), objects, strict=True))
+        assert_same_tensors(plain_state(run), before)
+        assert run["scheduler"].state_dict() == scheduled
+        assert (run["pruner"].epoch, average.value.item()) == (0, 1.0)
+        assert torch.equal(torch.get_rng_state(), random)
+
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        refused("load_checkpoint: ", mine, path=7)
+        refused("no checkpoint|checkpoint.json", mine, path=folder / "missing")
+        refused("ema: got a int", mine, ema=7)
+        refused("has the run's scheduler", mine, scheduler=None)
+        other = torch.optim.lr_scheduler.ConstantLR(run["optimizer"]) if mine else None
+        run["scheduler"].load_state_dict(scheduled)
+        refused("is a ConstantLR here and a StepLR", mine, scheduler=other)
+        run["scheduler"].load_state_dict(scheduled)
+        for wrap in (out_of_memory, lambda model: shard(model) and out_of_memory()):
+            refused("none left", mine, wrap=wrap)
+        refused("Pass the function that does so", mine, wrap=None)
+        for fails in ("state_dict", "load_state_dict"):
+            average.fails = fails if mine else ""
+            with failing_in(rank, "no state|refused"):
+                keepk.load_checkpoint(folder, **run, ema=average, wrap=shard)
+            average.fails = ""
+            assert_same_tensors(plain_state(run), before)
+            assert (run["pruner"].epoch, average.value.item()) == (0, 1.0)
+        for place in LOADING[rank::2]:
+            with failing_once(place, mine):
+                refused("none left", mine)
+        part = next(folder.glob(f"shards-*/rank-{rank}/tensors-*"))
+        kept = part.read_bytes()
+        if mine:
+            part.write_bytes(kept[:-1] + bytes([kept[-1] ^ 255]))
+        refused("sha256|damaged", mine)
+        if mine:
+            part.write_bytes(kept)
+    fit(run["model"], run["optimizer"], 6)
+    assert keepk.load_checkpoint(folder, **run, ema=average, wrap=shard) == {"step": 1}
+    assert_same_tensors(plain_state(run), plain_state(first))
+    assert average.value == 3.0
+    go_on(run, shard, [2])
+
+
+@contextmanager
+def failing_once(place, mine):
+    """Make the first call of the function at a dotted path fail in this process, if `mine`, and not those after it."""
+    original, calls = resolve(place), []
+
+    def once(*given):
+        calls.append(1)
+        return out_of_memory() if len(calls) == 1 else original(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mine:
+            patch.setattr(place, once)
+        yield
+    assert bool(calls) == mine
+
+
+def resolve(place):
+    """The object at a dotted path, as `MonkeyPatch.setattr` finds it."""
+    path, names = place, list[str]()
+    while path not in sys.modules:
+        path, _, name = path.rpartition(".")
+        names.insert(0, name)
+    found = sys.modules[path]
+    for name in names:
+        found = getattr(found, name)
+    return found
+
+
+def a_failure_while_a_state_is_loaded_reaches_every_process():
+    space = keepk.channels("*", keep=16, schedule=[24, 16])
+    first = keepk.Pruner(model := shard(net()), space, example=PICTURES)
+    first.step(model, wrap=shard)
+    state = first.state_dict()
+    model = shard(net(seed=1))
+    optimizer = optimizer_of(model)
+    fit(model, optimizer, 0)
+    pruner = keepk.Pruner(model, space, optimizer, example=PICTURES)
+    objects, before = [*model.parameters()], [whole(it) for it in model.parameters()]
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        for given, wrap, words in (
+            (state, out_of_memory, "none left"),
+            (state, lambda it: shard(it) and out_of_memory(), "none left"),
+            (state, None, "Pass the function that does so"),
+            (WRONG, shard, "not the state of a Pruner"),
+            ({**state, "epoch": 9}, shard, "epoch 9"),
+            ({**state, "channels": {**state["channels"], "gone": []}}, shard, "do not fit|damaged"),
+        ):
+            with failing_in(rank, words):
+                pruner.load_state_dict(given if mine else state, wrap=wrap if mine else shard)
+            assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
+            assert all(torch.equal(whole(it), old) for it, old in zip(model.parameters(), before, strict=True))
+            assert pruner.epoch == 0
+        with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+            if mine:
+                patch.setattr(pruner._session, "_hold", out_of_memory)
+            pruner.load_state_dict(state, wrap=shard)
+        assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
+    fit(model, optimizer, 1)
+    pruner.load_state_dict(state, wrap=shard)
+    assert pruner.kept == first.kept
+    fit(model, optimizer, 2)
+    weight_states_too()
+
+
+def weight_states_too():
+    """Values that are zeroed in one process come back if another one fails afterwards."""
+    spaces = keepk.weights("*", keep=30, schedule=[60, 30])
+    first = keepk.Pruner(fsdp(mlp()), spaces)
+    first.step()
+    state = first.state_dict()
+    model = fsdp(mlp(seed=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, 0)
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    pruner = keepk.Pruner(model, spaces, optimizer, followers=[average])
+
+    def tensors():
+        momenta = [optimizer.state[it]["momentum_buffer"] for it in model.parameters()]
+        return [whole(it) for it in [*model.parameters(), *momenta, *average.values()]]
+
+    before = tensors()
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        other = {**state, "masks": {**state["masks"], "0.weight": state["masks"]["0.bias"]}}
+        with failing_in(rank, "no bool mask of shape"):
+            pruner.load_state_dict(other if mine else state)
+        with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+            if mine:
+                patch.setattr(pruner._session, "_certify", out_of_memory)
+            pruner.load_state_dict(state)
+        assert pruner.epoch == 0
+        assert all(torch.equal(one, two) for one, two in zip(tensors(), before, strict=True))
+        assert pruner.kept == {"*": sum(it.numel() for it in model.parameters())}
+    pruner.load_state_dict(state)
+    assert_same_masks(pruner, keepk_of(first))
+
+
+def keepk_of(pruner):
+    """The masks of a Pruner, whole, in the form that `assert_same_masks` takes."""
+    masks = {name: whole(mask.int()).bool() for name, mask in pruner.masks.items()}
+    return SimpleNamespace(masks=masks, kept=pruner.kept)
+
+
+def of_weights(metric: Any) -> Any:
+    """A metric that is called when a Pruner with a budget is made, to find out whether that can be met."""
+    metric.needs = ("weights",)
+    return metric
+
+
+def a_failure_while_a_pruner_is_made_reaches_every_process():
+    model = shard(net())
+    optimizer = optimizer_of(model)
+    fit(model, optimizer, 0)
+    good: dict[str, Any] = {
+        "spaces": keepk.channels("*", macs=0.5, schedule=keepk.Cubic(epochs=2)),
+        "example": PICTURES,
+    }
+
+    @of_weights
+    def of_one(layer):
+        return layer.producer[0].tensor.flatten(1).norm(dim=1) if dist.get_rank() != failing else out_of_memory()
+
+    for rank in range(dist.get_world_size()):
+        mine, failing = dist.get_rank() == rank, rank
+        for changed, words in (
+            ({"example": torch.zeros(2, 5, 2, 2)}, "forward failed on the example"),
+            ({"spaces": None}, "spaces=None"),
+            ({"spaces": keepk.channels("nothing", macs=0.5)}, "nothing"),
+            ({"optimizer": 7}, "got int"),
+            ({"macs": "x"}, "macs"),
+        ):
+            with failing_in(rank, words):
+                keepk.Pruner(model, **good | (changed if mine else {}))
+        space = keepk.channels("*", macs=0.5, schedule=keepk.Cubic(epochs=2), metric=of_one)
+        with failing_in(rank, "of_one: failed"):
+            keepk.Pruner(model, space, example=PICTURES)
+        failing = -1
+        with keepk.Pruner(model, space, optimizer, example=PICTURES) as pruner:
+            expected, failing = pruner.implied, rank
+            with failing_in(rank, "of_one: failed"):
+                _ = pruner.implied
+            failing = -1
+            assert pruner.implied == expected
+            if mine:  # one process alone may print a report
+                assert str(pruner.report())
+        fit(model, optimizer, 1 + rank)
+    with keepk.Pruner(model, **good, optimizer=optimizer) as pruner:
+        pruner.step(model, wrap=shard)
+    fit(model, optimizer, 9)
+
+
+def a_metric_may_catch_the_error():
+    """The failure of another process is not lost if the metric of this one catches it."""
+
+    def careless(layer):
+        if mine:
+            raise ValueError("no scores")
+        try:
+            return layer.producer[0].tensor.flatten(1).norm(dim=1)
+        except KeepkError:
+            return torch.ones(len(layer))
+
+    model = shard(net())
+    for rank in range(dist.get_world_size()):
+        mine = False
+        with keepk.Pruner(model, keepk.channels("*", keep=16, metric=careless), example=PICTURES) as pruner:
+            mine = dist.get_rank() == rank
+            with failing_in(rank, "no scores"):
+                pruner.step(model, wrap=shard)
+            assert pruner.epoch == 0
+
+
 def a_rank_that_dies_is_an_error_on_the_others():
     """The last case: nothing can be exchanged afterwards."""
     net = fsdp(mlp())
@@ -918,6 +1257,11 @@ def main():
         plain_parameters_are_cut_beside_sharded_ones()
         wrap_has_to_shard_the_same_parameters()
         followers_are_cut_under_all_names()
+        a_failure_while_saving_reaches_every_process()
+        a_failure_while_loading_reaches_every_process()
+        a_failure_while_a_state_is_loaded_reaches_every_process()
+        a_failure_while_a_pruner_is_made_reaches_every_process()
+        a_metric_may_catch_the_error()
     a_rank_that_dies_is_an_error_on_the_others()
 
 
