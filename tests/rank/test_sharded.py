@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from keepk.errors import RankError
@@ -71,13 +71,15 @@ def problems(draw):
     dtypes = draw(st.lists(st.sampled_from(weights.DTYPES), min_size=1, max_size=3))
     absolute, tensors = draw(st.booleans()), []
     for index, dtype in enumerate(dtypes):
-        shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+        least_size = draw(st.sampled_from([1, 1, 1, 0]))  # a few tensors are empty
+        shape = draw(st.lists(st.integers(least_size, 6), min_size=1, max_size=3))
         values = (torch.randn(shape, generator=generator) * levels).round() / levels
         scores = torch.where(torch.rand(shape, generator=generator) < 0.1, -0.0, values).to(dtype)
         dead = torch.rand(shape, generator=generator) < 0.3 if draw(st.booleans()) else None
         floor = draw(st.integers(0, 4)) if len(shape) > 1 else 0
         dims = [draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh]
         tensors.append((Ranked(f"t{index}", scores, dead, absolute, floor), blocks_of(shape, dims, mesh)))
+    assume(any(it.scores.numel() for it, _ in tensors))  # a space without weights is refused
     alive = [it.scores.numel() - (0 if it.dead is None else int(it.dead.sum())) for it, _ in tensors]
     least = sum(min(it.floor, count) for (it, _), count in zip(tensors, alive, strict=True))
     return tensors, alive, draw(st.integers(least, sum(alive)))
@@ -132,6 +134,20 @@ def test_all_ranks_together_keep_what_one_process_keeps(problem):
     for ranked, cut, point, mask in zip(whole, cuts, expected, masks, strict=True):
         assert torch.equal(mask, weights.dead_mask(ranked, point)), ranked.name
         assert cut.point == point
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0,)])
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_empty_tensors_are_divided_too(shape, dim):
+    """Beside one with ties, some of which stay, so that ties are counted by ranges."""
+    empty = Ranked("empty", torch.zeros(shape), None, True, 0)
+    tied = Ranked("tied", torch.ones(5, 4), None, True, 0)
+    dims = [None if dim is None else min(dim, len(shape) - 1)]
+    tensors = [(empty, blocks_of(shape, dims, (2,))), (tied, blocks_of((5, 4), [1], (2,)))]
+    cuts, masks, _ = in_all_ranks(tensors, [0, 20], 7)
+    assert [cut.kept for cut in cuts] == [0, 7]
+    assert torch.equal(masks[1], torch.arange(20).reshape(5, 4) >= 7)
+    assert masks[0].shape == shape
 
 
 @pytest.mark.parametrize(("dim", "sums"), [(0, 3), (1, 4), (None, 3)])

@@ -13,6 +13,8 @@ import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +29,14 @@ import keepk
 from keepk.errors import (
     CheckpointError,
     DisagreementError,
+    KeepkError,
     OptimizerError,
     RankError,
     ShrinkError,
     SpaceError,
     StateError,
 )
-from keepk.model.sharded import gathered
+from keepk.model.sharded import gathered, same_sharding
 
 SMALL = keepk.Cubic(epochs=3)
 
@@ -315,7 +318,7 @@ def followers_and_states():
     damaged = {**state, "masks": {**state["masks"], "0.weight": state["masks"]["0.bias"]}}
     with pytest.raises(
         StateError if dist.get_rank() == 0 else (StateError, DisagreementError),
-        match=r"'0\.weight'|rank \d: failed to decide",
+        match=r"'0\.weight'|rank \d: failed to load the state",
     ):
         pruner.load_state_dict(damaged)
 
@@ -641,6 +644,130 @@ def channels_are_refused():
         keepk.Pruner(plain, space, example=PICTURES).step(plain, wrap=shard)
 
 
+class Tied(nn.Module):
+    """Two layers with one weight, which a state_dict has under both names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.back, self.second = nn.Linear(7, 11), nn.Linear(11, 7), nn.Linear(7, 11)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(11, 3)
+
+    def forward(self, x):
+        return self.head(self.second(self.back(self.first(x).relu())).relu())
+
+
+def tied(seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Tied()
+
+
+def partly(model):
+    """Shard the first layer only; the other parameters stay plain, and every process has them."""
+    fully_shard(model[0])
+    return model
+
+
+def all_but_the_last(model):
+    return fully_shard(model, ignored_params={*model[4].parameters()})
+
+
+def plain_parameters_are_cut_beside_sharded_ones():
+    """With their state in the optimizer, their gradients and their followers, like those of one process."""
+    for wrap, make in (
+        (partly, torch.optim.AdamW),
+        (partly, lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9)),
+        (all_but_the_last, torch.optim.AdamW),
+    ):
+        model, twin = wrap(mlp()), mlp()
+        optimizers = [make(it.parameters()) for it in (model, twin)]
+        averages = [{name: it.detach().clone() for name, it in each.named_parameters()} for each in (model, twin)]
+        space = keepk.channels("*", keep=8, schedule=[12, 8])
+        pruners = [
+            keepk.Pruner(each, space, optimizer, example=torch.zeros(2, 7), followers=[average])
+            for each, optimizer, average in zip((model, twin), optimizers, averages, strict=True)
+        ]
+        for step in range(3):
+            for each, optimizer in zip((model, twin), optimizers, strict=True):
+                torch.manual_seed(step)
+                x = torch.randn(8, 7)
+
+                def closure(each=each, optimizer=optimizer, x=x):
+                    optimizer.zero_grad()
+                    loss = each(x).square().mean()
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+            if step < 2:
+                for it in optimizers:
+                    it.zero_grad(set_to_none=step == 1)
+                pruners[0].step(model, wrap=wrap)
+                pruners[1].step()
+            for (name, it), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+                assert torch.equal(whole(it), other), name
+                assert whole(averages[0][name]).shape == averages[1][name].shape, name
+                states = [optimizers[0].state[it], optimizers[1].state[other]]
+                assert states[0].keys() == states[1].keys()
+                assert all(
+                    torch.equal(whole(value), states[1][key])
+                    for key, value in states[0].items()
+                    if isinstance(value, torch.Tensor)
+                ), name
+        assert pruners[0].kept == pruners[1].kept == {"*": 8}
+        assert isinstance(model[0].weight, DTensor)
+        assert not isinstance(model[4].weight, DTensor)
+
+
+def wrap_has_to_shard_the_same_parameters():
+    """A wrap= that shards more than before would leave the optimizer with parameters that the model lost."""
+    model = partly(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    pruner = keepk.Pruner(model, keepk.channels("*", keep=8), optimizer, example=torch.zeros(2, 7))
+    train(model, optimizer, 0)
+    objects, before = [*model.parameters()], [whole(it) for it in model.parameters()]
+    moments = [whole(optimizer.state[it]["exp_avg"]) for it in objects]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for wrap, error, words in (
+        (fsdp, ShrinkError, r"wrap= left DTensor .* where the model had a plain parameter .* '2.weight'"),
+        (out_of_memory if last else partly, MemoryError if last else DisagreementError, "none left|failed while"),
+    ):
+        with pytest.raises(error, match=words):
+            pruner.step(model, wrap=wrap)
+        assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
+        assert all(torch.equal(whole(it), old) for it, old in zip(model.parameters(), before, strict=True))
+        now = [whole(optimizer.state[it]["exp_avg"]) for it in objects]
+        assert all(torch.equal(one, two) for one, two in zip(now, moments, strict=True))
+    pruner.step(model, wrap=partly)
+    train(model, optimizer, 1)
+    assert pruner.kept == {"*": 8}
+
+
+def followers_are_cut_under_all_names():
+    model, twin = fully_shard(tied()), tied()
+    averages = [{name: it.detach().clone() for name, it in each.state_dict().items()} for each in (model, twin)]
+    for each, average in zip((model, twin), averages, strict=True):
+        space = keepk.channels("first", keep=5)
+        pruner = keepk.Pruner(each, space, example=torch.zeros(2, 7), followers=[average])
+        pruner.step(each, wrap=fully_shard) if each is model else pruner.step()
+    assert averages[0].keys() == averages[1].keys()
+    assert {"first.weight", "second.weight"} < averages[0].keys()
+    for name, it in averages[0].items():
+        assert torch.equal(whole(it), averages[1][name]), name
+        assert same_sharding(it, model.state_dict()[name]), name
+    # One that has lost a tensor since, or has one of another shape.
+    other = fully_shard(tied())
+    average = {name: it.detach().clone() for name, it in other.state_dict().items()}
+    pruner = keepk.Pruner(other, keepk.channels("first", keep=5), example=torch.zeros(2, 7), followers=[average])
+    taken = average.pop("first.bias")
+    with pytest.raises(ShrinkError, match=r"followers\[0\] \(dict\): has no tensor 'first.bias'"):
+        pruner.step(other, wrap=fully_shard)
+    average["first.bias"] = taken
+    pruner.step(other, wrap=fully_shard)
+    assert all(it.shape == other.state_dict()[name].shape for name, it in average.items())
+
+
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
@@ -756,6 +883,342 @@ def out_of_memory(*_):
     raise MemoryError("none left")
 
 
+# Failures of one process in every step of a call --------------------------------------------------------------------
+
+
+WRONG: Any = 7  # in the place of a path, a state, an optimizer
+
+
+@contextmanager
+def failing_in(rank, words):
+    """One rank fails with these words, the others learn of it; all of them go on with the same collective."""
+    mine = dist.get_rank() == rank
+    with pytest.raises(Exception, match=words if mine else f"rank {rank}: failed to ") as caught:
+        yield mine
+    assert isinstance(caught.value, DisagreementError) != mine, caught.value
+    together()
+
+
+def together():
+    """Fail, or run into the timeout, unless every process makes the same collective now."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert int(ones) == dist.get_world_size()
+
+
+class Average:
+    """A user's object with a state, which can be made to fail."""
+
+    def __init__(self, value=1.0):
+        self.value, self.fails = torch.tensor(value), ""
+
+    def state_dict(self):
+        assert self.fails != "state_dict", "no state"
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"].clone()
+        # It refuses the new state, after it has taken it, and takes the old one back.
+        assert self.fails != "load_state_dict" or self.value != 3.0, "refused"
+
+
+def files_in(folder):
+    dist.barrier()
+    found = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    dist.barrier()
+    return found
+
+
+def a_failure_while_saving_reaches_every_process():
+    """The old checkpoint stays, and training goes on with the same collectives."""
+    folder = Path(sys.argv[1]).parent / "saving"
+    model = shard(net())
+    average, run = Average(3.0), run_of(model)
+    go_on(run, shard, [0])
+    keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 0})
+    before = files_in(folder)
+    weights = keepk.Pruner(small := fsdp(mlp()), keepk.weights("*", keep=9))
+    weights.step()
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        with failing_in(rank, "save_checkpoint: "):
+            keepk.save_checkpoint(WRONG if mine else folder, **run)
+        with failing_in(rank, "scheduler: got a int"):
+            keepk.save_checkpoint(folder, **run | {"scheduler": 7 if mine else run["scheduler"]})
+        with failing_in(rank, "no state"):
+            average.fails = "state_dict" if mine else ""
+            keepk.save_checkpoint(folder, ema=average, **run)
+        average.fails = ""
+        with failing_in(rank, "extra"):
+            keepk.save_checkpoint(folder, **run, extra=object() if mine else 1)
+        with failing_in(rank, "pruned weights are no longer zero"):
+            shard_of = small[0].weight.to_local()
+            if mine:
+                values = shard_of.detach().clone()
+                with torch.no_grad():
+                    shard_of.fill_(1.0)
+            keepk.save_checkpoint(folder, pruner=weights)
+        if mine:
+            with torch.no_grad():
+                shard_of.copy_(values)
+        with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+            if mine:
+                patch.setattr("keepk.checkpoint.checkpoint.write_folder", out_of_memory)
+            keepk.save_checkpoint(folder, **run)
+        if rank == 0:  # which writes the index
+            with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+                if mine:
+                    patch.setattr("keepk.checkpoint.checkpoint.replace_index", out_of_memory)
+                keepk.save_checkpoint(folder, **run)
+        assert files_in(folder) == before
+        assert len([*folder.glob("shards-*")]) == 1
+    go_on(run, shard, [1])
+    keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 1})
+    again = run_of(shard(net(seed=1)))
+    assert keepk.load_checkpoint(folder, **again, ema=Average(), wrap=shard) == {"step": 1}
+    assert_same_tensors(plain_state(again), plain_state(run))
+
+
+LOADING = [
+    "keepk.checkpoint.checkpoint.host_copy",
+    "keepk.checkpoint.checkpoint.set_rng_state",
+    "keepk.checkpoint.checkpoint.read_folder",
+    "keepk.run.session.Session._hold",
+    "keepk.cut.sharded.own_part",
+    "keepk.checkpoint.parts.ModulePart.restore",
+]
+
+
+def a_failure_while_loading_reaches_every_process():
+    """Whatever fails, and in whichever process: every object of all processes has its old state."""
+    folder = Path(sys.argv[1]).parent / "loading"
+    first, average = run_of(shard(net())), Average(3.0)
+    go_on(first, shard, [0, 1])
+    keepk.save_checkpoint(folder, **first, ema=average, extra={"step": 1})
+    run, average = run_of(shard(net(seed=1))), Average()
+    fit(run["model"], run["optimizer"], 5)
+    before, objects = plain_state(run), [*run["model"].parameters()]
+    scheduled, random = dict(run["scheduler"].state_dict()), torch.get_rng_state()
+
+    def refused(words, mine, **changed):
+        with failing_in(rank, words):
+            keepk.load_checkpoint(**{"path": folder, "ema": average, "wrap": shard} | run | (changed if mine else {}))
+        assert all(one is two for one, two in zip(run["model"].parameters(), objects, strict=True))
+        assert_same_tensors(plain_state(run), before)
+        assert run["scheduler"].state_dict() == scheduled
+        assert (run["pruner"].epoch, average.value.item()) == (0, 1.0)
+        assert torch.equal(torch.get_rng_state(), random)
+
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        refused("load_checkpoint: ", mine, path=7)
+        refused("no checkpoint|checkpoint.json", mine, path=folder / "missing")
+        refused("ema: got a int", mine, ema=7)
+        refused("has the run's scheduler", mine, scheduler=None)
+        other = torch.optim.lr_scheduler.ConstantLR(run["optimizer"]) if mine else None
+        run["scheduler"].load_state_dict(scheduled)
+        refused("is a ConstantLR here and a StepLR", mine, scheduler=other)
+        run["scheduler"].load_state_dict(scheduled)
+        for wrap in (out_of_memory, lambda model: shard(model) and out_of_memory()):
+            refused("none left", mine, wrap=wrap)
+        refused("Pass the function that does so", mine, wrap=None)
+        for fails in ("state_dict", "load_state_dict"):
+            average.fails = fails if mine else ""
+            with failing_in(rank, "no state|refused"):
+                keepk.load_checkpoint(folder, **run, ema=average, wrap=shard)
+            average.fails = ""
+            assert_same_tensors(plain_state(run), before)
+            assert (run["pruner"].epoch, average.value.item()) == (0, 1.0)
+        for place in LOADING[rank::2]:
+            with failing_once(place, mine):
+                refused("none left", mine)
+        part = next(folder.glob(f"shards-*/rank-{rank}/tensors-*"))
+        kept = part.read_bytes()
+        if mine:
+            part.write_bytes(kept[:-1] + bytes([kept[-1] ^ 255]))
+        refused("sha256|damaged", mine)
+        if mine:
+            part.write_bytes(kept)
+    fit(run["model"], run["optimizer"], 6)
+    assert keepk.load_checkpoint(folder, **run, ema=average, wrap=shard) == {"step": 1}
+    assert_same_tensors(plain_state(run), plain_state(first))
+    assert average.value == 3.0
+    go_on(run, shard, [2])
+
+
+@contextmanager
+def failing_once(place, mine):
+    """Make the first call of the function at a dotted path fail in this process, if `mine`, and not those after it."""
+    original, calls = resolve(place), []
+
+    def once(*given):
+        calls.append(1)
+        return out_of_memory() if len(calls) == 1 else original(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if mine:
+            patch.setattr(place, once)
+        yield
+    assert bool(calls) == mine
+
+
+def resolve(place):
+    """The object at a dotted path, as `MonkeyPatch.setattr` finds it."""
+    path, names = place, list[str]()
+    while path not in sys.modules:
+        path, _, name = path.rpartition(".")
+        names.insert(0, name)
+    found = sys.modules[path]
+    for name in names:
+        found = getattr(found, name)
+    return found
+
+
+def a_failure_while_a_state_is_loaded_reaches_every_process():
+    space = keepk.channels("*", keep=16, schedule=[24, 16])
+    first = keepk.Pruner(model := shard(net()), space, example=PICTURES)
+    first.step(model, wrap=shard)
+    state = first.state_dict()
+    model = shard(net(seed=1))
+    optimizer = optimizer_of(model)
+    fit(model, optimizer, 0)
+    pruner = keepk.Pruner(model, space, optimizer, example=PICTURES)
+    objects, before = [*model.parameters()], [whole(it) for it in model.parameters()]
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        for given, wrap, words in (
+            (state, out_of_memory, "none left"),
+            (state, lambda it: shard(it) and out_of_memory(), "none left"),
+            (state, None, "Pass the function that does so"),
+            (WRONG, shard, "not the state of a Pruner"),
+            ({**state, "epoch": 9}, shard, "epoch 9"),
+            ({**state, "channels": {**state["channels"], "gone": []}}, shard, "do not fit|damaged"),
+        ):
+            with failing_in(rank, words):
+                pruner.load_state_dict(given if mine else state, wrap=wrap if mine else shard)
+            assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
+            assert all(torch.equal(whole(it), old) for it, old in zip(model.parameters(), before, strict=True))
+            assert pruner.epoch == 0
+        with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+            if mine:
+                patch.setattr(pruner._session, "_hold", out_of_memory)
+            pruner.load_state_dict(state, wrap=shard)
+        assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
+    fit(model, optimizer, 1)
+    pruner.load_state_dict(state, wrap=shard)
+    assert pruner.kept == first.kept
+    fit(model, optimizer, 2)
+    weight_states_too()
+
+
+def weight_states_too():
+    """Values that are zeroed in one process come back if another one fails afterwards."""
+    spaces = keepk.weights("*", keep=30, schedule=[60, 30])
+    first = keepk.Pruner(fsdp(mlp()), spaces)
+    first.step()
+    state = first.state_dict()
+    model = fsdp(mlp(seed=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, 0)
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    pruner = keepk.Pruner(model, spaces, optimizer, followers=[average])
+
+    def tensors():
+        momenta = [optimizer.state[it]["momentum_buffer"] for it in model.parameters()]
+        return [whole(it) for it in [*model.parameters(), *momenta, *average.values()]]
+
+    before = tensors()
+    for rank in range(dist.get_world_size()):
+        mine = dist.get_rank() == rank
+        other = {**state, "masks": {**state["masks"], "0.weight": state["masks"]["0.bias"]}}
+        with failing_in(rank, "no bool mask of shape"):
+            pruner.load_state_dict(other if mine else state)
+        with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
+            if mine:
+                patch.setattr(pruner._session, "_certify", out_of_memory)
+            pruner.load_state_dict(state)
+        assert pruner.epoch == 0
+        assert all(torch.equal(one, two) for one, two in zip(tensors(), before, strict=True))
+        assert pruner.kept == {"*": sum(it.numel() for it in model.parameters())}
+    pruner.load_state_dict(state)
+    assert_same_masks(pruner, keepk_of(first))
+
+
+def keepk_of(pruner):
+    """The masks of a Pruner, whole, in the form that `assert_same_masks` takes."""
+    masks = {name: whole(mask.int()).bool() for name, mask in pruner.masks.items()}
+    return SimpleNamespace(masks=masks, kept=pruner.kept)
+
+
+def of_weights(metric: Any) -> Any:
+    """A metric that is called when a Pruner with a budget is made, to find out whether that can be met."""
+    metric.needs = ("weights",)
+    return metric
+
+
+def a_failure_while_a_pruner_is_made_reaches_every_process():
+    model = shard(net())
+    optimizer = optimizer_of(model)
+    fit(model, optimizer, 0)
+    good: dict[str, Any] = {
+        "spaces": keepk.channels("*", macs=0.5, schedule=keepk.Cubic(epochs=2)),
+        "example": PICTURES,
+    }
+
+    @of_weights
+    def of_one(layer):
+        return layer.producer[0].tensor.flatten(1).norm(dim=1) if dist.get_rank() != failing else out_of_memory()
+
+    for rank in range(dist.get_world_size()):
+        mine, failing = dist.get_rank() == rank, rank
+        for changed, words in (
+            ({"example": torch.zeros(2, 5, 2, 2)}, "forward failed on the example"),
+            ({"spaces": None}, "spaces=None"),
+            ({"spaces": keepk.channels("nothing", macs=0.5)}, "nothing"),
+            ({"optimizer": 7}, "got int"),
+            ({"macs": "x"}, "macs"),
+        ):
+            with failing_in(rank, words):
+                keepk.Pruner(model, **good | (changed if mine else {}))
+        space = keepk.channels("*", macs=0.5, schedule=keepk.Cubic(epochs=2), metric=of_one)
+        with failing_in(rank, "of_one: failed"):
+            keepk.Pruner(model, space, example=PICTURES)
+        failing = -1
+        with keepk.Pruner(model, space, optimizer, example=PICTURES) as pruner:
+            expected, failing = pruner.implied, rank
+            with failing_in(rank, "of_one: failed"):
+                _ = pruner.implied
+            failing = -1
+            assert pruner.implied == expected
+            if mine:  # one process alone may print a report
+                assert str(pruner.report())
+        fit(model, optimizer, 1 + rank)
+    with keepk.Pruner(model, **good, optimizer=optimizer) as pruner:
+        pruner.step(model, wrap=shard)
+    fit(model, optimizer, 9)
+
+
+def a_metric_may_catch_the_error():
+    """The failure of another process is not lost if the metric of this one catches it."""
+
+    def careless(layer):
+        if mine:
+            raise ValueError("no scores")
+        try:
+            return layer.producer[0].tensor.flatten(1).norm(dim=1)
+        except KeepkError:
+            return torch.ones(len(layer))
+
+    model = shard(net())
+    for rank in range(dist.get_world_size()):
+        mine = False
+        with keepk.Pruner(model, keepk.channels("*", keep=16, metric=careless), example=PICTURES) as pruner:
+            mine = dist.get_rank() == rank
+            with failing_in(rank, "no scores"):
+                pruner.step(model, wrap=shard)
+            assert pruner.epoch == 0
+
+
 def a_rank_that_dies_is_an_error_on_the_others():
     """The last case: nothing can be exchanged afterwards."""
     net = fsdp(mlp())
@@ -791,6 +1254,14 @@ def main():
         other_channel_runs()
         channels_resume()
         channels_are_refused()
+        plain_parameters_are_cut_beside_sharded_ones()
+        wrap_has_to_shard_the_same_parameters()
+        followers_are_cut_under_all_names()
+        a_failure_while_saving_reaches_every_process()
+        a_failure_while_loading_reaches_every_process()
+        a_failure_while_a_state_is_loaded_reaches_every_process()
+        a_failure_while_a_pruner_is_made_reaches_every_process()
+        a_metric_may_catch_the_error()
     a_rank_that_dies_is_an_error_on_the_others()
 
 

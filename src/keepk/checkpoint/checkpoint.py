@@ -21,9 +21,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,8 @@ from keepk.checkpoint.sharded import (
     written_digests,
 )
 from keepk.errors import CheckpointError, KeepkError
-from keepk.model.sharded import exchange_device, is_sharded
+from keepk.model.edits import Undo
+from keepk.model.sharded import exchange_device, is_sharded, shards_of
 from keepk.run.distributed import Exchange
 from keepk.storage.codec import decode, encode
 from keepk.storage.files import (
@@ -215,18 +215,41 @@ def save_checkpoint(
         ...     load_checkpoint(folder, model=net, optimizer=sgd)
         {'epoch': 3}
     """
-    folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
-    parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
-    captured = {name: [part.capture() for part in several] for name, several in parts.items()}
-    shards = list(sharded_leaves(captured))
-    tree, tensors = encode({**with_blocks(captured), "rng": rng_state(), "extra": extra}, name="")
-    document = {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}
+    given |= {"scaler": scaler, "ema": ema, "generator": generator}
+    state, shards = list[tuple[Path, dict[str, Any], dict[str, Tensor]]](), _known_shards(given)
+
+    def capture() -> None:
+        folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
+        parts = _parts(given)
+        captured = {name: [part.capture() for part in several] for name, several in parts.items()}
+        shards.extend(sharded_leaves(captured))
+        tree, tensors = encode({**with_blocks(captured), "rng": rng_state(), "extra": extra}, name="")
+        state.append((folder, {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}, tensors))
+
+    _exchange_to_save(path, shards).together("state of a checkpoint", capture)
+    [(folder, document, tensors)] = state
     if shards:
-        exchange = Exchange(exchange_device(shards), f"write {folder}", "The folder has its old contents.")
-        _write_shards(folder, document, tensors, exchange)
+        _write_shards(folder, document, tensors, _exchange_to_save(path, shards))
     else:
         write_folder(folder, document, tensors)
+
+
+def _exchange_to_save(path: object, shards: Sequence[Tensor]) -> Exchange:
+    device, left = exchange_device([*shards, torch.empty(0)]), "The folder has its old contents."
+    return Exchange(device, f"write {path}", left, call="save_checkpoint", alone=not shards)
+
+
+def _known_shards(given: Mapping[str, Any]) -> list[Tensor]:
+    """The sharded tensors of the given objects, as far as they are known before their states are asked for.
+
+    Capturing a state can fail in one process only. All of them must know before that they have to agree.
+    """
+    found = list[Tensor]()
+    for name, value in given.items():
+        for it in value if isinstance(value, list | tuple) else [value]:
+            found += shards_of(getattr(it, "model", None) if name == "pruner" else it)
+    return found
 
 
 def _write_shards(folder: Path, document: dict[str, Any], tensors: dict[str, Tensor], exchange: Exchange) -> None:
@@ -320,30 +343,48 @@ def load_checkpoint(
         >>> torch.equal(net.weight, fresh.weight)
         True
     """
-    folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
-    parts = _parts({**given, "scaler": scaler, "ema": ema, "generator": generator})
-    shards = [it for name, several in parts.items() for it in targets_of(name, several).values() if is_sharded(it)]
-    if shards or CHECKPOINT.document(folder)["version"] == SHARDED:
-        # Without sharded tensors a process reads by itself.
-        device = exchange_device([*shards, torch.empty(0)])
-        exchange = Exchange(device, f"read {folder}", "Not all objects may have been restored.", alone=not shards)
-        return _load_shards(folder, parts, exchange, wrap)
+    given |= {"scaler": scaler, "ema": ema, "generator": generator}
+    asked, shards = list[tuple[Path, dict[str, list[Part]]]](), _known_shards(given)
+
+    def find() -> None:
+        folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
+        parts = _parts(given)
+        targets = [targets_of(name, several) for name, several in parts.items()]
+        shards.extend(it for found in targets for it in found.values() if is_sharded(it))
+        asked.append((folder, parts))
+
+    # Without sharded tensors a process reads by itself.
+    _exchange_to_load(path, shards).together("objects to restore", find)
+    [(folder, parts)] = asked
+    exchange = _exchange_to_load(path, shards)
+    if not shards and CHECKPOINT.document(folder)["version"] != SHARDED:
+        return _load_whole(folder, parts, exchange)
+    extra = list[Any]()
+    exchange.carried_out("restored", lambda: _load_shards(folder, parts, exchange, wrap, extra))
+    return extra[0]
+
+
+def _exchange_to_load(path: object, shards: Sequence[Tensor]) -> Exchange:
+    device, left = exchange_device([*shards, torch.empty(0)]), "Every object has its old state."
+    return Exchange(device, f"read {path}", left, call="load_checkpoint", alone=not shards)
+
+
+def _load_whole(folder: Path, parts: dict[str, list[Part]], exchange: Exchange) -> Any:
+    """`load_checkpoint` for a run in which nothing is sharded."""
     document, tensors = read_folder(folder)
     resumes = bool(set(parts) - _FOR_INFERENCE)
     held = document.get("parts")
     if not isinstance(held, list) or not all(isinstance(name, str) for name in held) or "tree" not in document:
         raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
     _refuse_other_parts(folder, set(parts), held, resumes)
-    # Copy the current states to the host, for an undo. The pruner needs no copy, because it can undo its changes.
-    others = [part for name, several in parts.items() for part in several if name != "pruner"]
-    kept = [(part, host_copy(part.capture())) for part in others]
-    with ExitStack() as shapes:
+    kept = _kept(parts)
+    with ExitStack() as undos:
         try:
             saved = decode(document["tree"], tensors)
             # This comes first, because the other checks compare shapes with those of the model.
             for part in parts.get("pruner", ()):
-                shapes.callback(part.take_shape(saved["pruner"][0]))  # type: ignore[attr-defined]  # a PrunerPart
+                undos.callback(part.take_shape(saved["pruner"][0], None, exchange))  # type: ignore[attr-defined]  # a PrunerPart
             _check(parts, saved, resumes)
         except CheckpointError as error:
             raise CheckpointError(f"{folder / INDEX}: {error}") from error
@@ -351,47 +392,41 @@ def load_checkpoint(
             raise
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint ({error!r})") from error
-        pairs = [(name, *pair) for name in parts for pair in zip(parts[name], saved[name], strict=True)]
-        _restore(folder, pairs, shapes, kept)
-        shapes.pop_all()
+        _restore(folder, parts, saved, kept, undos)
+        undos.pop_all()
     if resumes:
         set_rng_state(saved["rng"])
     return saved["extra"]
 
 
-def _load_shards(folder: Path, parts: dict[str, list[Part]], exchange: Exchange, wrap: Any) -> Any:
-    """`load_checkpoint` for runs whose tensors are sharded, or were sharded when they were saved."""
-    resumes, read = bool(set(parts) - _FOR_INFERENCE), list[Parts]()
+def _load_shards(folder: Path, parts: dict[str, list[Part]], exchange: Exchange, wrap: Any, extra: list[Any]) -> Undo:
+    """`load_checkpoint` for runs whose tensors are sharded, or were sharded when they were saved.
 
-    def read_own() -> None:
-        document = CHECKPOINT.document(folder)
-        held = document.get("parts")
-        if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
-            raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
-        _refuse_other_parts(folder, set(parts), held, resumes)
-        read.append(_read_shards(folder, document))
+    The `extra` that was saved is added to a list. All processes run this within the exchange.
 
-    def place(name: str) -> None:
-        read[0].place(name, targets_of(name, parts[name]))
-
-    exchange.together(f"read {folder}", read_own)
-    others = [part for name, several in parts.items() for part in several if name != "pruner"]
-    kept = [(part, host_copy(part.capture())) for part in others]
-    with ExitStack() as shapes:
-        saved = read[0].tree
-        for part in parts.get("pruner", ()):
-            exchange.together("place the pruner", lambda: place("pruner"))
-            shapes.callback(part.take_shape(saved["pruner"][0], wrap))  # type: ignore[attr-defined]  # a PrunerPart
-        for name in [it for it in parts if it != "pruner"]:
-            exchange.together(f"place {name}", partial(place, name))
-        exchange.together("check", lambda: _check(parts, saved, resumes and read[0].same))
-        pairs = [(name, *pair) for name in parts for pair in zip(parts[name], saved[name], strict=True)]
-        _restore(folder, pairs, shapes, kept)
-        shapes.pop_all()
-    exchange.together("restored", lambda: None)
-    if resumes and read[0].same:
-        set_rng_state(saved["rng"])
-    return saved["extra"]
+    Returns:
+        A function that gives every object its old state.
+    """
+    resumes, document = bool(set(parts) - _FOR_INFERENCE), CHECKPOINT.document(folder)
+    held = document.get("parts")
+    if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+        raise CheckpointError(f"{folder / INDEX}: is not laid out as a checkpoint: it lists no parts")
+    _refuse_other_parts(folder, set(parts), held, resumes)
+    read = _read_shards(folder, document)
+    saved, resumes_random = read.tree, resumes and read.same
+    kept = _kept(parts)
+    with ExitStack() as undos:
+        for name, several in parts.items():  # the pruner is first: others are compared with the shapes that it leaves
+            read.place(name, targets_of(name, several))
+            for part in several if name == "pruner" else ():
+                undos.callback(part.take_shape(saved[name][0], wrap, exchange))  # type: ignore[attr-defined]  # a PrunerPart
+        exchange.together("check", lambda: _check(parts, saved, resumes_random))
+        _restore(folder, parts, saved, kept, undos)
+        if resumes_random:
+            undos.callback(set_rng_state, rng_state())
+            set_rng_state(saved["rng"])
+        extra.append(saved["extra"])
+        return undos.pop_all().close
 
 
 def _read_shards(folder: Path, document: dict[str, Any]) -> Parts:
@@ -462,19 +497,37 @@ def _check(parts: dict[str, list[Part]], saved: dict[str, Any], resumes: bool) -
         check_rng_state(saved["rng"])
 
 
-def _restore(folder: Path, pairs: list[tuple[str, Part, Any]], shapes: ExitStack, kept: list[tuple[Part, Any]]) -> None:
-    name = ""
-    try:
-        for name, part, state in pairs:  # noqa: B007 - it is needed afterwards
-            part.restore(state)
-    except BaseException as error:
-        shapes.close()  # first, because the copies have the old shapes
+def _kept(parts: dict[str, list[Part]]) -> list[tuple[Part, Any]]:
+    """Copies of the current states on the host, for an undo. The pruner needs none, because it undoes its changes."""
+    others = [part for name, several in parts.items() for part in several if name != "pruner"]
+    return [(part, host_copy(part.capture())) for part in others]
+
+
+def _restore(
+    folder: Path, parts: dict[str, list[Part]], saved: dict[str, Any], kept: list[tuple[Part, Any]], undos: ExitStack
+) -> None:
+    """Restore all states. `undos` has the undo of the pruner's cuts, and gets one that then restores the `kept` states.
+
+    The copies have the old shapes, so they are restored after the cuts are undone.
+    """
+
+    def put_back() -> None:
         for part, state in kept:
             # The object that refused its new state may also refuse the old one; the others are still restored.
             with suppress(Exception):
                 part.restore(state)
+
+    before = undos.pop_all()
+    undos.callback(put_back)
+    undos.callback(before.close)
+    name = ""
+    try:
+        for name, several in parts.items():
+            for part, state in zip(several, saved[name], strict=True):
+                part.restore(state)
+    except Exception as error:
         # Errors of a user's model or EMA are raised unchanged. Torch's do not mention the checkpoint, so add it.
-        if name in _OF_TORCH and isinstance(error, Exception) and not isinstance(error, KeepkError):
+        if name in _OF_TORCH and not isinstance(error, KeepkError):
             raise CheckpointError(
                 f"{folder / INDEX}: the {name} refused its state ({type(error).__name__}: {error}). Every object has "
                 f"its old state again. Build the same {name}, or use another checkpoint."

@@ -27,6 +27,7 @@ from keepk.model.edits import Undo
 from keepk.model.names import unwrap
 from keepk.model.sharded import as_sharded, is_sharded, local
 from keepk.run.channels import nothing
+from keepk.run.distributed import Exchange
 from keepk.storage.codec import unpackable
 
 
@@ -71,6 +72,7 @@ class PrunerPart:
     def __init__(self, _: str, pruner: Any) -> None:
         self._pruner = pruner
         self._forget_masks: Undo = nothing
+        self._exchange: Exchange | None = None
 
     def capture(self) -> Any:
         """See `Part`."""
@@ -84,13 +86,14 @@ class PrunerPart:
         found: dict[str, nn.Parameter] = self._pruner._session.weights.parameters
         return found
 
-    def take_shape(self, saved: Any, wrap: Any = None) -> Undo:
+    def take_shape(self, saved: Any, wrap: Any, exchange: Exchange) -> Undo:
         """Cut the model to its saved shapes, so that the other states fit.
 
         Returns:
             A function that undoes this, after undoing the masks if they were restored.
         """
-        undo: Undo = self._pruner._session.take_shape(saved, wrap)
+        self._exchange = exchange
+        undo: Undo = self._pruner._session.take_shape(saved, wrap, exchange)
 
         def take_back() -> None:
             self._forget_masks()
@@ -100,7 +103,7 @@ class PrunerPart:
 
     def restore(self, saved: Any) -> None:
         """See `Part`."""
-        self._forget_masks = self._pruner._session.take_masks(saved)
+        self._forget_masks = self._pruner._session.take_masks(saved, self._exchange)
 
 
 class ModulePart:

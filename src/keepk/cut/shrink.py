@@ -177,12 +177,12 @@ def _prepared(
     named = {name: tensor for name, tensor, _ in named_tensors(inner)}
     refuse_optimizers(optimizers, named, edits)
     following = [tensors_of(follower) for follower in followers]
-    names = _all_names(inner)
+    names = all_names(inner)
     for place, (follower, tensors) in enumerate(zip(followers, following, strict=True)):
-        refuse_follower(follower, tensors, _expected_of(follower, named, edits), names, place)
+        refuse_follower(follower, tensors, expected_of(follower, named, edits), names, place)
     changes = [*cut_module(inner, named, edits), noted(inner, edits)]
     for optimizer in optimizers:
-        changes += [*_cut_states(optimizer, named, edits.cuts), _new_history(optimizer)]
+        changes += [*cut_states(optimizer, named, edits.cuts), new_history(optimizer)]
     for follower, tensors in zip(followers, following, strict=True):
         changes += _cut_follower(follower, tensors, edits, names)
     return Prepared(model, edits, [*changes, _new_graph(graph, edits)], [named[cut.tensor] for cut in edits.cuts])
@@ -237,7 +237,7 @@ def _listed(optimizer: object) -> list[Any]:
     return unwrapped_optimizers(optimizer if isinstance(optimizer, Sequence) else [optimizer])
 
 
-def _all_names(model: nn.Module) -> dict[str, list[str]]:
+def all_names(model: nn.Module) -> dict[str, list[str]]:
     """By the first name of a tensor, all names under which it is tied."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first, names = dict[int, str](), dict[str, list[str]]()
@@ -263,7 +263,8 @@ def refuse_other_model(model: nn.Module, graph: Graph, named: Mapping[str, Tenso
         )
 
 
-def _cut_states(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], cuts: Iterable[Cut]) -> list[Change]:
+def cut_states(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], cuts: Iterable[Cut]) -> list[Change]:
+    """The changes that cut an optimizer's state of parameters, of which `named` has the tensors by name."""
     changes = list[Change]()
     for cut in cuts:
         parameter = named[cut.tensor]
@@ -274,7 +275,9 @@ def _cut_states(optimizer: torch.optim.Optimizer, named: Mapping[str, Tensor], c
     return changes
 
 
-def _new_history(optimizer: torch.optim.Optimizer) -> Change:
+def new_history(optimizer: torch.optim.Optimizer) -> Change:
+    """A change that clears the history of LBFGS, in which all weights have places; others are left alone."""
+
     def change() -> Undo:
         with undone_by(undo := flat_history(optimizer)):
             restart_flat_history(optimizer)
@@ -295,7 +298,7 @@ def _new_graph(graph: Graph, edits: Edits) -> Change:
     return change
 
 
-def _expected_of(follower: object, named: Mapping[str, Tensor], edits: Edits) -> list[Cut]:
+def expected_of(follower: object, named: Mapping[str, Tensor], edits: Edits) -> list[Cut]:
     """The cuts that a follower has to follow: a module has every tensor, a dict may have only the trained ones."""
     if isinstance(follower, dict):
         return [cut for cut in edits.cuts if cut.tensor in follower or named[cut.tensor].requires_grad]

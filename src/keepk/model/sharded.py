@@ -70,6 +70,17 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "device_mesh")  # by an attribute: importing DTensor takes a second
 
 
+def shards_of(given: object) -> list[Tensor]:
+    """The sharded tensors of a module or an optimizer, found without its state_dict, which may fail; none of others."""
+    tensors: Iterable[Tensor] = ()
+    if isinstance(given, nn.Module):
+        reshard(given)
+        tensors = (tensor for _, tensor, _ in named_tensors(given))
+    elif isinstance(given, torch.optim.Optimizer):
+        tensors = (parameter for group in given.param_groups for parameter in group["params"])
+    return [tensor for tensor in tensors if is_sharded(tensor)]
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, which shares its memory, without its gradient history."""
     if not is_sharded(tensor):

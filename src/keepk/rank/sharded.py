@@ -244,7 +244,7 @@ def _room(parts: Sequence[Part], part: Part) -> int:
 def _ranges(block: Block, low: int, high: int, most: int) -> list[int]:
     """The ends of at most `most` ranges that divide the flat indices from `low` to `high`, at borders of shards."""
     if block.edges is None:
-        starts = list(range(low, high, -(-(high - low) // most)))
+        starts = list(range(low, high, max(1, -(-(high - low) // most))))  # an empty tensor has none
     else:
         inside = block.edges[bisect_right(block.edges, low) : bisect_left(block.edges, high)]
         starts = [low, *inside]

@@ -266,6 +266,8 @@ def report(pruner: Pruner, *, error: float | None = None) -> RunReport:
 
 def _implied(pruner: Pruner) -> dict[str, int]:
     """By space with a budget, the units at the end if later events ranked as the present one."""
+    if not pruner.ranks_alone:  # a report does not communicate, so that one process alone can print it
+        return {}
     try:
         return {name: counts[-1] for name, counts in pruner.implied.items()}
     except KeepkError:  # a metric has seen no data since the last event, or the model was cut elsewhere

@@ -512,7 +512,7 @@ class ChannelSide:
         going = [unit for unit in saved.channels["removed"] if self.graph.alive[unit]]
         return self._as_saved(np.zeros_like(self.dead), going, physical=True, wrap=wrap)
 
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: Saved, _: Exchange) -> None:
         """Restore a state that `refuse_other_state` accepted; the model must already have its saved size."""
         self._parameters = Parameters.of(self._model)
         self.dead = np.zeros(len(self.dead), bool)

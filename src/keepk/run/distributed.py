@@ -7,9 +7,13 @@ that the others learn its rank and stop too, instead of waiting for it.
 Decisions about tensors that are sharded over processes need sums over all of them (`Exchange.total`). Before each sum,
 every process sends the same kind of answer as at the end of a decision. So a process that has failed in the meantime,
 or is about to add up something else, is found here as well, and no process is left waiting in a sum.
+
+Other calls over shards (making a Pruner, loading a state, checkpoints) run within `Exchange.together` from their first
+check to their last, so a failure in one process, wherever it happens, is an error in all of them at the same place.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from hashlib import sha256
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from keepk.errors import DisagreementError
 from keepk.model.edits import Undo
+from keepk.model.sharded import guarding
 from keepk.plan.names import shortened
 
 T = TypeVar("T")
@@ -40,16 +45,18 @@ class Flagged(NamedTuple):
 
 
 class Exchange:
-    """Sums over all processes that a decision needs.
+    """Sums over all processes that a decision needs, and agreement on failures.
 
     Args:
         device: The device on which numbers are exchanged: NCCL needs a GPU.
         doing: The decision, for errors.
         left: A sentence for errors that says in which state a failure leaves the run.
+        call: The call that every process has to make, for errors.
         alone: Whether this process decides by itself, although there may be others.
 
     Attributes:
         device: The device.
+        several: Whether there are other processes to agree with.
         over: Whether the decision has failed and all processes know it, so that none of them waits for an answer.
     """
 
@@ -59,10 +66,16 @@ class Exchange:
         doing: str = "decide the event",
         left: str = "Nothing was pruned.",
         *,
+        call: str = "step",
         alone: bool = False,
     ) -> None:
-        self.device, self.over, self._doing, self._left = device, False, doing, left
-        self._several = are_several() and not alone
+        self.device, self._doing, self._left, self._call = device, doing, left, call
+        self.several = are_several() and not alone
+        self._end: Exception | None = None  # the error with which it has failed
+
+    @property
+    def over(self) -> bool:  # noqa: D102 - documented above
+        return self._end is not None
 
     def total(self, stage: str, compute: Callable[[], Tensor]) -> Tensor:
         """The sum over all processes of the int64 vectors that they compute, on the CPU; or all of them raise.
@@ -73,36 +86,63 @@ class Exchange:
         """
         found = list[Tensor]()
         self.together(stage, lambda: found.append(compute().to(self.device)))
-        if self._several:
+        if self.several:
             try:
                 dist.all_reduce(found[0])
             except RuntimeError as error:  # a timeout, or the connection to a process that has ended
-                self.over = True
-                raise _unanswered(error) from error
+                self._end = _unanswered(error, self._call, self._left)
+                raise self._end from error
         return found[0].cpu()
 
     def together(self, stage: str, act: Callable[[], object]) -> None:
-        """Do something without communication in all processes; if it fails in one of them, all raise."""
+        """Do something in all processes; if it fails in one of them, all raise.
+
+        Args:
+            stage: What it is, in words that are equal in all processes.
+            act: Does it. It may gather tensors (`keepk.model.sharded.gathered`) and use this exchange, but must not
+                communicate in any other way.
+        """
         failure = None
         try:
-            act()
+            with guarding(lambda it: self.together(it, lambda: None)):
+                act()
         except Exception as error:
+            if self.over:
+                raise
             failure = error
-        if not self._several:
+        if not self.several:
             if failure:
                 raise failure
             return
+        self.refuse_over()
         digest = int.from_bytes(sha256(stage.encode()).digest()[:8], "big", signed=True)
         try:
-            answers = _refuse_failed(_answers(Answer(digest), failure, self.device), self._doing, self._left)
+            found = _answers(Answer(digest), failure, self.device, self._call, self._left)
+            answers = _refuse_failed(found, self._doing, self._left)
             if differing := [rank for rank, answer in enumerate(answers) if answer != answers[0]]:
                 raise DisagreementError(
                     f"rank {_listed(differing)}: is not at the same point of the run as rank 0, or has other spaces. "
                     f"{self._left} Make the same Pruner in all processes, and call the same methods in all."
                 )
-        except Exception:
-            self.over = True
+        except Exception as error:
+            self._end = error
             raise
+
+    def carried_out(self, stage: str, act: Callable[[], Undo]) -> Undo:
+        """Change something in all processes, or undo it in all of them; returns the undo of this process.
+
+        Args:
+            stage: What it is, in words that are equal in all processes.
+            act: Makes the change, all or nothing, and returns its undo; see `together`.
+        """
+        with ExitStack() as undos:
+            self.together(stage, lambda: undos.callback(act()))
+            return undos.pop_all().close
+
+    def refuse_over(self) -> None:
+        """Raise the error with which the decision has failed, if it has, in case that a metric has caught it."""
+        if self._end is not None:
+            raise self._end
 
 
 def agreed(decide: Callable[[Exchange], T], flags: Callable[[T], Flagged], device: torch.device) -> T:
@@ -119,6 +159,7 @@ def agreed(decide: Callable[[Exchange], T], flags: Callable[[T], Flagged], devic
     decision, failure, own = None, None, Answer()
     try:
         decision = decide(exchange)
+        exchange.refuse_over()
         found = flags(decision)
         own = Answer(fingerprint(found.common), found.place, fingerprint(found.shards))
     except Exception as error:
@@ -205,14 +246,20 @@ class Answer(NamedTuple):
     shards: int = 0
 
 
-def _answers(own: Answer, failure: Exception | None, device: torch.device) -> list[Answer | None]:
+def _answers(
+    own: Answer,
+    failure: Exception | None,
+    device: torch.device,
+    call: str = "step",
+    left: str = "Nothing was pruned.",
+) -> list[Answer | None]:
     """The answer of every process, None for one that failed. Raises `failure`, if any, after sending the answer."""
     try:
         answers = _exchange(None if failure else own, device)
     except RuntimeError as error:  # a timeout, or the connection to a process that has ended
         if failure:
             raise failure from None
-        raise _unanswered(error) from error
+        raise _unanswered(error, call, left) from error
     if failure:
         raise failure
     return answers
@@ -226,11 +273,11 @@ def _refuse_failed(
     return [answer for answer in answers if answer is not None]
 
 
-def _unanswered(error: RuntimeError) -> DisagreementError:
+def _unanswered(error: RuntimeError, call: str, left: str) -> DisagreementError:
     return DisagreementError(
-        f"step: rank {dist.get_rank()} got no answer from the other processes ({shortened(str(error))}). "
-        f"All of them must call step() at the same point of the run. Probably one of them has ended, or is still "
-        f"in backward or in another epoch; see its output. Nothing was pruned."
+        f"{call}: rank {dist.get_rank()} got no answer from the other processes ({shortened(str(error))}). "
+        f"All of them must call {call}() at the same point of the run. Probably one of them has ended, or is still "
+        f"in backward or in another epoch; see its output. {left}"
     )
 
 

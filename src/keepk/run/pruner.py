@@ -41,7 +41,6 @@ from keepk.cut.masks import without_updates
 from keepk.cut.record import Certificate
 from keepk.errors import ShrinkError
 from keepk.metrics.statistics import Statistics
-from keepk.model.edits import undone_by
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.model.names import unwrap
 from keepk.model.sharded import exchange_device, plain_twin, sharded_otherwise
@@ -52,6 +51,7 @@ from keepk.run.channels import Event
 from keepk.run.checks import Shrink, register_live, run_spec
 from keepk.run.distributed import Exchange, agreed, are_several, carried_out, summed
 from keepk.run.session import Session
+from keepk.run.sharded_channels import exchange_to_make
 
 if TYPE_CHECKING:
     from keepk.reports.run import RunReport
@@ -151,23 +151,31 @@ class Pruner:
         macs: float | None = None,
         parameters: float | None = None,
     ) -> None:
-        self._spec = run_spec(
-            model,
-            spaces,
-            optimizer,
-            epochs=epochs,
-            phases=phases,
-            example=example,
-            examples=examples,
-            training_example=training_example,
-            train_mode=train_mode,
-            value_branches=value_branches,
-            shrink=shrink,
-            replay=replay,
-            followers=followers,
-            budget=checked_budget("Pruner", macs, parameters),
-        )
-        self._session = Session(self._spec)
+        made = list[Session]()
+
+        def make() -> None:
+            spec = run_spec(
+                model,
+                spaces,
+                optimizer,
+                epochs=epochs,
+                phases=phases,
+                example=example,
+                examples=examples,
+                training_example=training_example,
+                train_mode=train_mode,
+                value_branches=value_branches,
+                shrink=shrink,
+                replay=replay,
+                followers=followers,
+                budget=checked_budget("Pruner", macs, parameters),
+            )
+            made.append(Session(spec))
+
+        # Channels of a sharded model are ranked by all processes together, so a failure in one has to reach the others.
+        exchange_to_make(model, spaces).together("a new Pruner", make)
+        [self._session] = made
+        self._spec = self._session.spec
         self._handles: list[RemovableHandle] = []
         # Public hooks only: the optimizer's methods are never replaced, and `close` removes the hooks again.
         for it in self._session.optimizers:
@@ -199,6 +207,7 @@ class Pruner:
 
         Raises:
             RankError: The channels cannot be ranked now, for example because a metric has seen no gradients.
+            DisagreementError: The model is sharded, and another process has failed.
 
         >>> import keepk
         >>> _ = torch.manual_seed(0)
@@ -208,8 +217,17 @@ class Pruner:
         ...     pruner.plan, pruner.implied  # a hidden neuron has 8 + 3 MACs
         ({'0': (50, 33)}, {'0': (4, 3)})
         """
+        found, session = dict[str, tuple[int, ...]](), self._session
+        alone = self.ranks_alone or not session.channels.budgets
+        exchange = session.exchange("rank the channels", "Nothing has changed.", call="implied", alone=alone)
         with torch.no_grad():
-            return self._session.channels.implied
+            exchange.together("implied counts", lambda: found.update(session.channels.implied))
+        return found
+
+    @property
+    def ranks_alone(self) -> bool:
+        """Whether this process can rank units without others; False if they have shards of the model."""
+        return not (self._session.sharded and are_several())
 
     @property
     def budgets(self) -> dict[str, dict[str, Any]]:
@@ -544,6 +562,7 @@ class Pruner:
 
         Raises:
             StateError: The state comes from a different model, plan or format version; nothing has changed.
+            DisagreementError: The model is sharded, and another process has failed; nothing has changed.
             KeepkError: The Pruner is closed.
 
         >>> import keepk
@@ -556,9 +575,7 @@ class Pruner:
         >>> second.epoch, second.kept
         (1, {'weight': 50})
         """
-        # Two halves, because `load_checkpoint` has to load the model and the optimizer between them.
-        with undone_by(self._session.take_shape(state, wrap)):
-            self._session.take_masks(state)
+        self._session.load(state, wrap)
 
     def close(self) -> None:
         """Remove the hooks from the optimizer, so that nothing is kept at zero or frozen; weights do not change.

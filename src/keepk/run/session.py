@@ -28,7 +28,7 @@ from keepk.cut.sharded import Wrap
 from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
 from keepk.metrics.channels import collected_terms
 from keepk.metrics.layers import Use
-from keepk.model.edits import Cut, Undo, left_of
+from keepk.model.edits import Cut, Undo, left_of, undone_by
 from keepk.model.names import changed_model, named_parameters
 from keepk.model.sharded import exchange_device, guarding, is_sharded, local, reshard
 from keepk.rank.kth_largest import one_thread
@@ -102,7 +102,7 @@ class Side(Protocol):
     def state(self) -> dict[str, Any]:
         """The entries of this side in a `Pruner`'s state."""
 
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: Saved, exchange: Exchange) -> None:
         """Restore a saved state; the model must already have its saved size."""
 
     def notes(self, name: str, revived: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class NoChannels:
         """The model keeps its size."""
         return NO_OPERATION
 
-    def load(self, _: Saved) -> None:
+    def load(self, _saved: Saved, _exchange: Exchange) -> None:
         """There is nothing to restore."""
 
     def notes(self, _name: str, _revived: int) -> dict[str, Any]:
@@ -527,48 +527,71 @@ class Session:
         units = {**self.weights.state(), **self.channels.state()}
         return pruner_state(self._sizes, self.spec.plan, self.epoch, units, self._budgets)
 
+    def load(self, state: Mapping[str, Any], wrap: Wrap | None = None) -> None:
+        """Load a state: cut the model to its size, then restore masks and epoch; if it fails, nothing has changed."""
+        exchange = self._loading(state)
+        with undone_by(self.take_shape(state, wrap, exchange)):
+            self.take_masks(state, exchange)
+
+    def _loading(self, state: Mapping[str, Any]) -> Exchange:
+        """The exchange to load a state: over all processes if the model or masks in the state are sharded."""
+        masks = state.get("masks") if isinstance(state, Mapping) else None
+        alone = not self.sharded and not any(map(is_sharded, masks.values() if isinstance(masks, Mapping) else ()))
+        return self.exchange("load the state", "Nothing was loaded.", call="load_state_dict", alone=alone)
+
+    def exchange(self, doing: str, left: str, *, call: str, alone: bool) -> Exchange:
+        """An exchange over the processes of this run; the arguments are those of `Exchange`."""
+        return Exchange(exchange_device(self.spec.model.parameters()), doing, left, call=call, alone=alone)
+
     @torch.no_grad()
-    def take_shape(self, state: Mapping[str, Any], wrap: Wrap | None = None) -> Undo:
+    def take_shape(self, state: Mapping[str, Any], wrap: Wrap | None = None, exchange: Exchange | None = None) -> Undo:
         """Cut the model to its size in a saved state; returns the undo. `wrap` shards it again, if it is sharded.
 
         This is the first half of loading a state. A checkpoint restores the model and the optimizer between the two
         halves, because their tensors fit only a model of the saved size.
         """
-        self.refuse_closed()
-        saved = self._read(state)
-        with ExitStack() as guards:
+        together = self._loading(state) if exchange is None else exchange
+
+        def cut() -> Undo:
+            self.refuse_closed()
+            saved = self._read(state)
             if self.sharded:
                 reshard(self.spec.model)
-                exchange = Exchange(exchange_device(self.spec.model.parameters()))
-                guards.enter_context(guarding(lambda stage: exchange.together(stage, nothing)))
             operation = self.channels.resized(saved, wrap)
-        self.weights.refuse_other_masks(saved, operation.shape_of)
-        undo, put_back = operation.apply(), self._renew_frozen(operation.renewed)
+            self.weights.refuse_other_masks(saved, operation.shape_of, together)
+            with ExitStack() as undos:
+                undos.callback(operation.apply())
+                undos.callback(self._renew_frozen(operation.renewed))
+                return undos.pop_all().close
 
-        def take_back() -> None:
-            put_back()
-            undo()
-
-        return take_back
+        return together.carried_out("size of a pruner state", cut)
 
     @torch.no_grad()
-    def take_masks(self, state: Mapping[str, Any]) -> Undo:
+    def take_masks(self, state: Mapping[str, Any], exchange: Exchange | None = None) -> Undo:
         """Restore the epoch and the masks of a saved state, for a model of its size; returns the undo.
 
-        This is the second half of loading a state. The undo does not restore the values of zeroed weights.
+        This is the second half of loading a state. The undo restores the values of zeroed weights only if another
+        process may fail.
         """
-        saved = self._read(state)
-        with ExitStack() as undos:
-            undos.callback(self.enter_epoch, self.epoch)
-            undos.callback(self.snapshot())
-            for side in self.sides:
-                side.load(saved)
-            self._hold()
-            self.enter_epoch(saved.epoch)
-            self.watch.restart()
-            self.follow_statistics()
-            self._certify(undos)
-            return undos.pop_all().close
+        together = self._loading(state) if exchange is None else exchange
+
+        def restore() -> Undo:
+            saved = self._read(state)
+            with ExitStack() as undos:
+                undos.callback(self.enter_epoch, self.epoch)
+                undos.callback(self.snapshot())
+                for side in self.sides:
+                    side.load(saved, together)
+                if together.several:
+                    undos.callback(self._copied_values())
+                self._hold()
+                self.enter_epoch(saved.epoch)
+                self.watch.restart()
+                self.follow_statistics()
+                self._certify(undos)
+                return undos.pop_all().close
+
+        return together.carried_out("masks of a pruner state", restore)
 
     def refuse_closed(self) -> None:
         """Refuse to change anything once the `Pruner` is closed."""

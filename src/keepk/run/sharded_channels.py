@@ -18,9 +18,29 @@ from keepk.graph.graph import Graph
 from keepk.graph.ids.maps import Flags
 from keepk.metrics.channels import collected_terms
 from keepk.model.names import lengths_of, named_parameters
-from keepk.model.sharded import is_sharded, plain_twin, refuse_unknown_sharding, sharded_otherwise
-from keepk.plan.spaces import ChannelSpace, Space
+from keepk.model.sharded import (
+    exchange_device,
+    is_sharded,
+    plain_twin,
+    refuse_unknown_sharding,
+    sharded_otherwise,
+    shards_of,
+)
+from keepk.plan.spaces import ChannelSpace, Space, WeightSpace
 from keepk.run.channels import NO_OPERATION, Operation, by_plain_name
+from keepk.run.distributed import Exchange
+
+
+def exchange_to_make(model: object, spaces: object) -> Exchange:
+    """The exchange to make a Pruner: over all processes if the model is sharded and may have channel spaces.
+
+    The arguments are those of `Pruner`, not checked yet: they may be wrong in this process only.
+    """
+    shards = shards_of(model)
+    listed = spaces if isinstance(spaces, list | tuple) else [spaces]
+    alone = not shards or all(isinstance(space, WeightSpace) for space in listed)
+    device = exchange_device([*shards, torch.empty(0)])
+    return Exchange(device, "make the Pruner", "No Pruner was made.", call="Pruner", alone=alone)
 
 
 def twin_of(model: nn.Module, spaces: Sequence[Space], followers: Sequence[Follower], shrink: str) -> nn.Module | None:

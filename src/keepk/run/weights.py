@@ -25,7 +25,6 @@ from keepk.model.names import dims_of_length, lengths_of, named_parameters, refu
 from keepk.model.sharded import (
     as_sharded,
     block_of,
-    exchange_device,
     gathered,
     is_sharded,
     local,
@@ -369,9 +368,11 @@ class WeightSide:
         """The weights' part of a `Pruner`'s state: the masks."""
         return {"masks": dict(self.masks)}
 
-    def refuse_other_masks(self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]]) -> None:
+    def refuse_other_masks(
+        self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]], exchange: Exchange
+    ) -> None:
         """Refuse saved masks that do not fit the plan, or the shapes that the parameters will have after `shape_of`."""
-        left = self._left_by(saved, shape_of)
+        left = self._left_by(saved, shape_of, exchange)
         for name, it in self.members.items():
             kept = sum(left[key] for key in it.parameters)
             planned = self._plan[name][saved.epoch - 1] if saved.epoch else it.total
@@ -383,12 +384,12 @@ class WeightSide:
                     f"pruner state: space {name!r} keeps {kept} weights, the plan says {planned}. The state is damaged."
                 )
 
-    def load(self, saved: Saved) -> None:
+    def load(self, saved: Saved, exchange: Exchange) -> None:
         """Restore saved masks; the model must already have its saved size."""
-        self.refuse_other_masks(saved, lambda _, parameter: tuple(parameter.shape))
+        self.refuse_other_masks(saved, lambda _, parameter: tuple(parameter.shape), exchange)
         masks = {name: (it, _local_mask(saved.masks[name], it)) for name, it in self.parameters.items()}
         self.zeroed = {name: (~mask).to(local(it).device) for name, (it, mask) in masks.items() if not mask.all()}
-        left = self._left_by(saved, lambda _, parameter: tuple(parameter.shape)) if self.left else {}
+        left = self._left_by(saved, lambda _, it: tuple(it.shape), exchange) if self.left else {}
         self.left = {name: left[name] for name in self.left}
         self.kept = self._counts(self.zeroed)
         self.certified = dict(self.kept)
@@ -407,7 +408,9 @@ class WeightSide:
             return self.left[name]
         return self.parameters[name].numel() - (int(zeroed[name].sum()) if name in zeroed else 0)
 
-    def _left_by(self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]]) -> dict[str, int]:
+    def _left_by(
+        self, saved: Saved, shape_of: Callable[[str, Tensor], tuple[int, ...]], exchange: Exchange
+    ) -> dict[str, int]:
         """By parameter, how many weights a saved mask keeps; refuses masks of another shape than `shape_of` says."""
         parameters, masks = self.parameters, saved.masks
 
@@ -423,10 +426,7 @@ class WeightSide:
 
         # A state of one process has whole masks, which every process counts by itself.
         parts = max((math.prod(it.device_mesh.shape) for it in masks.values() if is_sharded(it)), default=1)
-        if parts == 1:
-            found = counted()
-        else:
-            found = Exchange(exchange_device(parameters.values())).total("masks of a pruner state", counted)
+        found = counted() if parts == 1 else exchange.total("weights left by the masks of a pruner state", counted)
         return dict(zip(parameters, found.tolist(), strict=True))
 
     def _refuse_undercut(self, name: str, planned: int, left: int, *, by_channels: bool) -> None:
