@@ -100,7 +100,7 @@ class CallbackRun:
             self._refuse_other_model(model)
         made = self._made or Pruner(model, self._spaces, (), **self._options)
         try:
-            load_run_state(made, state)
+            load_run_state([made], states_in(state))
         except Exception:
             if made is not self._made:
                 made.close()
@@ -146,32 +146,60 @@ class CallbackRun:
             )
 
 
-def run_state(pruner: Pruner) -> dict[str, Any]:
-    """The state of a Pruner and of the statistics that its metrics read, as plain values and tensors."""
-    return {"pruner": pruner.state_dict(), "statistics": [it.state_dict() for it in pruner.statistics]}
+def run_state(*pruners: Pruner) -> dict[str, Any]:
+    """The state of a Pruner and of the statistics that its metrics read, as plain values and tensors.
+
+    The states of further Pruners are in a list, ``others``, which is missing if there are none.
+    """
+    first, *others = [
+        {"pruner": pruner.state_dict(), "statistics": [it.state_dict() for it in pruner.statistics]}
+        for pruner in pruners
+    ]
+    return {**first, "others": others} if others else first
 
 
-def load_run_state(pruner: Pruner, state: Any) -> None:
-    """Load what `run_state` returned: cut the model, and restore masks and statistics.
+def states_in(state: Any) -> list[dict[str, Any]]:
+    """What `run_state` returned, as one state for each Pruner.
 
     Raises:
-        StateError: The state comes from another model or plan.
+        StateError: It is something else.
     """
-    if not isinstance(state, Mapping) or not {"pruner", "statistics"} <= set(state):
+    states = [state, *state.get("others", ())] if isinstance(state, Mapping) else []
+    if not states or not all(isinstance(it, Mapping) and {"pruner", "statistics"} <= set(it) for it in states):
         raise StateError("pruning: the checkpoint has no state of pruning. Resume from a checkpoint of this run.")
-    if len(state["statistics"]) != len(pruner.statistics):
-        raise StateError(
-            f"pruning: the state has {len(state['statistics'])} statistics, and the spaces read "
-            f"{len(pruner.statistics)}. Pass the same spaces."
-        )
-    pruner.load_state_dict(state["pruner"])
-    for statistics, saved in zip(pruner.statistics, state["statistics"], strict=True):
-        statistics.load_state_dict(saved)
+    return states
 
 
-def write_state(folder: Path, pruner: Pruner, step: int = 0) -> None:
+def load_run_state(pruners: Sequence[Pruner], states: Sequence[Mapping[str, Any]]) -> None:
+    """Load states: cut the models, and restore masks and statistics; all of them or none.
+
+    Raises:
+        StateError: A state comes from another model or plan.
+    """
+    for pruner, state in zip(pruners, states, strict=True):
+        if len(state["statistics"]) != len(pruner.statistics):
+            raise StateError(
+                f"pruning: the state has {len(state['statistics'])} statistics, and the spaces read "
+                f"{len(pruner.statistics)}. Pass the same spaces."
+            )
+    if len(pruners) == 1:
+        pruners[0].load_state_dict(states[0]["pruner"])
+    else:
+        with ExitStack() as undos:
+            # All models are cut before the first mask is restored, because a cut is what a wrong state fails at.
+            for pruner, state in zip(pruners, states, strict=True):
+                undos.callback(pruner._session.take_shape(state["pruner"]))
+            for pruner, state in zip(pruners, states, strict=True):
+                undos.callback(pruner._session.take_masks(state["pruner"]))
+            undos.pop_all()
+    for pruner, state in zip(pruners, states, strict=True):
+        for statistics, saved in zip(pruner.statistics, state["statistics"], strict=True):
+            statistics.load_state_dict(saved)
+
+
+def write_state(folder: Path, state: Mapping[str, Any], step: int = 0) -> None:
     """Write the state of a run into a folder, completely or not at all."""
-    save_checkpoint(folder, extra={"step": step, **run_state(pruner)})
+    save_checkpoint(folder, extra={"step": step, **state})
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from keepk.cut.record import was_cut
 from keepk.errors import CheckpointError, FileError, KeepkError, PlanError
-from keepk.integrations.runs import CallbackRun, Every, has_state, read_state, write_state
+from keepk.integrations.runs import CallbackRun, Every, has_state, read_state, run_state, write_state
 from keepk.plan.names import shortened, shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
@@ -154,7 +154,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         """Write the state of pruning into the checkpoint that the Trainer has just written."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_state(folder / STATE, self.pruner, state.global_step)
+            write_state(folder / STATE, run_state(self.pruner), state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Count forward passes again. The Pruner stays open, so that further training keeps its zeros."""
