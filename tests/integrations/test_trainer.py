@@ -409,3 +409,45 @@ def test_a_wrapper_that_a_cut_would_have_to_replace_is_refused(tmp_path):
         return callback_in(masked).pruner.kept
 
     assert in_two_ranks(run) == [{"hidden": 10, "last": 17}] * 2
+
+
+# The best model of a run that was resumed
+
+
+def growing_loss(folder, *callbacks, **options):
+    """A Trainer whose evaluation is best at the first evaluation."""
+    options = {"save_strategy": "epoch", "eval_strategy": "epoch", "metric_for_best_model": "falls", **options}
+    trainer = trainer_of(folder, *callbacks, greater_is_better=True, **options)
+    trainer.compute_metrics = lambda _: {"falls": -float(trainer.state.global_step)}
+    return trainer
+
+
+@pytest.mark.parametrize("given", [callback_of, "weights"])
+@pytest.mark.parametrize(("checkpoint", "delay", "best"), [(12, 0, 18), (18, 0, 24), (6, 2, 12), (24, 0, None)])
+def test_a_resumed_run_ends_with_the_best_model_of_the_final_size(checkpoint, delay, best, given, tmp_path):
+    if given == "weights":
+        given = lambda _, **options: PruningCallback(  # noqa: E731
+            keepk.weights("last.weight", keep=17, schedule=[30, 17], name="last"), **options
+        )
+    first = growing_loss(tmp_path, given=given)
+    first.train()
+    assert first.state.best_global_step == 6
+    trainer = growing_loss(tmp_path, given=given, load_best_model_at_end=True, eval_delay=delay)
+    with pytest.warns(KeepkWarning, match=r"of step 6, .* before the last event, .* Forgetting it"):
+        trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / f"checkpoint-{checkpoint}")))
+    assert callback_in(trainer).pruner.kept["last"] == 17
+    assert int(trainer.model.last.weight.count_nonzero()) == 17
+    assert trainer.state.best_global_step == best
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_best_model_of_the_final_size_is_remembered(old, tmp_path):
+    growing_loss(tmp_path, eval_delay=2).train()
+    if old:  # as before states had the step of the last event
+        folder = tmp_path / "checkpoint-18" / "keepk"
+        saved = keepk.load_checkpoint(folder)
+        assert saved.pop("step_of_last_event") == 12
+        keepk.save_checkpoint(folder, extra=saved)
+    trainer = growing_loss(tmp_path, eval_delay=2, load_best_model_at_end=True)
+    trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-18")))
+    assert trainer.state.best_global_step == 12

@@ -38,6 +38,7 @@ except ModuleNotFoundError as missing:
     ) from None
 
 STATE = "keepk"  # a folder in each of the Trainer's checkpoints
+EVENT_STEP = "step_of_last_event"
 CAN_GENERATE = "generation_config.json"
 
 
@@ -78,6 +79,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         self.trainer: Any = None
         self._resumed_at: int | None = None  # the step of the checkpoint that `resume` has read
         self._had_event = False  # in the present epoch
+        self._event_step: int | None = 0  # of the last event; None if a checkpoint does not say
 
     @property
     def pruner(self) -> Pruner:
@@ -88,7 +90,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         """Cut a dense model to its size in a checkpoint; `keepk.integrations.transformers.resume` calls this."""
         saved = read_state(folder / STATE)
         self._run.resume(model, saved)
-        self._resumed_at = saved["step"]
+        self._resumed_at, self._event_step = saved["step"], saved.get(EVENT_STEP)
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, **objects: Any) -> None:
         """Make the Pruner, and refuse training that could not do what was asked."""
@@ -98,6 +100,11 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
                 f"is that of step {self._resumed_at or 0:,}. Resume with both: from keepk.integrations.transformers "
                 f"import resume; trainer.train(resume_from_checkpoint=resume(trainer, checkpoint))."
             )
+        if self._resumed_at is None:
+            self._event_step = 0
+        elif self._event_step is None:  # the checkpoint of an older version
+            logged = [it["step"] for it in state.log_history if "keepk/event" in it and "step" in it]
+            self._event_step = max(logged, default=state.global_step)
         self._resumed_at = None
         with self._run.begun(objects["model"], objects["optimizer"]):
             self._refuse_wrapper(args)
@@ -119,9 +126,12 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         assert isinstance(every, int)
         done = state.global_step // every
         self._run.refuse_too_short(state.max_steps // every - done, f"of {state.max_steps:,} optimizer steps")
-        missing = self.pruner.epochs - self.pruner.epoch
+        missing, last_step = self.pruner.epochs - self.pruner.epoch, self._event_step or 0
         if missing:
-            _refuse_best_of_other_sizes(args, last_step=(done + missing) * every, steps_per_epoch=steps)
+            last_step = (done + missing) * every
+            _refuse_best_of_other_sizes(args, last_step=last_step, steps_per_epoch=steps)
+        if args.load_best_model_at_end:
+            _forget_best_of_other_sizes(state, last_step)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Expect an event in this epoch."""
@@ -154,7 +164,8 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         """Write the state of pruning into the checkpoint that the Trainer has just written."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_state(folder / STATE, run_state(self.pruner), state.global_step)
+            saved = {**run_state(self.pruner), EVENT_STEP: self._event_step}
+            write_state(folder / STATE, saved, state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Count forward passes again. The Pruner stays open, so that further training keeps its zeros."""
@@ -165,6 +176,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         if self.pruner.done:
             return
         self.pruner.step()
+        self._event_step = state.global_step
         numbers = self.pruner.report().flat()
         if self.trainer is None:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
@@ -272,6 +284,24 @@ def _refuse_best_of_other_sizes(args: Any, *, last_step: int, steps_per_epoch: i
             f"({'epochs' if by_epoch else 'steps'}), so that only models of the final size are compared, or "
             f"load_best_model_at_end=False."
         )
+
+
+def _forget_best_of_other_sizes(state: Any, last_step: int) -> None:
+    """Forget the best model of a resumed run if it is one from before the last event."""
+    if state.best_metric is None and state.best_model_checkpoint is None:
+        return
+    step = state.best_global_step
+    if step is None:  # an older transformers has the name of the checkpoint only
+        number = str(state.best_model_checkpoint).rpartition("-")[2]
+        step = int(number) if number.isdecimal() else 0
+    if step >= last_step:
+        return
+    warn(
+        f"PruningCallback: the best model of the resumed run is that of step {step:,}, which has more units or other "
+        f"sizes than the final model, because it is from before the last event, at step {last_step:,}. Forgetting it: "
+        f"load_best_model_at_end compares the models that are evaluated from now on."
+    )
+    state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
 
 def dense_model(cls: Any, folder: Any, options: dict[str, Any]) -> nn.Module:
