@@ -355,3 +355,81 @@ def test_a_part_of_a_module_in_a_wrapper_is_refused(tmp_path):
             trainer_of(tmp_path, callback_of(module="net"), strategy="ddp", devices=2).fit(Outer(), rows())
 
     in_two_ranks(run)
+
+
+# Several optimizers
+
+
+class Manual(Net):
+    """Two optimizers, which take turns: `first` and `second` are how often they step in a batch of either kind."""
+
+    automatic_optimization = False
+
+    def __init__(self, first=(1, 1), second=(0, 1)):
+        super().__init__()
+        self.times = first, second
+
+    def training_step(self, batch, number):
+        for optimizer, times in zip(self.optimizers(), self.times, strict=True):
+            for _ in range(times[number % 2]):
+                optimizer.zero_grad()
+                self.manual_backward(Net.training_step(self, batch, number))
+                optimizer.step()
+
+    def configure_optimizers(self):
+        ends = [self.first.parameters(), [*self.norm.parameters(), *self.last.parameters()]]
+        return [torch.optim.SGD(it, lr=0.02) for it in ends]
+
+
+def weights_every(every, schedule=(60, 40, 20), **options):
+    return PruningCallback(keepk.weights("last.weight", keep=20, schedule=list(schedule)), every=every, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "every", "steps"),
+    [
+        pytest.param(Manual(), 4, [4, 9, 12], id="one step, then two"),  # 1, 3, 4, 6, 7, 9, 10, 12 ...
+        pytest.param(Manual((1, 1), (1, 1)), 5, [6, 10, 16], id="always two"),
+        pytest.param(Manual((2, 2), (3, 3)), 2, [5, 10, 15], id="more than the time between events"),
+        pytest.param(Manual((1, 0), (0, 0)), 3, [3, 6, 9], id="accumulating"),
+    ],
+)
+def test_no_event_is_missed_with_several_optimizers(model, every, steps, tmp_path):
+    recorder, pruning = Recorder(), weights_every(every)
+    trainer_of(tmp_path, pruning, logger=recorder).fit(model, rows())
+    assert [it["step"] for it in recorder.got if "keepk/event" in it] == steps
+    assert pruning.pruner.done
+
+
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [(17, {}), (9, {"max_steps": 20}), (4, {"max_steps": 11, "max_epochs": -1}), ("epoch", {"max_steps": 24})],
+)
+def test_training_of_several_optimizers_that_ends_before_the_plan_is_refused(every, options, tmp_path):
+    """24 batches have 48 steps of two optimizers."""
+    with pytest.raises(PlanError, match="needs 3 more events"):
+        trainer_of(tmp_path, weights_every(every), **options).fit(Manual((1, 1), (1, 1)), rows())
+
+
+@pytest.mark.parametrize("every", [16, 9])
+def test_the_steps_of_several_optimizers_are_enough_for_the_plan(every, tmp_path):
+    pruning = weights_every(every)
+    trainer_of(tmp_path, pruning).fit(Manual((1, 1), (1, 1)), rows())
+    assert pruning.pruner.done
+
+
+def test_no_event_is_repeated_or_missed_after_resuming_with_several_optimizers(tmp_path):
+    def run(path=None):
+        torch.manual_seed(0)
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **BY_EPOCH)
+        recorder, pruning = Recorder(), weights_every(5, (60, 50, 40, 30, 20))
+        trainer = trainer_of(tmp_path, pruning, saver, logger=recorder, enable_checkpointing=True)
+        model = Manual()
+        trainer.fit(model, rows(), ckpt_path=path, weights_only=False)
+        return [it["step"] for it in recorder.got if "keepk/event" in it], model.last.weight
+
+    whole, expected = run()
+    assert whole == [6, 10, 15, 21, 25]
+    resumed, weight = run(tmp_path / "step=18.ckpt")
+    assert resumed == [21, 25]
+    assert torch.equal(expected, weight)

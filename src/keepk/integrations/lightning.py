@@ -137,8 +137,8 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
         self._run.pause()
         if self._run.every == "epoch":
             due = trainer.is_last_batch
-        else:  # several batches may belong to one optimizer step
-            due = trainer.global_step != self._event_step and trainer.global_step % self._run.every == 0
+        else:  # several batches may belong to one optimizer step, and several steps to one batch
+            due = trainer.global_step // self._run.every > self._event_step // self._run.every
         if due:
             self._event(trainer)
 
@@ -184,10 +184,10 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
     def _refuse_too_short(self, trainer: Any) -> None:
         if trainer.fast_dev_run:
             return
-        steps = trainer.estimated_stepping_batches
+        per_batch = _steps_per_batch(trainer)
         if self._run.every == "epoch":
-            per_epoch = -(-trainer.num_training_batches // trainer.accumulate_grad_batches)  # inf without a length
-            by_steps = float("inf") if trainer.max_steps < 0 else trainer.max_steps // per_epoch
+            batches = -(-trainer.num_training_batches // trainer.accumulate_grad_batches)  # inf without a length
+            by_steps = float("inf") if trainer.max_steps < 0 else trainer.max_steps // (batches * per_batch)
             by_epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs
             events = min(by_steps, by_epochs) - trainer.current_epoch - (self._event_epoch == trainer.current_epoch)
             if trainer.num_training_batches == float("inf") and trainer.max_steps >= 0:
@@ -196,14 +196,47 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
                     "number of epochs is not known. Pass every=, a number of optimizer steps."
                 )
         else:
-            events = steps // self._run.every - trainer.global_step // self._run.every if steps >= 0 else float("inf")
+            steps = _last_step(trainer)
+            events = (
+                steps if steps == float("inf") else steps // self._run.every - trainer.global_step // self._run.every
+            )
+            if per_batch > 1:  # several steps of one batch have one event
+                events = min(events, _batches_left(trainer))
         if events < float("inf"):
-            self._run.refuse_too_short(int(events), f"of {trainer.max_epochs} epochs, or {steps:,} optimizer steps,")
+            steps = _last_step(trainer)
+            counted = f" (one of each of {per_batch} optimizers in a batch)" if per_batch > 1 else ""
+            self._run.refuse_too_short(
+                int(events), f"of {trainer.max_epochs} epochs, or {steps:,} optimizer steps{counted},"
+            )
 
 
 def _wrapper(trainer: Any) -> DistributedDataParallel | None:
     model = trainer.strategy.model
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def _steps_per_batch(trainer: Any) -> int:
+    """How far ``trainer.global_step`` goes in a batch, which is a guess if the module itself steps its optimizers."""
+    return 1 if trainer.lightning_module.automatic_optimization else max(1, len(trainer.optimizers))
+
+
+def _batches_left(trainer: Any) -> float:
+    """How many batches training still has; infinite if it has no end."""
+    if trainer.max_epochs in (None, -1):
+        return float("inf")
+    past = trainer.fit_loop.total_batch_idx + 1
+    left: float = trainer.num_training_batches * trainer.max_epochs - past
+    return left
+
+
+def _last_step(trainer: Any) -> float:
+    """The ``trainer.global_step`` with which training ends; infinite if it has no end."""
+    if trainer.lightning_module.automatic_optimization:
+        steps: float = trainer.estimated_stepping_batches
+        return steps if steps >= 0 else float("inf")
+    # Lightning's estimate counts batches here. The steps of past batches are known.
+    steps = trainer.global_step + _batches_left(trainer) * _steps_per_batch(trainer)
+    return steps if trainer.max_steps < 0 else min(steps, trainer.max_steps)
 
 
 def _loaded_state(trainer: Any, key: str) -> dict[str, Any] | None:
