@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import keepk
-from keepk.errors import KeepkError, PlanError
+from keepk.errors import KeepkError, KeepkWarning, PlanError
 from keepk.integrations.lightning import PruningCallback
 from killing import in_child, in_two_ranks
 
@@ -433,3 +433,35 @@ def test_no_event_is_repeated_or_missed_after_resuming_with_several_optimizers(t
     resumed, weight = run(tmp_path / "step=18.ckpt")
     assert resumed == [21, 25]
     assert torch.equal(expected, weight)
+
+
+# Training that ends early
+
+
+class Ending(pl.Callback):
+    """Ends training after a step, as `EarlyStopping` and `Timer` do."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(("every", "step", "events", "kept"), [("epoch", 10, 1, (16, 30)), (7, 6, 0, (24, 96))])
+def test_training_that_ends_before_the_last_event_gives_a_warning(every, step, events, kept, tmp_path):
+    words = (
+        rf"ended after {events} of 2 events of the plan, so more units are left than planned: space 'hidden' has "
+        rf"{kept[0]} instead of 10, space 'last' has {kept[1]} instead of 17\."
+    )
+    with pytest.warns(KeepkWarning, match=words):
+        trainer_of(tmp_path, callback_of(every=every), Ending(step)).fit(net(), rows())
+    trainer_of(tmp_path, callback_of(), Ending(14)).fit(net(), rows())  # no warning after the last event
+    trainer_of(tmp_path, callback_of(), fast_dev_run=True).fit(net(), rows())
+
+
+def test_fewer_steps_than_expected_give_a_warning(tmp_path):
+    model = Manual((1, 0), (0, 0))  # 12 steps, and not 48
+    with pytest.warns(KeepkWarning, match=r"ended after 2 of 3 events .* 'last.weight' has 40 instead of 20\."):
+        trainer_of(tmp_path, weights_every(5)).fit(model, rows())

@@ -451,3 +451,59 @@ def test_the_best_model_of_the_final_size_is_remembered(old, tmp_path):
     trainer = growing_loss(tmp_path, eval_delay=2, load_best_model_at_end=True)
     trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-18")))
     assert trainer.state.best_global_step == 12
+
+
+# Training that ends early
+
+
+class Ending(transformers.TrainerCallback):
+    """Ends training after a step, as `EarlyStoppingCallback` and time limits do."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, _args, state, control, **_):
+        control.should_training_stop = control.should_training_stop or state.global_step == self.step
+
+
+@pytest.mark.parametrize(("step", "events", "kept"), [(5, 0, (24, 96)), (9, 1, (16, 30))])
+def test_training_that_ends_before_the_last_event_gives_a_warning(step, events, kept, tmp_path):
+    trainer = trainer_of(tmp_path, Ending(step))
+    words = (
+        rf"ended after {events} of 2 events of the plan, so more units are left than planned: space 'hidden' has "
+        rf"{kept[0]} instead of 10, space 'last' has {kept[1]} instead of 17\."
+    )
+    with pytest.warns(KeepkWarning, match=words):
+        trainer.train()
+    trainer_of(tmp_path, Ending(14)).train()  # no warning after the last event
+
+
+def test_zeros_that_were_overwritten_give_a_warning_at_the_end(tmp_path):
+    class Overwriting(transformers.TrainerCallback):
+        def on_step_end(self, _args, state, _control, model, **_):
+            if state.global_step == 24:
+                nn.init.ones_(model.last.weight)
+
+    with pytest.warns(KeepkWarning, match="kept 17 units, but there are 40 now"):
+        trainer_of(tmp_path, Overwriting()).train()
+
+
+def test_a_resumed_run_that_skips_no_data_has_whole_epochs(tmp_path):
+    """With ignore_data_skip, a resumed run begins with a new epoch: from step 9 of 24, they end at 15, 21 and 27."""
+    three = lambda _, **options: PruningCallback(  # noqa: E731
+        keepk.weights("last.weight", keep=10, schedule=[40, 30, 20, 10], name="last"), **options
+    )
+    options = {"save_strategy": "steps", "save_steps": 3, "ignore_data_skip": True}
+    trainer_of(tmp_path, given=three, **options).train()
+    trainer = trainer_of(tmp_path, given=three, **options)
+    with pytest.raises(PlanError, match=r"needs 3 more events, .* has time for 2, so"):
+        trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-9")))
+    trainer = trainer_of(tmp_path, given=three, num_train_epochs=5, **options)
+    trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-9")))
+    assert [it["step"] for it in trainer.state.log_history if "keepk/event" in it] == [6, 15, 21, 27]
+    trainer = trainer_of(
+        tmp_path, given=three, **{**options, **BEST, "eval_strategy": "steps", "eval_steps": 3, "eval_delay": 26},
+        num_train_epochs=5,
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"last event, at step 27, .* Pass eval_delay=27"):
+        trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-9")))

@@ -153,6 +153,11 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
         """Count forward passes again."""
         self._run.unpause()
 
+    def on_fit_end(self, trainer: Any, *_: Any) -> None:
+        """Warn if more units are left than planned. Other callbacks may still change weights in ``on_train_end``."""
+        if not trainer.fast_dev_run:
+            self._run.warn_at_end()
+
     def _event(self, trainer: Any) -> None:
         self._event_epoch, self._event_step = trainer.current_epoch, trainer.global_step
         if self.pruner.done:

@@ -19,8 +19,10 @@ from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
 from keepk.plan.names import shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
+from keepk.run.warnings import warn
 
 Every = Literal["epoch"] | int
+SHOWN = 5  # spaces in a warning
 
 
 class CallbackRun:
@@ -138,6 +140,26 @@ class CallbackRun:
                 f"{training} has time for {events}, so more than K units would be left. Train longer, or use a "
                 f"shorter schedule or a smaller every=."
             )
+
+    def warn_at_end(self) -> None:
+        """Warn if training has ended with more units than planned: before the last event, or with other weights."""
+        pruner = self._made
+        if pruner is None or pruner.closed:
+            return
+        kept = pruner.kept  # warns of units that are no longer zero
+        if pruner.done:
+            return
+        left = [
+            f"budget {name!r} is at {budget['reached']:,} instead of {budget['asked']:,}"
+            if (budget := pruner.budgets.get(name))
+            else f"space {name!r} has {kept[name]:,} instead of {counts[-1]:,}"
+            for name, counts in pruner.plan.items()
+        ]
+        warn(
+            f"{self.who}: training ended after {pruner.epoch} of {pruner.epochs} events of the plan, so more units are "
+            f"left than planned: {', '.join(left[:SHOWN])}{', ...' * (len(left) > SHOWN)}. Resume it and train on, or "
+            f"stop it early only after the last event."
+        )
 
     def _refuse_other_model(self, model: nn.Module) -> None:
         if self.pruner.model is not model:

@@ -124,11 +124,15 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
             )
         every = steps if self._run.every == "epoch" else self._run.every
         assert isinstance(every, int)
-        done = state.global_step // every
-        self._run.refuse_too_short(state.max_steps // every - done, f"of {state.max_steps:,} optimizer steps")
+        # The events of this training are at every, 2 * every, ... steps after this one, which is that of the last
+        # whole epoch, unless a resumed run begins with a new epoch.
+        begin = state.global_step
+        if self._run.every != "epoch" or not args.ignore_data_skip:
+            begin -= begin % every
+        self._run.refuse_too_short((state.max_steps - begin) // every, f"of {state.max_steps:,} optimizer steps")
         missing, last_step = self.pruner.epochs - self.pruner.epoch, self._event_step or 0
         if missing:
-            last_step = (done + missing) * every
+            last_step = begin + missing * every
             _refuse_best_of_other_sizes(args, last_step=last_step, steps_per_epoch=steps)
         if args.load_best_model_at_end:
             _forget_best_of_other_sizes(state, last_step)
@@ -170,6 +174,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Count forward passes again. The Pruner stays open, so that further training keeps its zeros."""
         self._run.unpause()
+        self._run.warn_at_end()
 
     def _event(self, state: Any, control: Any) -> None:
         self._had_event = True
