@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -57,7 +57,7 @@ class Outer(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = Net()
+        self.net: Any = Net()
 
     def training_step(self, batch, _):
         rows, labels = batch
@@ -151,6 +151,22 @@ def test_an_event_every_n_optimizer_steps_with_accumulation(tmp_path):
     pruning = callback_of(every=5)
     trainer_of(tmp_path, pruning, accumulate_grad_batches=2).fit(net(), rows())  # 3 steps per epoch, 12 in all
     assert pruning.pruner.done
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self):
+        yield from rows().dataset
+
+
+def test_data_without_a_length_are_judged_by_the_number_of_steps(tmp_path):
+    data = DataLoader(Stream(), batch_size=4)
+    pruning = callback_of(every=5)
+    trainer_of(tmp_path, pruning, max_steps=12).fit(net(), data)
+    assert pruning.pruner.done
+    with pytest.raises(PlanError, match="or 9 optimizer steps, has time for 1, so"):
+        trainer_of(tmp_path, callback_of(every=5), max_steps=9).fit(net(), data)
+    with pytest.raises(PlanError, match=r"no length, and training ends after max_steps, .* Pass every="):
+        trainer_of(tmp_path, callback_of(), max_steps=12).fit(net(), data)
 
 
 def test_a_part_of_a_module_is_pruned(tmp_path):
@@ -465,3 +481,88 @@ def test_fewer_steps_than_expected_give_a_warning(tmp_path):
     model = Manual((1, 0), (0, 0))  # 12 steps, and not 48
     with pytest.warns(KeepkWarning, match=r"ended after 2 of 3 events .* 'last.weight' has 40 instead of 20\."):
         trainer_of(tmp_path, weights_every(5)).fit(model, rows())
+
+
+# Averages
+
+
+class Plain(Outer):
+    """Without BatchNorm, for which StochasticWeightAveraging adds an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 4))
+
+
+def swa():
+    return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+
+
+def of_plain(what, **options):
+    if what == "weights":
+        return PruningCallback(keepk.weights("0.weight", keep=20, schedule=[100, 60, 20]), module="net", **options)
+    space = keepk.channels("0", keep=10, schedule=[20, 16, 10])
+    return PruningCallback(space, example=torch.randn(2, 6), module="net", **options)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("what", ["weights", "channels"])
+def test_stochastic_weight_averaging_keeps_the_zeros_and_the_sizes(what, first, tmp_path):
+    torch.manual_seed(0)
+    model, pruning = Plain(), of_plain(what)
+    trainer_of(tmp_path, *([pruning, swa()] if first else [swa(), pruning])).fit(model, rows())
+    assert pruning.pruner.done
+    layer = model.net[0]
+    assert layer.weight.shape == (24 if what == "weights" else 10, 6)
+    assert int(layer.weight.count_nonzero()) == (20 if what == "weights" else 60)
+
+
+def test_stochastic_weight_averaging_adds_no_event(tmp_path):
+    """With BatchNorm the last epoch trains nothing: it collects the statistics of the averaged weights."""
+    model, pruning = net(), callback_of()
+    trainer_of(tmp_path, pruning, swa(), max_epochs=3).fit(model, rows())
+    assert pruning.pruner.kept == {"hidden": 10, "last": 17}
+    three = PruningCallback(keepk.weights("last.weight", keep=17, schedule=[40, 30, 17]))
+    with pytest.raises(PlanError, match="has time for 2, so"):
+        trainer_of(tmp_path, three, swa(), max_epochs=2).fit(net(), rows())
+
+
+@pytest.mark.parametrize("what", ["weights", "channels"])
+def test_stochastic_weight_averaging_is_resumed(what, tmp_path):
+    def run(path=None):
+        torch.manual_seed(0)
+        model, saver = Plain(), ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **BY_EPOCH)
+        trainer = trainer_of(tmp_path, swa(), of_plain(what), saver, enable_checkpointing=True)
+        trainer.fit(model, rows(), ckpt_path=path, weights_only=False)
+        return list(model.parameters())
+
+    whole = run()
+    assert same(whole, run(tmp_path / "step=12.ckpt"))
+
+
+class Restoring(pl.Callback):
+    """An average of its own, which does not follow the Pruner."""
+
+    def on_train_start(self, _trainer, pl_module):
+        self.dense = pl_module.last.weight.detach().clone()
+
+    def on_train_end(self, _trainer, pl_module):
+        with torch.no_grad():
+            pl_module.last.weight.copy_(self.dense)
+
+
+def test_another_average_that_brings_weights_back_gives_a_warning(tmp_path):
+    pruning = PruningCallback(keepk.weights("last.weight", keep=17, schedule=[30, 17]))
+    with pytest.warns(KeepkWarning, match="kept 17 units, but there are 96 now"):
+        trainer_of(tmp_path, pruning, Restoring()).fit(net(), rows())
+
+
+@pytest.mark.parametrize("averaging", [swa, lambda: WeightAveraging(avg_fn=get_ema_avg_fn(0.8))])
+def test_a_new_average_of_a_run_that_goes_on_is_refused(averaging, tmp_path):
+    """It is made after the Pruner, which could not cut it."""
+    torch.manual_seed(0)
+    model, pruning = Plain(), of_plain("channels")
+    with pytest.warns(KeepkWarning, match="ended after 1 of 3 events"):
+        trainer_of(tmp_path, pruning, Ending(6)).fit(model, rows())
+    with pytest.raises(KeepkError, match=r"an average .* made after the Pruner, .* without averaging"):
+        trainer_of(tmp_path, pruning, averaging()).fit(model, rows())

@@ -5,7 +5,7 @@ resumed run it is made earlier, because the model has to be cut before the frame
 optimizer, which frameworks build later, is attached when training begins.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -43,6 +43,7 @@ class CallbackRun:
             if name in options:
                 raise KeepkError(f"{who}: {name}= comes from the framework. Leave it out.")
         self.every = every
+        self._own_followers = tuple(options.get("followers", ()))
         self._made: Pruner | None = None
         self._paused = ExitStack()
 
@@ -68,10 +69,24 @@ class CallbackRun:
         kinds = {entry["kind"] for entry in self.pruner.certificate.values()}
         return "channels" in kinds and self._options.get("shrink") != "never"
 
-    def follow(self, followers: Iterable[Follower]) -> None:
-        """Cut these with the model too, besides the user's followers. Call it before the Pruner is made."""
-        given = self._options.get("followers", ())
-        self._options["followers"] = [*given, *(it for it in followers if not any(it is other for other in given))]
+    def follow(self, averages: Sequence[Follower]) -> None:
+        """Cut these with the model too, besides the user's followers. Call it before training and before `resume`.
+
+        Raises:
+            KeepkError: The Pruner exists already and would still cut the model, but not these.
+        """
+        followers = [*self._own_followers]
+        followers += [it for it in averages if not any(it is other for other in followers)]
+        if self._made is not None and not self._made.closed:
+            known = self._options.get("followers", ())
+            if not self._made.done and not all(any(it is other for other in known) for it in followers):
+                raise KeepkError(
+                    f"{self.who}: an average of the weights was made after the Pruner, so it would not follow the "
+                    f"events to come. Train to the last event without averaging, or resume from a checkpoint with a "
+                    f"new model and new callbacks."
+                )
+            return
+        self._options["followers"] = followers
 
     @contextmanager
     def begun(self, model: nn.Module, optimizers: Any) -> Iterator[None]:
