@@ -3,12 +3,14 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from safetensors.torch import save_file
 from torch import nn
 
 import keepk
@@ -507,3 +509,57 @@ def test_a_resumed_run_that_skips_no_data_has_whole_epochs(tmp_path):
     )  # fmt: skip
     with pytest.raises(PlanError, match=r"last event, at step 27, .* Pass eval_delay=27"):
         trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-9")))
+
+
+# Checkpoints that are written again
+
+
+class KillInSave(transformers.TrainerCallback):
+    """Kills the process when the Trainer has written a checkpoint, and the PruningCallback has not yet."""
+
+    def on_save(self, _args, state, _control, **_):
+        if state.global_step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_that_was_being_written_again_is_not_resumed(sharded, tmp_path):
+    """The state of pruning in its folder is that of the run before, which had other weights."""
+    weights = lambda _, **options: PruningCallback(  # noqa: E731
+        keepk.weights("last.weight", keep=17, schedule=[30, 17], name="last"), **options
+    )
+
+    def run(*callbacks, seed=0):
+        trainer = trainer_of(tmp_path, *callbacks, given=weights, save_strategy="epoch", logging_strategy="no")
+        if sharded:  # as large models are saved
+            trainer._save = lambda folder, **_: shards(trainer.model, Path(folder))
+        torch.manual_seed(seed)
+        nn.init.normal_(trainer.model.last.weight)
+        trainer.train()
+
+    def shards(model, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (name, value) in enumerate(sorted(model.state_dict().items()), 1):
+            save_file({name: value.contiguous()}, folder / f"model-0000{number}-of-00009.safetensors")
+
+    run()
+    assert in_child(lambda: run(KillInSave(), seed=1))[0] == signal.SIGKILL
+    for step in (18, 24):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    fresh = trainer_of(tmp_path, given=weights)
+    with pytest.raises(CheckpointError, match=r"checkpoint-12: its weights are not those .* Pass another checkpoint"):
+        resume(fresh, str(tmp_path / "checkpoint-12"))
+    assert not callback_in(fresh)._run.has_begun
+    with pytest.warns(KeepkWarning, match=r"checkpoint-12 is incomplete, .* Resuming from .*checkpoint-6\."):
+        assert resume(fresh) == str(tmp_path / "checkpoint-6")
+
+
+def test_a_checkpoint_that_does_not_say_which_weights_it_has_is_resumed(written, tmp_path):
+    """As those of older versions."""
+    folder = shutil.copytree(written / "checkpoint-8", tmp_path / "checkpoint-8")
+    saved = keepk.load_checkpoint(folder / "keepk")
+    assert list(saved.pop("weights")) == ["model.safetensors"]
+    keepk.save_checkpoint(folder / "keepk", extra=saved)
+    trainer = trainer_of(tmp_path)
+    trainer.train(resume_from_checkpoint=resume(trainer))
+    assert callback_in(trainer).pruner.done

@@ -11,6 +11,7 @@ callback, so `resume` does it:
 """
 
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +40,10 @@ except ModuleNotFoundError as missing:
 
 STATE = "keepk"  # a folder in each of the Trainer's checkpoints
 EVENT_STEP = "step_of_last_event"
+WEIGHTS = "weights"  # by file of weights in the checkpoint, its digest
+WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+BLOCK = 1 << 22
+OTHER_FILES = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")
 CAN_GENERATE = "generation_config.json"
 
 
@@ -168,7 +173,10 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         """Write the state of pruning into the checkpoint that the Trainer has just written."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            saved = {**run_state(self.pruner), EVENT_STEP: self._event_step}
+            # A later run may write this folder again and be killed before it gets here. The state would then be beside
+            # weights that it does not belong to.
+            weights = {name: _digest(folder / name) for name in _weight_files(folder)}
+            saved = {**run_state(self.pruner), EVENT_STEP: self._event_step, WEIGHTS: weights}
             write_state(folder / STATE, saved, state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -214,7 +222,7 @@ def resume(trainer: Any, checkpoint: str | Literal[True] = True) -> str | None:
         The checkpoint; None if True was passed and there is none.
 
     Raises:
-        CheckpointError: The checkpoint has no state of a `PruningCallback`, or a damaged one.
+        CheckpointError: The checkpoint has no state of a `PruningCallback`, a damaged one, or that of other weights.
         StateError: The state comes from another model or plan.
         KeepkError: The Trainer has no `PruningCallback`, its model was cut already, or it builds its model anew.
     """
@@ -231,6 +239,11 @@ def resume(trainer: Any, checkpoint: str | Literal[True] = True) -> str | None:
         raise CheckpointError(
             f"{folder}: has no {STATE}/, so it was not written by a Trainer with a PruningCallback, or writing it was "
             f"interrupted. Pass another checkpoint."
+        )
+    if not _is_complete(folder):
+        raise CheckpointError(
+            f"{folder}: its weights are not those that were saved with the state of pruning in {STATE}/. Writing it "
+            f"was interrupted, or files of weights were changed since. Pass another checkpoint."
         )
     if not callback._run.has_begun and was_cut(trainer.model):
         raise KeepkError(
@@ -253,18 +266,48 @@ def _callback_of(trainer: Any) -> PruningCallback:
 
 
 def _newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint: the callback writes last, so one with its state is complete."""
+    """The newest complete checkpoint: the callback writes last, so one with the state of its weights is complete."""
     found = [it for it in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if it.name.rpartition("-")[2].isdecimal()]
     found.sort(key=lambda it: int(it.name.rpartition("-")[2]))
-    complete = [it for it in found if has_state(it / STATE)]
-    if found and not complete:
+    complete = next((it for it in reversed(found) if _is_complete(it)), None)
+    if found and complete is None:
         raise CheckpointError(
-            f"{folder}: none of its {len(found)} checkpoints has a state of pruning ({STATE}/). They were written "
-            f"without a PruningCallback, or writing them was interrupted. Pass another output_dir to start anew."
+            f"{folder}: none of its {len(found)} checkpoints has a state of pruning ({STATE}/) that belongs to its "
+            f"weights. They were written without a PruningCallback, or writing them was interrupted. Pass another "
+            f"output_dir to start anew."
         )
-    if complete and complete[-1] is not found[-1]:
-        warn(f"resume: {found[-1]} is incomplete, because writing it was interrupted. Resuming from {complete[-1]}.")
-    return complete[-1] if complete else None
+    if complete is not None and complete is not found[-1]:
+        warn(f"resume: {found[-1]} is incomplete, because writing it was interrupted. Resuming from {complete}.")
+    return complete
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has a state of pruning, and the weights that were saved with it."""
+    if not has_state(folder / STATE):
+        return False
+    # Checkpoints of older versions do not say which weights they have.
+    weights = read_state(folder / STATE).get(WEIGHTS, {})
+    return all((folder / name).is_file() and _digest(folder / name) == digest for name, digest in weights.items())
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The files of weights in a checkpoint, also those of adapters and of sharded models in folders of their own."""
+    found = [it.relative_to(folder) for it in folder.rglob("*") if it.suffix in WEIGHT_FILES and it.is_file()]
+    return sorted(
+        it.as_posix()
+        for it in found
+        if it.parts[0] != STATE
+        and not any(part.startswith(OTHER_FILES) for part in it.parts)
+        and "optim_states" not in it.name  # DeepSpeed's
+    )
+
+
+def _digest(file: Path) -> str:
+    digest = sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _steps_per_epoch(dataloader: Any, args: Any) -> int | None:
