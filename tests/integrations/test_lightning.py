@@ -8,14 +8,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import keepk
-from keepk.errors import KeepkError, PlanError
+from keepk.errors import KeepkError, KeepkWarning, PlanError
 from keepk.integrations.lightning import PruningCallback
 from killing import in_child, in_two_ranks
 
@@ -57,7 +57,7 @@ class Outer(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.net = Net()
+        self.net: Any = Net()
 
     def training_step(self, batch, _):
         rows, labels = batch
@@ -151,6 +151,22 @@ def test_an_event_every_n_optimizer_steps_with_accumulation(tmp_path):
     pruning = callback_of(every=5)
     trainer_of(tmp_path, pruning, accumulate_grad_batches=2).fit(net(), rows())  # 3 steps per epoch, 12 in all
     assert pruning.pruner.done
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self):
+        yield from rows().dataset
+
+
+def test_data_without_a_length_are_judged_by_the_number_of_steps(tmp_path):
+    data = DataLoader(Stream(), batch_size=4)
+    pruning = callback_of(every=5)
+    trainer_of(tmp_path, pruning, max_steps=12).fit(net(), data)
+    assert pruning.pruner.done
+    with pytest.raises(PlanError, match="or 9 optimizer steps, has time for 1, so"):
+        trainer_of(tmp_path, callback_of(every=5), max_steps=9).fit(net(), data)
+    with pytest.raises(PlanError, match=r"no length, and training ends after max_steps, .* Pass every="):
+        trainer_of(tmp_path, callback_of(), max_steps=12).fit(net(), data)
 
 
 def test_a_part_of_a_module_is_pruned(tmp_path):
@@ -355,3 +371,198 @@ def test_a_part_of_a_module_in_a_wrapper_is_refused(tmp_path):
             trainer_of(tmp_path, callback_of(module="net"), strategy="ddp", devices=2).fit(Outer(), rows())
 
     in_two_ranks(run)
+
+
+# Several optimizers
+
+
+class Manual(Net):
+    """Two optimizers, which take turns: `first` and `second` are how often they step in a batch of either kind."""
+
+    automatic_optimization = False
+
+    def __init__(self, first=(1, 1), second=(0, 1)):
+        super().__init__()
+        self.times = first, second
+
+    def training_step(self, batch, number):
+        for optimizer, times in zip(self.optimizers(), self.times, strict=True):
+            for _ in range(times[number % 2]):
+                optimizer.zero_grad()
+                self.manual_backward(Net.training_step(self, batch, number))
+                optimizer.step()
+
+    def configure_optimizers(self):
+        ends = [self.first.parameters(), [*self.norm.parameters(), *self.last.parameters()]]
+        return [torch.optim.SGD(it, lr=0.02) for it in ends]
+
+
+def weights_every(every, schedule=(60, 40, 20), **options):
+    return PruningCallback(keepk.weights("last.weight", keep=20, schedule=list(schedule)), every=every, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "every", "steps"),
+    [
+        pytest.param(Manual(), 4, [4, 9, 12], id="one step, then two"),  # 1, 3, 4, 6, 7, 9, 10, 12 ...
+        pytest.param(Manual((1, 1), (1, 1)), 5, [6, 10, 16], id="always two"),
+        pytest.param(Manual((2, 2), (3, 3)), 2, [5, 10, 15], id="more than the time between events"),
+        pytest.param(Manual((1, 0), (0, 0)), 3, [3, 6, 9], id="accumulating"),
+    ],
+)
+def test_no_event_is_missed_with_several_optimizers(model, every, steps, tmp_path):
+    recorder, pruning = Recorder(), weights_every(every)
+    trainer_of(tmp_path, pruning, logger=recorder).fit(model, rows())
+    assert [it["step"] for it in recorder.got if "keepk/event" in it] == steps
+    assert pruning.pruner.done
+
+
+@pytest.mark.parametrize(
+    ("every", "options"),
+    [(17, {}), (9, {"max_steps": 20}), (4, {"max_steps": 11, "max_epochs": -1}), ("epoch", {"max_steps": 24})],
+)
+def test_training_of_several_optimizers_that_ends_before_the_plan_is_refused(every, options, tmp_path):
+    """24 batches have 48 steps of two optimizers."""
+    with pytest.raises(PlanError, match="needs 3 more events"):
+        trainer_of(tmp_path, weights_every(every), **options).fit(Manual((1, 1), (1, 1)), rows())
+
+
+@pytest.mark.parametrize("every", [16, 9])
+def test_the_steps_of_several_optimizers_are_enough_for_the_plan(every, tmp_path):
+    pruning = weights_every(every)
+    trainer_of(tmp_path, pruning).fit(Manual((1, 1), (1, 1)), rows())
+    assert pruning.pruner.done
+
+
+def test_no_event_is_repeated_or_missed_after_resuming_with_several_optimizers(tmp_path):
+    def run(path=None):
+        torch.manual_seed(0)
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **BY_EPOCH)
+        recorder, pruning = Recorder(), weights_every(5, (60, 50, 40, 30, 20))
+        trainer = trainer_of(tmp_path, pruning, saver, logger=recorder, enable_checkpointing=True)
+        model = Manual()
+        trainer.fit(model, rows(), ckpt_path=path, weights_only=False)
+        return [it["step"] for it in recorder.got if "keepk/event" in it], model.last.weight
+
+    whole, expected = run()
+    assert whole == [6, 10, 15, 21, 25]
+    resumed, weight = run(tmp_path / "step=18.ckpt")
+    assert resumed == [21, 25]
+    assert torch.equal(expected, weight)
+
+
+# Training that ends early
+
+
+class Ending(pl.Callback):
+    """Ends training after a step, as `EarlyStopping` and `Timer` do."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(("every", "step", "events", "kept"), [("epoch", 10, 1, (16, 30)), (7, 6, 0, (24, 96))])
+def test_training_that_ends_before_the_last_event_gives_a_warning(every, step, events, kept, tmp_path):
+    words = (
+        rf"ended after {events} of 2 events of the plan, so more units are left than planned: space 'hidden' has "
+        rf"{kept[0]} instead of 10, space 'last' has {kept[1]} instead of 17\."
+    )
+    with pytest.warns(KeepkWarning, match=words):
+        trainer_of(tmp_path, callback_of(every=every), Ending(step)).fit(net(), rows())
+    trainer_of(tmp_path, callback_of(), Ending(14)).fit(net(), rows())  # no warning after the last event
+    trainer_of(tmp_path, callback_of(), fast_dev_run=True).fit(net(), rows())
+
+
+def test_fewer_steps_than_expected_give_a_warning(tmp_path):
+    model = Manual((1, 0), (0, 0))  # 12 steps, and not 48
+    with pytest.warns(KeepkWarning, match=r"ended after 2 of 3 events .* 'last.weight' has 40 instead of 20\."):
+        trainer_of(tmp_path, weights_every(5)).fit(model, rows())
+
+
+# Averages
+
+
+class Plain(Outer):
+    """Without BatchNorm, for which StochasticWeightAveraging adds an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 4))
+
+
+def swa():
+    return StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+
+
+def of_plain(what, **options):
+    if what == "weights":
+        return PruningCallback(keepk.weights("0.weight", keep=20, schedule=[100, 60, 20]), module="net", **options)
+    space = keepk.channels("0", keep=10, schedule=[20, 16, 10])
+    return PruningCallback(space, example=torch.randn(2, 6), module="net", **options)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("what", ["weights", "channels"])
+def test_stochastic_weight_averaging_keeps_the_zeros_and_the_sizes(what, first, tmp_path):
+    torch.manual_seed(0)
+    model, pruning = Plain(), of_plain(what)
+    trainer_of(tmp_path, *([pruning, swa()] if first else [swa(), pruning])).fit(model, rows())
+    assert pruning.pruner.done
+    layer = model.net[0]
+    assert layer.weight.shape == (24 if what == "weights" else 10, 6)
+    assert int(layer.weight.count_nonzero()) == (20 if what == "weights" else 60)
+
+
+def test_stochastic_weight_averaging_adds_no_event(tmp_path):
+    """With BatchNorm the last epoch trains nothing: it collects the statistics of the averaged weights."""
+    model, pruning = net(), callback_of()
+    trainer_of(tmp_path, pruning, swa(), max_epochs=3).fit(model, rows())
+    assert pruning.pruner.kept == {"hidden": 10, "last": 17}
+    three = PruningCallback(keepk.weights("last.weight", keep=17, schedule=[40, 30, 17]))
+    with pytest.raises(PlanError, match="has time for 2, so"):
+        trainer_of(tmp_path, three, swa(), max_epochs=2).fit(net(), rows())
+
+
+@pytest.mark.parametrize("what", ["weights", "channels"])
+def test_stochastic_weight_averaging_is_resumed(what, tmp_path):
+    def run(path=None):
+        torch.manual_seed(0)
+        model, saver = Plain(), ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **BY_EPOCH)
+        trainer = trainer_of(tmp_path, swa(), of_plain(what), saver, enable_checkpointing=True)
+        trainer.fit(model, rows(), ckpt_path=path, weights_only=False)
+        return list(model.parameters())
+
+    whole = run()
+    assert same(whole, run(tmp_path / "step=12.ckpt"))
+
+
+class Restoring(pl.Callback):
+    """An average of its own, which does not follow the Pruner."""
+
+    def on_train_start(self, _trainer, pl_module):
+        self.dense = pl_module.last.weight.detach().clone()
+
+    def on_train_end(self, _trainer, pl_module):
+        with torch.no_grad():
+            pl_module.last.weight.copy_(self.dense)
+
+
+def test_another_average_that_brings_weights_back_gives_a_warning(tmp_path):
+    pruning = PruningCallback(keepk.weights("last.weight", keep=17, schedule=[30, 17]))
+    with pytest.warns(KeepkWarning, match="kept 17 units, but there are 96 now"):
+        trainer_of(tmp_path, pruning, Restoring()).fit(net(), rows())
+
+
+@pytest.mark.parametrize("averaging", [swa, lambda: WeightAveraging(avg_fn=get_ema_avg_fn(0.8))])
+def test_a_new_average_of_a_run_that_goes_on_is_refused(averaging, tmp_path):
+    """It is made after the Pruner, which could not cut it."""
+    torch.manual_seed(0)
+    model, pruning = Plain(), of_plain("channels")
+    with pytest.warns(KeepkWarning, match="ended after 1 of 3 events"):
+        trainer_of(tmp_path, pruning, Ending(6)).fit(model, rows())
+    with pytest.raises(KeepkError, match=r"an average .* made after the Pruner, .* without averaging"):
+        trainer_of(tmp_path, pruning, averaging()).fit(model, rows())

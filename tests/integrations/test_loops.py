@@ -208,3 +208,140 @@ def test_other_objects_and_checkpoints_are_refused(tmp_path):
     for load in (other.pruning.resume, lambda path: other.pruning.load(path, {"epoch": 0}, strict=False)):
         with pytest.raises(CheckpointError, match=r"was not written by the save of keepk\.integrations\.fabric"):
             load(tmp_path / "plain.ckpt")
+
+
+# Several Pruners in one loop
+
+
+class Two:
+    """Two networks of one shape with different weights, each with a Pruner, in a loop of either framework."""
+
+    def __init__(self, kind, spaces=("weights", "weights")):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.manual_seed(0)
+        self.kind = kind
+        self.nets = [nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 4)) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+        self.pruners = [
+            keepk.Pruner(net, keepk.weights("0.weight", keep=9, schedule=[30, 9]), optimizer)
+            if what == "weights"
+            else keepk.Pruner(net, keepk.channels("0", keep=3, schedule=[6, 3]), optimizer, example=torch.randn(2, 6))
+            for what, net, optimizer in zip(spaces, self.nets, optimizers, strict=True)
+        ]
+        if kind is accelerate:
+            self.loop = Accelerator(cpu=True)
+            self.models = list(self.loop.prepare(*self.nets, *optimizers))
+        else:
+            self.loop = Fabric(accelerator="cpu", devices=1)
+            pairs = [self.loop.setup(*pair) for pair in zip(self.nets, optimizers, strict=True)]
+            self.models = [model for model, _ in pairs]
+        self.prunings = [kind.prepare(self.loop, pruner) for pruner in self.pruners]
+
+    def step(self, places=(0, 1)):
+        for place in places:
+            self.prunings[place].step(self.models[place])
+
+    def save(self, folder):
+        if self.kind is accelerate:
+            self.loop.save_state(str(folder))
+        else:
+            self.prunings[1].save(folder / "last.ckpt", {"one": self.models[0], "two": self.models[1]})
+
+    def load(self, folder):
+        if self.kind is accelerate:
+            self.loop.load_state(str(folder))
+        else:
+            self.prunings[0].load(folder / "last.ckpt", {"one": self.models[0], "two": self.models[1]})
+
+    @property
+    def masks(self):
+        return [mask for pruner in self.pruners for mask in pruner.masks.values()]
+
+
+MODULES = [accelerate, fabric]
+
+
+@pytest.mark.parametrize("spaces", [("weights", "weights"), ("channels", "weights"), ("channels", "channels")])
+@pytest.mark.parametrize("kind", MODULES)
+def test_each_pruner_of_a_loop_has_its_own_state(kind, spaces, tmp_path):
+    one = Two(kind, spaces)
+    one.step()
+    one.step([0])
+    one.save(tmp_path)
+    two = Two(kind, spaces)
+    two.load(tmp_path)
+    assert [it.epoch for it in two.pruners] == [2, 1]
+    assert len(one.masks) == len(two.masks)
+    assert all(torch.equal(a, b) for a, b in zip(one.masks, two.masks, strict=True))
+    ours, theirs = ([value for net in it.nets for value in net.parameters()] for it in (one, two))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_other_pruners_than_those_that_were_saved_are_refused_and_nothing_changes(kind, tmp_path):
+    one = Two(kind, ("channels", "channels"))
+    one.step()
+    one.save(tmp_path)
+    other = Two(kind, ("channels", "weights"))  # the first would fit
+    before = [value.clone() for net in other.nets for value in net.parameters()]
+    with pytest.raises(keepk.errors.StateError, match="has spaces"):
+        other.load(tmp_path)
+    after = [value for net in other.nets for value in net.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert [it.epoch for it in other.pruners] == [0, 0]
+
+
+@pytest.mark.parametrize(("loop", "words"), [(WithAccelerate, "prepared 1"), (WithFabric, "passed the models of 1")])
+def test_another_number_of_pruners_is_refused(loop, words, tmp_path):
+    two = Two(accelerate if loop is WithAccelerate else fabric)
+    two.save(tmp_path)
+    one = loop()
+    load = (
+        partial(one.accelerator.load_state, str(tmp_path))
+        if loop is WithAccelerate
+        else partial(one.pruning.load, tmp_path / "last.ckpt", {"one": one.model})
+    )
+    with pytest.raises(CheckpointError, match=f"has the states of 2 Pruners.*, and you have {words}"):
+        load()
+    assert one.pruning.pruner.epoch == 0
+
+
+def test_fabric_writes_pruners_into_separate_files(tmp_path):
+    """Each file has the state of the Pruner whose model it has."""
+    one = Two(fabric)
+    one.step()
+    for place in (0, 1):
+        one.prunings[place].save(tmp_path / f"{place}.ckpt", {"model": one.models[place]})
+    two = Two(fabric)
+    two.prunings[1].load(tmp_path / "1.ckpt", {"model": two.models[1]})
+    assert [it.epoch for it in two.pruners] == [0, 1]
+    two.prunings[0].load(tmp_path / "0.ckpt", {"model": two.models[0]})
+    assert all(torch.equal(a, b) for a, b in zip(one.masks, two.masks, strict=True))
+
+
+def test_models_that_are_prepared_in_another_order_are_refused(tmp_path):
+    one = Two(accelerate)
+    one.step()
+    one.save(tmp_path)
+    two = Two(accelerate)
+    two.loop._models.reverse()
+    with pytest.raises(CheckpointError, match=r"model number 1, .* is now number 2.*Prepare the same models"):
+        two.load(tmp_path)
+    assert [it.epoch for it in two.pruners] == [0, 0]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_checkpoint_of_one_pruner_has_the_form_that_it_always_had(loop, tmp_path):
+    """Checkpoints written before there could be several Pruners have one state, which is not in a list."""
+    first = loop()
+    first.step()
+    first.save(tmp_path)
+    plain = {"pruner": first.pruning.pruner.state_dict(), "statistics": []}
+    if loop is WithAccelerate:
+        keepk.save_checkpoint(tmp_path / "keepk", extra={"step": 0, **plain})
+    else:
+        found = first.fabric.load(tmp_path / "last.ckpt")
+        first.fabric.save(tmp_path / "last.ckpt", {**found, "keepk": plain})
+    again = loop(tmp_path)
+    assert again.pruning.pruner.epoch == 1
+    assert again.net[0].out_features == EVENTS[0]

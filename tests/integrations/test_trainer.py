@@ -3,12 +3,14 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from safetensors.torch import save_file
 from torch import nn
 
 import keepk
@@ -409,3 +411,155 @@ def test_a_wrapper_that_a_cut_would_have_to_replace_is_refused(tmp_path):
         return callback_in(masked).pruner.kept
 
     assert in_two_ranks(run) == [{"hidden": 10, "last": 17}] * 2
+
+
+# The best model of a run that was resumed
+
+
+def growing_loss(folder, *callbacks, **options):
+    """A Trainer whose evaluation is best at the first evaluation."""
+    options = {"save_strategy": "epoch", "eval_strategy": "epoch", "metric_for_best_model": "falls", **options}
+    trainer = trainer_of(folder, *callbacks, greater_is_better=True, **options)
+    trainer.compute_metrics = lambda _: {"falls": -float(trainer.state.global_step)}
+    return trainer
+
+
+@pytest.mark.parametrize("given", [callback_of, "weights"])
+@pytest.mark.parametrize(("checkpoint", "delay", "best"), [(12, 0, 18), (18, 0, 24), (6, 2, 12), (24, 0, None)])
+def test_a_resumed_run_ends_with_the_best_model_of_the_final_size(checkpoint, delay, best, given, tmp_path):
+    if given == "weights":
+        given = lambda _, **options: PruningCallback(  # noqa: E731
+            keepk.weights("last.weight", keep=17, schedule=[30, 17], name="last"), **options
+        )
+    first = growing_loss(tmp_path, given=given)
+    first.train()
+    assert first.state.best_global_step == 6
+    trainer = growing_loss(tmp_path, given=given, load_best_model_at_end=True, eval_delay=delay)
+    with pytest.warns(KeepkWarning, match=r"of step 6, .* before the last event, .* Forgetting it"):
+        trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / f"checkpoint-{checkpoint}")))
+    assert callback_in(trainer).pruner.kept["last"] == 17
+    assert int(trainer.model.last.weight.count_nonzero()) == 17
+    assert trainer.state.best_global_step == best
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_best_model_of_the_final_size_is_remembered(old, tmp_path):
+    growing_loss(tmp_path, eval_delay=2).train()
+    if old:  # as before states had the step of the last event
+        folder = tmp_path / "checkpoint-18" / "keepk"
+        saved = keepk.load_checkpoint(folder)
+        assert saved.pop("step_of_last_event") == 12
+        keepk.save_checkpoint(folder, extra=saved)
+    trainer = growing_loss(tmp_path, eval_delay=2, load_best_model_at_end=True)
+    trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-18")))
+    assert trainer.state.best_global_step == 12
+
+
+# Training that ends early
+
+
+class Ending(transformers.TrainerCallback):
+    """Ends training after a step, as `EarlyStoppingCallback` and time limits do."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, _args, state, control, **_):
+        control.should_training_stop = control.should_training_stop or state.global_step == self.step
+
+
+@pytest.mark.parametrize(("step", "events", "kept"), [(5, 0, (24, 96)), (9, 1, (16, 30))])
+def test_training_that_ends_before_the_last_event_gives_a_warning(step, events, kept, tmp_path):
+    trainer = trainer_of(tmp_path, Ending(step))
+    words = (
+        rf"ended after {events} of 2 events of the plan, so more units are left than planned: space 'hidden' has "
+        rf"{kept[0]} instead of 10, space 'last' has {kept[1]} instead of 17\."
+    )
+    with pytest.warns(KeepkWarning, match=words):
+        trainer.train()
+    trainer_of(tmp_path, Ending(14)).train()  # no warning after the last event
+
+
+def test_zeros_that_were_overwritten_give_a_warning_at_the_end(tmp_path):
+    class Overwriting(transformers.TrainerCallback):
+        def on_step_end(self, _args, state, _control, model, **_):
+            if state.global_step == 24:
+                nn.init.ones_(model.last.weight)
+
+    with pytest.warns(KeepkWarning, match="kept 17 units, but there are 40 now"):
+        trainer_of(tmp_path, Overwriting()).train()
+
+
+def test_a_resumed_run_that_skips_no_data_has_whole_epochs(tmp_path):
+    """With ignore_data_skip, a resumed run begins with a new epoch: from step 9 of 24, they end at 15, 21 and 27."""
+    three = lambda _, **options: PruningCallback(  # noqa: E731
+        keepk.weights("last.weight", keep=10, schedule=[40, 30, 20, 10], name="last"), **options
+    )
+    options = {"save_strategy": "steps", "save_steps": 3, "ignore_data_skip": True}
+    trainer_of(tmp_path, given=three, **options).train()
+    trainer = trainer_of(tmp_path, given=three, **options)
+    with pytest.raises(PlanError, match=r"needs 3 more events, .* has time for 2, so"):
+        trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-9")))
+    trainer = trainer_of(tmp_path, given=three, num_train_epochs=5, **options)
+    trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-9")))
+    assert [it["step"] for it in trainer.state.log_history if "keepk/event" in it] == [6, 15, 21, 27]
+    trainer = trainer_of(
+        tmp_path, given=three, **{**options, **BEST, "eval_strategy": "steps", "eval_steps": 3, "eval_delay": 26},
+        num_train_epochs=5,
+    )  # fmt: skip
+    with pytest.raises(PlanError, match=r"last event, at step 27, .* Pass eval_delay=27"):
+        trainer.train(resume_from_checkpoint=resume(trainer, str(tmp_path / "checkpoint-9")))
+
+
+# Checkpoints that are written again
+
+
+class KillInSave(transformers.TrainerCallback):
+    """Kills the process when the Trainer has written a checkpoint, and the PruningCallback has not yet."""
+
+    def on_save(self, _args, state, _control, **_):
+        if state.global_step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_that_was_being_written_again_is_not_resumed(sharded, tmp_path):
+    """The state of pruning in its folder is that of the run before, which had other weights."""
+    weights = lambda _, **options: PruningCallback(  # noqa: E731
+        keepk.weights("last.weight", keep=17, schedule=[30, 17], name="last"), **options
+    )
+
+    def run(*callbacks, seed=0):
+        trainer = trainer_of(tmp_path, *callbacks, given=weights, save_strategy="epoch", logging_strategy="no")
+        if sharded:  # as large models are saved
+            trainer._save = lambda folder, **_: shards(trainer.model, Path(folder))
+        torch.manual_seed(seed)
+        nn.init.normal_(trainer.model.last.weight)
+        trainer.train()
+
+    def shards(model, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, (name, value) in enumerate(sorted(model.state_dict().items()), 1):
+            save_file({name: value.contiguous()}, folder / f"model-0000{number}-of-00009.safetensors")
+
+    run()
+    assert in_child(lambda: run(KillInSave(), seed=1))[0] == signal.SIGKILL
+    for step in (18, 24):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    fresh = trainer_of(tmp_path, given=weights)
+    with pytest.raises(CheckpointError, match=r"checkpoint-12: its weights are not those .* Pass another checkpoint"):
+        resume(fresh, str(tmp_path / "checkpoint-12"))
+    assert not callback_in(fresh)._run.has_begun
+    with pytest.warns(KeepkWarning, match=r"checkpoint-12 is incomplete, .* Resuming from .*checkpoint-6\."):
+        assert resume(fresh) == str(tmp_path / "checkpoint-6")
+
+
+def test_a_checkpoint_that_does_not_say_which_weights_it_has_is_resumed(written, tmp_path):
+    """As those of older versions."""
+    folder = shutil.copytree(written / "checkpoint-8", tmp_path / "checkpoint-8")
+    saved = keepk.load_checkpoint(folder / "keepk")
+    assert list(saved.pop("weights")) == ["model.safetensors"]
+    keepk.save_checkpoint(folder / "keepk", extra=saved)
+    trainer = trainer_of(tmp_path)
+    trainer.train(resume_from_checkpoint=resume(trainer))
+    assert callback_in(trainer).pruner.done

@@ -30,6 +30,8 @@ from keepk.integrations.runs import (
     load_run_state,
     pruner_of,
     read_state,
+    run_state,
+    states_in,
     stepped,
     write_state,
 )
@@ -55,6 +57,9 @@ def prepare(accelerator: Any, pruner: Pruner) -> "Pruning":
     looks through them. Make the `Pruner` before ``accelerator.prepare`` if that changes the model's forward (mixed
     precision), so that it is traced as it was written.
 
+    An ``Accelerator`` with several models can have a `Pruner` for each of them. A resumed run prepares the same ones in
+    the same order.
+
     Args:
         accelerator: The ``Accelerator``.
         pruner: The `Pruner`.
@@ -69,10 +74,10 @@ def prepare(accelerator: Any, pruner: Pruner) -> "Pruning":
         raise KeepkError(
             f"prepare: got {type(accelerator).__name__} as the accelerator. Pass an accelerate.Accelerator."
         )
-    pruning = Pruning(accelerator, pruner_of(pruner, "prepare"))
-    accelerator.register_save_state_pre_hook(pruning.write)
-    accelerator.register_load_state_pre_hook(pruning.read)
-    return pruning
+    pruner = pruner_of(pruner, "prepare")
+    saved = _Saved.of(accelerator)
+    saved.add(pruner)
+    return Pruning(accelerator, pruner, saved)
 
 
 class Pruning:
@@ -82,8 +87,8 @@ class Pruning:
         pruner: The `Pruner`.
     """
 
-    def __init__(self, accelerator: Any, pruner: Pruner) -> None:
-        self._accelerator, self.pruner = accelerator, pruner
+    def __init__(self, accelerator: Any, pruner: Pruner, saved: "_Saved") -> None:
+        self._accelerator, self.pruner, self._saved = accelerator, pruner, saved
 
     def step(self, model: Model, *, step: int | None = None) -> Model:
         """End an epoch: call `Pruner.step`, and log the numbers of the event with ``accelerator.log``.
@@ -119,21 +124,84 @@ class Pruning:
             CheckpointError: The folder has no state of pruning.
             StateError: The state comes from another model or plan.
         """
-        self.read([], str(folder))
+        self._saved.resume(self.pruner, Path(folder))
 
-    def write(self, _models: Any, _weights: Any, folder: str) -> None:
+
+class _Saved:
+    """The Pruners of an ``Accelerator``; one state in its checkpoints has all of theirs."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator, self._pruners = accelerator, list[Pruner]()
+        accelerator.register_save_state_pre_hook(self._write)
+        accelerator.register_load_state_pre_hook(self._read)
+
+    @staticmethod
+    def of(accelerator: Any) -> "_Saved":
+        """That of an ``Accelerator``, which its first Pruner makes."""
+        owners = (getattr(hook, "__self__", None) for hook in accelerator._save_model_state_pre_hook.values())
+        return next((it for it in owners if isinstance(it, _Saved)), None) or _Saved(accelerator)
+
+    def add(self, pruner: Pruner) -> None:
+        """Save this Pruner too."""
+        if not any(it is pruner for it in self._pruners):
+            self._pruners.append(pruner)
+
+    def resume(self, pruner: Pruner, folder: Path) -> None:
+        """Cut the model of one Pruner to its size in a checkpoint; others may be prepared later."""
+        states = states_in(self._state_in(folder))
+        number = next(number for number, it in enumerate(self._pruners) if it is pruner)
+        if number >= len(states):
+            self._refuse_other_number(folder, len(states))
+        self._load([pruner], [states[number]])
+
+    def _write(self, _models: Any, _weights: Any, folder: str) -> None:
         """The hook of ``save_state``."""
         if self._accelerator.is_main_process:
-            write_state(Path(folder) / STATE, self.pruner)
+            models = [self._models_of(pruner) for pruner in self._pruners]
+            write_state(Path(folder) / STATE, {**run_state(*self._pruners), "models": models})
 
-    def read(self, _models: Any, folder: str) -> None:
+    def _read(self, _models: Any, folder: str) -> None:
         """The hook of ``load_state``."""
-        if not has_state(Path(folder) / STATE):
+        saved = self._state_in(Path(folder))
+        states = states_in(saved)
+        if len(states) != len(self._pruners):
+            self._refuse_other_number(Path(folder), len(states))
+        # Checkpoints of older versions do not say which of the Accelerator's models are pruned.
+        for pruner, models in zip(self._pruners, saved.get("models", [None] * len(states)), strict=True):
+            if models is not None and (now := self._models_of(pruner)) != models:
+                raise CheckpointError(
+                    f"{folder}: a Pruner had the Accelerator's model number {_listed(models)}, and its "
+                    f"{type(pruner.model).__name__} is now number {_listed(now)}. Prepare the same models and Pruners "
+                    f"in the same order as in the run that saved."
+                )
+        self._load(self._pruners, states)
+
+    def _load(self, pruners: list[Pruner], states: list[dict[str, Any]]) -> None:
+        with cut_before_wrapping(
+            "Call pruning.resume(folder) before accelerator.prepare, then accelerator.load_state."
+        ):
+            load_run_state(pruners, states)
+
+    def _state_in(self, folder: Path) -> dict[str, Any]:
+        if not has_state(folder / STATE):
             raise CheckpointError(
                 f"{folder}: has no {STATE}/, so it was written without keepk.integrations.accelerate.prepare, or "
                 f"writing it was interrupted. Pass another checkpoint."
             )
-        with cut_before_wrapping(
-            "Call pruning.resume(folder) before accelerator.prepare, then accelerator.load_state."
-        ):
-            load_run_state(self.pruner, read_state(Path(folder) / STATE))
+        return read_state(folder / STATE)
+
+    def _refuse_other_number(self, folder: Path, number: int) -> None:
+        raise CheckpointError(
+            f"{folder}: has the state{'s' * (number > 1)} of {number} Pruner{'s' * (number > 1)}, and you have "
+            f"prepared {len(self._pruners)} with this Accelerator. Prepare the same ones in the same order as in the "
+            f"run that saved."
+        )
+
+    def _models_of(self, pruner: Pruner) -> list[int]:
+        """The places of the Accelerator's models that a Pruner prunes, or prunes a part of."""
+        own = set(pruner.model.modules())
+        return [place for place, model in enumerate(self._accelerator._models) if not own.isdisjoint(model.modules())]
+
+
+def _listed(places: list[int]) -> str:
+    return ", ".join(str(place + 1) for place in places) or "(none)"

@@ -24,18 +24,26 @@ This module uses the public methods of a ``Fabric`` and imports nothing of Light
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
 
 from keepk.errors import CheckpointError, KeepkError
-from keepk.integrations.runs import cut_before_wrapping, load_run_state, pruner_of, run_state, stepped
+from keepk.integrations.runs import cut_before_wrapping, load_run_state, pruner_of, run_state, states_in, stepped
 from keepk.run.pruner import Pruner
 
 KEY = "keepk"  # in a checkpoint
+# By Fabric, its Pruners in the order of `prepare`. Weak, because a model may refer to its Fabric.
+_PREPARED = WeakKeyDictionary[Any, list[ref[Pruner]]]()
 
 
 def prepare(fabric: Any, pruner: Pruner) -> "Pruning":
     """A `Pruner` in a loop with a ``Fabric``.
 
     Pass the `Pruner` the module that was given to ``fabric.setup``; the optimizer may be the one that it returned.
+
+    A ``Fabric`` with several models can have a `Pruner` for each of them; a resumed run prepares the same ones in the
+    same order. ``save`` and ``load`` of any of them include the states of those whose models are in `state`.
 
     Args:
         fabric: The ``Fabric``.
@@ -49,7 +57,11 @@ def prepare(fabric: Any, pruner: Pruner) -> "Pruning":
     """
     if not all(callable(getattr(fabric, method, None)) for method in ("save", "load", "log_dict")):
         raise KeepkError(f"prepare: got {type(fabric).__name__} as the fabric. Pass a lightning.fabric.Fabric.")
-    return Pruning(fabric, pruner_of(pruner, "prepare"))
+    pruner = pruner_of(pruner, "prepare")
+    prepared = _PREPARED.setdefault(fabric, [])
+    if not any(it() is pruner for it in prepared):
+        prepared.append(ref(pruner))
+    return Pruning(fabric, pruner)
 
 
 class Pruning:
@@ -87,7 +99,9 @@ class Pruning:
             path: As for ``fabric.save``.
             state: As for ``fabric.save``: modules, optimizers and plain values.
         """
-        self._fabric.save(path, {**state, KEY: run_state(self.pruner)})
+        numbered = self._pruners_of(state)
+        saved = {**run_state(*numbered.values()), "numbers": list(numbered)}
+        self._fabric.save(path, {**state, KEY: saved})
 
     def load(self, path: str | Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
         """``fabric.load``, after the model was cut to its saved size.
@@ -106,7 +120,7 @@ class Pruning:
             KeepkError: The model is in a `DistributedDataParallel` wrapper already; see `resume`.
         """
         # Fabric restores the items in their order, and this one cuts the model.
-        part = _Part(self.pruner)
+        part = _Part(path, self._pruners_of(state))
         given = {KEY: part, **state}
         remainder: dict[str, Any] = self._fabric.load(path, given, **options)
         if not part.loaded:
@@ -129,19 +143,52 @@ class Pruning:
         found = self._fabric.load(path)
         if KEY not in found:
             raise CheckpointError(f"{path}: was not written by the save of keepk.integrations.fabric.")
-        load_run_state(self.pruner, found[KEY])
+        states = states_in(found[KEY])
+        own = self._number
+        numbers = found[KEY].get("numbers", [own]) if len(states) > 1 else [own]
+        if own not in numbers:
+            raise _other_pruners(path, numbers, [own])
+        load_run_state([self.pruner], [states[numbers.index(own)]])
+
+    @property
+    def _number(self) -> int:
+        return next(number for number, it in enumerate(_PREPARED[self._fabric]) if it() is self.pruner)
+
+    def _pruners_of(self, state: dict[str, Any]) -> dict[int, Pruner]:
+        """The own Pruner and the others whose models are in `state`, by their numbers."""
+        modules = {part for it in state.values() if isinstance(it, nn.Module) for part in it.modules()}
+        found = {number: it() for number, it in enumerate(_PREPARED[self._fabric])}
+        return {
+            number: it for number, it in found.items() if it is not None and (it is self.pruner or it.model in modules)
+        }
 
 
 class _Part:
-    """The state of pruning as an object of a checkpoint."""
+    """The states of Pruners as an object of a checkpoint."""
 
-    def __init__(self, pruner: Pruner) -> None:
-        self._pruner, self.loaded = pruner, False
+    def __init__(self, path: str | Path, pruners: dict[int, Pruner]) -> None:
+        self._path, self._pruners, self.loaded = path, pruners, False
 
     def state_dict(self) -> dict[str, Any]:
-        return run_state(self._pruner)
+        return run_state(*self._pruners.values())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        states, own = states_in(state), list(self._pruners)
+        numbers = state.get("numbers", own)
+        # A single Pruner may have had another number in a process with more of them.
+        if len(states) != len(own) or (len(own) > 1 and numbers != own):
+            raise _other_pruners(self._path, numbers, own)
         with cut_before_wrapping("Call pruning.resume(path) before fabric.setup, then pruning.load."):
-            load_run_state(self._pruner, state)
+            load_run_state(list(self._pruners.values()), states)
         self.loaded = True
+
+
+def _other_pruners(path: str | Path, saved: list[int], own: list[int]) -> CheckpointError:
+    def listed(numbers: list[int]) -> str:
+        return f"number {' and '.join(str(it + 1) for it in numbers)}"
+
+    return CheckpointError(
+        f"{path}: has the states of {len(saved)} Pruners ({listed(saved)}), and you have passed the models of "
+        f"{len(own)} ({listed(own)}, in the order of prepare). Prepare the same Pruners in the same order as in the "
+        f"run that saved, and pass the same models."
+    )

@@ -21,7 +21,7 @@ from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
 
 try:
-    from lightning.pytorch.callbacks import Callback, WeightAveraging
+    from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         f'keepk.integrations.lightning: {missing.name} is not installed. Run: pip install "keepk[lightning]"',
@@ -36,8 +36,8 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
 
     The `Pruner` is made when training begins. After each event, a flat dict of kept units, parameters and MACs goes to
     the Trainer's loggers. Statistics that metrics read are collected in training steps only: gradients before each
-    optimizer step, and activations in the forward passes of training batches. The average of Lightning's
-    ``WeightAveraging`` callback follows every cut.
+    optimizer step, and activations in the forward passes of training batches. The averages of Lightning's callbacks
+    ``WeightAveraging`` and ``StochasticWeightAveraging`` follow every event.
 
     Args:
         spaces: What to keep, as for `keepk.Pruner`. Names are those of the pruned module.
@@ -48,8 +48,8 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
 
     Raises:
         PlanError: When training begins: it is too short for the plan.
-        KeepkError: When training begins: `module` is not a module, or it is a part of a module in a
-            `DistributedDataParallel` wrapper.
+        KeepkError: When training begins: `module` is not a module, it is a part of a module in a
+            `DistributedDataParallel` wrapper, or an average was made after the Pruner.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
         self._handle = self._state_to_load = None
 
     def _resume(self, trainer: Any, pl_module: Any, saved: dict[str, Any]) -> None:
-        self._follow_averages(trainer)
+        self._run.follow(self._averages(trainer))
         self._run.resume(self._pruned(pl_module), saved)
         self._event_epoch = saved[EVENT_EPOCH]
 
@@ -112,8 +112,7 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the Pruner, and refuse training that is too short for its plan."""
         model = self._pruned(pl_module)
-        if not self._run.has_begun:
-            self._follow_averages(trainer)
+        self._run.follow(self._averages(trainer))
         with self._run.begun(model, trainer.optimizers):
             if _wrapper(trainer) is not None and self._module:
                 raise KeepkError(
@@ -137,8 +136,8 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
         self._run.pause()
         if self._run.every == "epoch":
             due = trainer.is_last_batch
-        else:  # several batches may belong to one optimizer step
-            due = trainer.global_step != self._event_step and trainer.global_step % self._run.every == 0
+        else:  # several batches may belong to one optimizer step, and several steps to one batch
+            due = trainer.global_step // self._run.every > self._event_step // self._run.every
         if due:
             self._event(trainer)
 
@@ -152,6 +151,11 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
     def on_train_end(self, *_: Any) -> None:
         """Count forward passes again."""
         self._run.unpause()
+
+    def on_fit_end(self, trainer: Any, *_: Any) -> None:
+        """Warn if more units are left than planned. Other callbacks may still change weights in ``on_train_end``."""
+        if not trainer.fast_dev_run:
+            self._run.warn_at_end()
 
     def _event(self, trainer: Any) -> None:
         self._event_epoch, self._event_step = trainer.current_epoch, trainer.global_step
@@ -172,23 +176,25 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
         except AttributeError as error:
             raise KeepkError(f"PruningCallback: module={self._module!r}: {error}. Pass the path of a module.") from None
 
-    def _follow_averages(self, trainer: Any) -> None:
-        """Let the averages of Lightning's WeightAveraging callbacks follow every cut."""
-        averages = [it._average_model for it in trainer.callbacks if isinstance(it, WeightAveraging)]
-        self._run.follow(
-            average.module.get_submodule(self._module) if self._module else average
-            for average in averages
-            if average is not None
-        )
+    def _averages(self, trainer: Any) -> list[nn.Module]:
+        """The averages of Lightning's callbacks that are made of the pruned module."""
+        found = list[nn.Module]()
+        for it in trainer.callbacks:
+            average = getattr(it, "_average_model", None)
+            if average is None or not isinstance(it, WeightAveraging | StochasticWeightAveraging):
+                continue
+            copy = average.module if isinstance(it, WeightAveraging) else average  # of the LightningModule
+            found.append(copy.get_submodule(self._module) if self._module else average)
+        return found
 
     def _refuse_too_short(self, trainer: Any) -> None:
         if trainer.fast_dev_run:
             return
-        steps = trainer.estimated_stepping_batches
+        per_batch = _steps_per_batch(trainer)
         if self._run.every == "epoch":
-            per_epoch = -(-trainer.num_training_batches // trainer.accumulate_grad_batches)  # inf without a length
-            by_steps = float("inf") if trainer.max_steps < 0 else trainer.max_steps // per_epoch
-            by_epochs = float("inf") if trainer.max_epochs in (None, -1) else trainer.max_epochs
+            batches = -(-trainer.num_training_batches // trainer.accumulate_grad_batches)  # inf without a length
+            by_steps = float("inf") if trainer.max_steps < 0 else trainer.max_steps // (batches * per_batch)
+            by_epochs = _epochs(trainer)
             events = min(by_steps, by_epochs) - trainer.current_epoch - (self._event_epoch == trainer.current_epoch)
             if trainer.num_training_batches == float("inf") and trainer.max_steps >= 0:
                 raise PlanError(
@@ -196,14 +202,56 @@ class PruningCallback(Callback):  # type: ignore[misc]  # mypy does not look int
                     "number of epochs is not known. Pass every=, a number of optimizer steps."
                 )
         else:
-            events = steps // self._run.every - trainer.global_step // self._run.every if steps >= 0 else float("inf")
+            steps = _last_step(trainer)
+            events = (
+                steps if steps == float("inf") else steps // self._run.every - trainer.global_step // self._run.every
+            )
+            if per_batch > 1:  # several steps of one batch have one event
+                events = min(events, _batches_left(trainer))
         if events < float("inf"):
-            self._run.refuse_too_short(int(events), f"of {trainer.max_epochs} epochs, or {steps:,} optimizer steps,")
+            steps = _last_step(trainer)
+            counted = f" (one of each of {per_batch} optimizers in a batch)" if per_batch > 1 else ""
+            self._run.refuse_too_short(
+                int(events), f"of {trainer.max_epochs} epochs, or {steps:,} optimizer steps{counted},"
+            )
 
 
 def _wrapper(trainer: Any) -> DistributedDataParallel | None:
     model = trainer.strategy.model
     return model if isinstance(model, DistributedDataParallel) else None
+
+
+def _steps_per_batch(trainer: Any) -> int:
+    """How far ``trainer.global_step`` goes in a batch, which is a guess if the module itself steps its optimizers."""
+    return 1 if trainer.lightning_module.automatic_optimization else max(1, len(trainer.optimizers))
+
+
+def _epochs(trainer: Any) -> float:
+    """The number of epochs that train; infinite if there is no end."""
+    if trainer.max_epochs in (None, -1):
+        return float("inf")
+    # StochasticWeightAveraging adds an epoch that only collects the statistics of BatchNorm for the averaged weights.
+    epochs: int = trainer.max_epochs - any(
+        it._model_contains_batch_norm for it in trainer.callbacks if isinstance(it, StochasticWeightAveraging)
+    )
+    return epochs
+
+
+def _batches_left(trainer: Any) -> float:
+    """How many batches training still has; infinite if it has no end."""
+    left: float = trainer.num_training_batches * _epochs(trainer) - (trainer.fit_loop.total_batch_idx + 1)
+    return left
+
+
+def _last_step(trainer: Any) -> float:
+    """The ``trainer.global_step`` with which training ends; infinite if it has no end."""
+    if trainer.num_training_batches == float("inf"):
+        steps = float("inf")
+    elif trainer.lightning_module.automatic_optimization:
+        steps = -(-trainer.num_training_batches // trainer.accumulate_grad_batches) * _epochs(trainer)
+    else:  # the steps of past batches are known
+        steps = trainer.global_step + _batches_left(trainer) * _steps_per_batch(trainer)
+    return steps if trainer.max_steps < 0 else min(steps, trainer.max_steps)
 
 
 def _loaded_state(trainer: Any, key: str) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ resumed run it is made earlier, because the model has to be cut before the frame
 optimizer, which frameworks build later, is attached when training begins.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,10 @@ from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
 from keepk.plan.names import shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
+from keepk.run.warnings import warn
 
 Every = Literal["epoch"] | int
+SHOWN = 5  # spaces in a warning
 
 
 class CallbackRun:
@@ -41,6 +43,7 @@ class CallbackRun:
             if name in options:
                 raise KeepkError(f"{who}: {name}= comes from the framework. Leave it out.")
         self.every = every
+        self._own_followers = tuple(options.get("followers", ()))
         self._made: Pruner | None = None
         self._paused = ExitStack()
 
@@ -66,10 +69,24 @@ class CallbackRun:
         kinds = {entry["kind"] for entry in self.pruner.certificate.values()}
         return "channels" in kinds and self._options.get("shrink") != "never"
 
-    def follow(self, followers: Iterable[Follower]) -> None:
-        """Cut these with the model too, besides the user's followers. Call it before the Pruner is made."""
-        given = self._options.get("followers", ())
-        self._options["followers"] = [*given, *(it for it in followers if not any(it is other for other in given))]
+    def follow(self, averages: Sequence[Follower]) -> None:
+        """Cut these with the model too, besides the user's followers. Call it before training and before `resume`.
+
+        Raises:
+            KeepkError: The Pruner exists already and would still cut the model, but not these.
+        """
+        followers = [*self._own_followers]
+        followers += [it for it in averages if not any(it is other for other in followers)]
+        if self._made is not None and not self._made.closed:
+            known = self._options.get("followers", ())
+            if not self._made.done and not all(any(it is other for other in known) for it in followers):
+                raise KeepkError(
+                    f"{self.who}: an average of the weights was made after the Pruner, so it would not follow the "
+                    f"events to come. Train to the last event without averaging, or resume from a checkpoint with a "
+                    f"new model and new callbacks."
+                )
+            return
+        self._options["followers"] = followers
 
     @contextmanager
     def begun(self, model: nn.Module, optimizers: Any) -> Iterator[None]:
@@ -100,7 +117,7 @@ class CallbackRun:
             self._refuse_other_model(model)
         made = self._made or Pruner(model, self._spaces, (), **self._options)
         try:
-            load_run_state(made, state)
+            load_run_state([made], states_in(state))
         except Exception:
             if made is not self._made:
                 made.close()
@@ -139,6 +156,26 @@ class CallbackRun:
                 f"shorter schedule or a smaller every=."
             )
 
+    def warn_at_end(self) -> None:
+        """Warn if training has ended with more units than planned: before the last event, or with other weights."""
+        pruner = self._made
+        if pruner is None or pruner.closed:
+            return
+        kept = pruner.kept  # warns of units that are no longer zero
+        if pruner.done:
+            return
+        left = [
+            f"budget {name!r} is at {budget['reached']:,} instead of {budget['asked']:,}"
+            if (budget := pruner.budgets.get(name))
+            else f"space {name!r} has {kept[name]:,} instead of {counts[-1]:,}"
+            for name, counts in pruner.plan.items()
+        ]
+        warn(
+            f"{self.who}: training ended after {pruner.epoch} of {pruner.epochs} events of the plan, so more units are "
+            f"left than planned: {', '.join(left[:SHOWN])}{', ...' * (len(left) > SHOWN)}. Resume it and train on, or "
+            f"stop it early only after the last event."
+        )
+
     def _refuse_other_model(self, model: nn.Module) -> None:
         if self.pruner.model is not model:
             raise KeepkError(
@@ -146,32 +183,60 @@ class CallbackRun:
             )
 
 
-def run_state(pruner: Pruner) -> dict[str, Any]:
-    """The state of a Pruner and of the statistics that its metrics read, as plain values and tensors."""
-    return {"pruner": pruner.state_dict(), "statistics": [it.state_dict() for it in pruner.statistics]}
+def run_state(*pruners: Pruner) -> dict[str, Any]:
+    """The state of a Pruner and of the statistics that its metrics read, as plain values and tensors.
+
+    The states of further Pruners are in a list, ``others``, which is missing if there are none.
+    """
+    first, *others = [
+        {"pruner": pruner.state_dict(), "statistics": [it.state_dict() for it in pruner.statistics]}
+        for pruner in pruners
+    ]
+    return {**first, "others": others} if others else first
 
 
-def load_run_state(pruner: Pruner, state: Any) -> None:
-    """Load what `run_state` returned: cut the model, and restore masks and statistics.
+def states_in(state: Any) -> list[dict[str, Any]]:
+    """What `run_state` returned, as one state for each Pruner.
 
     Raises:
-        StateError: The state comes from another model or plan.
+        StateError: It is something else.
     """
-    if not isinstance(state, Mapping) or not {"pruner", "statistics"} <= set(state):
+    states = [state, *state.get("others", ())] if isinstance(state, Mapping) else []
+    if not states or not all(isinstance(it, Mapping) and {"pruner", "statistics"} <= set(it) for it in states):
         raise StateError("pruning: the checkpoint has no state of pruning. Resume from a checkpoint of this run.")
-    if len(state["statistics"]) != len(pruner.statistics):
-        raise StateError(
-            f"pruning: the state has {len(state['statistics'])} statistics, and the spaces read "
-            f"{len(pruner.statistics)}. Pass the same spaces."
-        )
-    pruner.load_state_dict(state["pruner"])
-    for statistics, saved in zip(pruner.statistics, state["statistics"], strict=True):
-        statistics.load_state_dict(saved)
+    return states
 
 
-def write_state(folder: Path, pruner: Pruner, step: int = 0) -> None:
+def load_run_state(pruners: Sequence[Pruner], states: Sequence[Mapping[str, Any]]) -> None:
+    """Load states: cut the models, and restore masks and statistics; all of them or none.
+
+    Raises:
+        StateError: A state comes from another model or plan.
+    """
+    for pruner, state in zip(pruners, states, strict=True):
+        if len(state["statistics"]) != len(pruner.statistics):
+            raise StateError(
+                f"pruning: the state has {len(state['statistics'])} statistics, and the spaces read "
+                f"{len(pruner.statistics)}. Pass the same spaces."
+            )
+    if len(pruners) == 1:
+        pruners[0].load_state_dict(states[0]["pruner"])
+    else:
+        with ExitStack() as undos:
+            # All models are cut before the first mask is restored, because a cut is what a wrong state fails at.
+            for pruner, state in zip(pruners, states, strict=True):
+                undos.callback(pruner._session.take_shape(state["pruner"]))
+            for pruner, state in zip(pruners, states, strict=True):
+                undos.callback(pruner._session.take_masks(state["pruner"]))
+            undos.pop_all()
+    for pruner, state in zip(pruners, states, strict=True):
+        for statistics, saved in zip(pruner.statistics, state["statistics"], strict=True):
+            statistics.load_state_dict(saved)
+
+
+def write_state(folder: Path, state: Mapping[str, Any], step: int = 0) -> None:
     """Write the state of a run into a folder, completely or not at all."""
-    save_checkpoint(folder, extra={"step": step, **run_state(pruner)})
+    save_checkpoint(folder, extra={"step": step, **state})
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ callback, so `resume` does it:
 """
 
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from torch import nn
 
 from keepk.cut.record import was_cut
 from keepk.errors import CheckpointError, FileError, KeepkError, PlanError
-from keepk.integrations.runs import CallbackRun, Every, has_state, read_state, write_state
+from keepk.integrations.runs import CallbackRun, Every, has_state, read_state, run_state, write_state
 from keepk.plan.names import shortened, shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
@@ -38,6 +39,11 @@ except ModuleNotFoundError as missing:
     ) from None
 
 STATE = "keepk"  # a folder in each of the Trainer's checkpoints
+EVENT_STEP = "step_of_last_event"
+WEIGHTS = "weights"  # by file of weights in the checkpoint, its digest
+WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}
+BLOCK = 1 << 22
+OTHER_FILES = ("optimizer", "scheduler", "scaler", "rng_state", "training_args")
 CAN_GENERATE = "generation_config.json"
 
 
@@ -78,6 +84,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         self.trainer: Any = None
         self._resumed_at: int | None = None  # the step of the checkpoint that `resume` has read
         self._had_event = False  # in the present epoch
+        self._event_step: int | None = 0  # of the last event; None if a checkpoint does not say
 
     @property
     def pruner(self) -> Pruner:
@@ -88,7 +95,7 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         """Cut a dense model to its size in a checkpoint; `keepk.integrations.transformers.resume` calls this."""
         saved = read_state(folder / STATE)
         self._run.resume(model, saved)
-        self._resumed_at = saved["step"]
+        self._resumed_at, self._event_step = saved["step"], saved.get(EVENT_STEP)
 
     def on_train_begin(self, args: Any, state: Any, _control: Any, **objects: Any) -> None:
         """Make the Pruner, and refuse training that could not do what was asked."""
@@ -98,6 +105,11 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
                 f"is that of step {self._resumed_at or 0:,}. Resume with both: from keepk.integrations.transformers "
                 f"import resume; trainer.train(resume_from_checkpoint=resume(trainer, checkpoint))."
             )
+        if self._resumed_at is None:
+            self._event_step = 0
+        elif self._event_step is None:  # the checkpoint of an older version
+            logged = [it["step"] for it in state.log_history if "keepk/event" in it and "step" in it]
+            self._event_step = max(logged, default=state.global_step)
         self._resumed_at = None
         with self._run.begun(objects["model"], objects["optimizer"]):
             self._refuse_wrapper(args)
@@ -117,11 +129,18 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
             )
         every = steps if self._run.every == "epoch" else self._run.every
         assert isinstance(every, int)
-        done = state.global_step // every
-        self._run.refuse_too_short(state.max_steps // every - done, f"of {state.max_steps:,} optimizer steps")
-        missing = self.pruner.epochs - self.pruner.epoch
+        # The events of this training are at every, 2 * every, ... steps after this one, which is that of the last
+        # whole epoch, unless a resumed run begins with a new epoch.
+        begin = state.global_step
+        if self._run.every != "epoch" or not args.ignore_data_skip:
+            begin -= begin % every
+        self._run.refuse_too_short((state.max_steps - begin) // every, f"of {state.max_steps:,} optimizer steps")
+        missing, last_step = self.pruner.epochs - self.pruner.epoch, self._event_step or 0
         if missing:
-            _refuse_best_of_other_sizes(args, last_step=(done + missing) * every, steps_per_epoch=steps)
+            last_step = begin + missing * every
+            _refuse_best_of_other_sizes(args, last_step=last_step, steps_per_epoch=steps)
+        if args.load_best_model_at_end:
+            _forget_best_of_other_sizes(state, last_step)
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Expect an event in this epoch."""
@@ -154,17 +173,23 @@ class PruningCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not l
         """Write the state of pruning into the checkpoint that the Trainer has just written."""
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            write_state(folder / STATE, self.pruner, state.global_step)
+            # A later run may write this folder again and be killed before it gets here. The state would then be beside
+            # weights that it does not belong to.
+            weights = {name: _digest(folder / name) for name in _weight_files(folder)}
+            saved = {**run_state(self.pruner), EVENT_STEP: self._event_step, WEIGHTS: weights}
+            write_state(folder / STATE, saved, state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Count forward passes again. The Pruner stays open, so that further training keeps its zeros."""
         self._run.unpause()
+        self._run.warn_at_end()
 
     def _event(self, state: Any, control: Any) -> None:
         self._had_event = True
         if self.pruner.done:
             return
         self.pruner.step()
+        self._event_step = state.global_step
         numbers = self.pruner.report().flat()
         if self.trainer is None:
             state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
@@ -197,7 +222,7 @@ def resume(trainer: Any, checkpoint: str | Literal[True] = True) -> str | None:
         The checkpoint; None if True was passed and there is none.
 
     Raises:
-        CheckpointError: The checkpoint has no state of a `PruningCallback`, or a damaged one.
+        CheckpointError: The checkpoint has no state of a `PruningCallback`, a damaged one, or that of other weights.
         StateError: The state comes from another model or plan.
         KeepkError: The Trainer has no `PruningCallback`, its model was cut already, or it builds its model anew.
     """
@@ -214,6 +239,11 @@ def resume(trainer: Any, checkpoint: str | Literal[True] = True) -> str | None:
         raise CheckpointError(
             f"{folder}: has no {STATE}/, so it was not written by a Trainer with a PruningCallback, or writing it was "
             f"interrupted. Pass another checkpoint."
+        )
+    if not _is_complete(folder):
+        raise CheckpointError(
+            f"{folder}: its weights are not those that were saved with the state of pruning in {STATE}/. Writing it "
+            f"was interrupted, or files of weights were changed since. Pass another checkpoint."
         )
     if not callback._run.has_begun and was_cut(trainer.model):
         raise KeepkError(
@@ -236,18 +266,48 @@ def _callback_of(trainer: Any) -> PruningCallback:
 
 
 def _newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint: the callback writes last, so one with its state is complete."""
+    """The newest complete checkpoint: the callback writes last, so one with the state of its weights is complete."""
     found = [it for it in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if it.name.rpartition("-")[2].isdecimal()]
     found.sort(key=lambda it: int(it.name.rpartition("-")[2]))
-    complete = [it for it in found if has_state(it / STATE)]
-    if found and not complete:
+    complete = next((it for it in reversed(found) if _is_complete(it)), None)
+    if found and complete is None:
         raise CheckpointError(
-            f"{folder}: none of its {len(found)} checkpoints has a state of pruning ({STATE}/). They were written "
-            f"without a PruningCallback, or writing them was interrupted. Pass another output_dir to start anew."
+            f"{folder}: none of its {len(found)} checkpoints has a state of pruning ({STATE}/) that belongs to its "
+            f"weights. They were written without a PruningCallback, or writing them was interrupted. Pass another "
+            f"output_dir to start anew."
         )
-    if complete and complete[-1] is not found[-1]:
-        warn(f"resume: {found[-1]} is incomplete, because writing it was interrupted. Resuming from {complete[-1]}.")
-    return complete[-1] if complete else None
+    if complete is not None and complete is not found[-1]:
+        warn(f"resume: {found[-1]} is incomplete, because writing it was interrupted. Resuming from {complete}.")
+    return complete
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a checkpoint has a state of pruning, and the weights that were saved with it."""
+    if not has_state(folder / STATE):
+        return False
+    # Checkpoints of older versions do not say which weights they have.
+    weights = read_state(folder / STATE).get(WEIGHTS, {})
+    return all((folder / name).is_file() and _digest(folder / name) == digest for name, digest in weights.items())
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """The files of weights in a checkpoint, also those of adapters and of sharded models in folders of their own."""
+    found = [it.relative_to(folder) for it in folder.rglob("*") if it.suffix in WEIGHT_FILES and it.is_file()]
+    return sorted(
+        it.as_posix()
+        for it in found
+        if it.parts[0] != STATE
+        and not any(part.startswith(OTHER_FILES) for part in it.parts)
+        and "optim_states" not in it.name  # DeepSpeed's
+    )
+
+
+def _digest(file: Path) -> str:
+    digest = sha256()
+    with file.open("rb") as handle:
+        while block := handle.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _steps_per_epoch(dataloader: Any, args: Any) -> int | None:
@@ -272,6 +332,24 @@ def _refuse_best_of_other_sizes(args: Any, *, last_step: int, steps_per_epoch: i
             f"({'epochs' if by_epoch else 'steps'}), so that only models of the final size are compared, or "
             f"load_best_model_at_end=False."
         )
+
+
+def _forget_best_of_other_sizes(state: Any, last_step: int) -> None:
+    """Forget the best model of a resumed run if it is one from before the last event."""
+    if state.best_metric is None and state.best_model_checkpoint is None:
+        return
+    step = state.best_global_step
+    if step is None:  # an older transformers has the name of the checkpoint only
+        number = str(state.best_model_checkpoint).rpartition("-")[2]
+        step = int(number) if number.isdecimal() else 0
+    if step >= last_step:
+        return
+    warn(
+        f"PruningCallback: the best model of the resumed run is that of step {step:,}, which has more units or other "
+        f"sizes than the final model, because it is from before the last event, at step {last_step:,}. Forgetting it: "
+        f"load_best_model_at_end compares the models that are evaluated from now on."
+    )
+    state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
 
 def dense_model(cls: Any, folder: Any, options: dict[str, Any]) -> nn.Module:
