@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import keepk
 from keepk.errors import KeepkError, SpaceError
@@ -163,6 +164,97 @@ def test_a_refused_call_changes_nothing(options, error, words):
     after = net.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+class Always:
+    """Returns one iterator whenever it is asked for one."""
+
+    def __init__(self):
+        self.only = iter(batches())
+
+    def __iter__(self):
+        return self.only
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Can be read only `times` times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __iter__(self):
+        self.times -= 1
+        return iter([images for images, _ in batches()] if self.times >= 0 else [])
+
+
+def test_batches_that_can_be_read_only_once():
+    net, same = network(), network()
+    keepk.prune(net, EXAMPLE, keep=20, calibrate=Always())
+    keepk.prune(same, EXAMPLE, keep=20, calibrate=batches())
+    assert all(torch.equal(value, same.state_dict()[name]) for name, value in net.state_dict().items())
+    for times, metric, words in (
+        (1, None, "batches is empty"),
+        (2, None, "no batches left after 3"),
+        (2, keepk.metrics.activation, "no batches left after 3"),
+    ):
+        net = network()
+        before = copy.deepcopy(net.state_dict())
+        loader = DataLoader(Stream(times), batch_size=None)
+        with pytest.raises(KeepkError, match=words):
+            keepk.prune(net, EXAMPLE, keep=20, calibrate=loader, metric=metric)
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_loss_in_train_mode_changes_no_statistics():
+    def of_training(model, batch):
+        model.train()
+        return loss(model, batch) if batch[1] is not None else 1 / 0
+
+    net = network()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(KeepkError, match=r"loss= of batch 2 failed .ZeroDivisionError"):
+        keepk.prune(net, EXAMPLE, **(TAYLOR | {"calibrate": [batches()[0], (EXAMPLE, None)]}), loss=of_training)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    keepk.prune(net, EXAMPLE, **TAYLOR, loss=of_training)
+    other = network()
+    keepk.prune(other, EXAMPLE, **TAYLOR, loss=lambda model, batch: loss(model.train(), batch))
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+class WithAuxiliaryHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+        self.aux = nn.Sequential(nn.Conv2d(16, 8, 1), nn.BatchNorm2d(8))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.body(x)
+        out = self.head(x.mean((2, 3)))
+        return (out, self.aux(x)) if self.training else out
+
+
+def test_statistics_that_no_batch_reaches_stay():
+    net = WithAuxiliaryHead()
+    net(EXAMPLE)
+    before = copy.deepcopy(net.aux[1].state_dict())
+    with pytest.warns(keepk.KeepkWarning, match=r"no batch reaches BatchNorm 'aux\.1' in eval mode") as caught:
+        keepk.prune(net, EXAMPLE, keep=12, select="body*", calibrate=batches(), train_mode="accept")
+    assert len([it for it in caught if "no batch reaches" in str(it.message)]) == 1
+    assert net.aux[0].in_channels == 12
+    assert all(torch.equal(value, before[name]) for name, value in net.aux[1].state_dict().items())
+    assert net.body[1].num_batches_tracked == 3
+
+
+def test_a_model_of_inference_mode_is_refused():
+    with torch.inference_mode():
+        net = network()
+    with pytest.raises(KeepkError, match=r"prune: tensor '0.weight' .* inside torch.inference_mode.*copy.deepcopy"):
+        keepk.prune(net, EXAMPLE, keep=20, calibrate=batches())
+    keepk.prune(copy.deepcopy(net), EXAMPLE, keep=20, calibrate=batches())
+    with torch.inference_mode(), pytest.raises(KeepkError, match=r"prune: tensor '0.weight'"):
+        keepk.prune(network(), EXAMPLE, keep=20, calibrate=batches())
 
 
 def test_a_string_is_not_a_model():

@@ -358,12 +358,71 @@ def test_files_that_change_meanwhile_are_refused(tmp_path, monkeypatch):
     assert_refused(tmp_path, FileError, "changed while it was read", **OWN)
 
 
-def test_weights_in_other_formats_are_not_copied(tmp_path):
+def test_what_is_not_copied_is_listed(tmp_path):
     own(tmp_path / "dense")
-    (tmp_path / "dense" / "pytorch_model.bin").write_bytes(b"dense")
-    (tmp_path / "dense" / ".cache").mkdir()
-    found = keepk.shrink_files(tmp_path / "dense", tmp_path / "small", **OWN)
-    assert found.left_out == ("pytorch_model.bin",)
-    assert "not copied: pytorch_model.bin" in str(found)
-    assert not (tmp_path / "small" / "pytorch_model.bin").exists()
-    assert not (tmp_path / "small" / ".cache").exists()
+    source = tmp_path / "dense"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tokenizer.json").write_text("{}")
+    for name in ("pytorch_model.bin", ".gitattributes", "nested/.hidden", "nested/model.onnx", ".cache/x"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(b"dense")
+    (source / "nested" / "empty.bin").mkdir()  # a folder, whatever its name
+    (source / "folder").symlink_to(tmp_path / "elsewhere")
+    (source / "link.json").symlink_to(tmp_path / "elsewhere" / "tokenizer.json")
+    (source / "dangling.json").symlink_to("nowhere")
+    found = keepk.shrink_files(source, tmp_path / "small", **OWN)
+    assert found.left_out == (
+        *(".cache", ".gitattributes", "dangling.json", "folder", "nested/.hidden", "nested/model.onnx"),
+        "pytorch_model.bin",
+    )
+    assert "not copied: .cache, .gitattributes" in str(found)
+    copied = {str(it.relative_to(tmp_path / "small")) for it in (tmp_path / "small").rglob("*")}
+    assert copied == {"arch.json", "model.safetensors", "nested", "nested/empty.bin", "link.json"}
+    assert (tmp_path / "small" / "link.json").read_text() == "{}"
+    assert not (tmp_path / "small" / "link.json").is_symlink()
+
+
+def test_a_failure_leaves_no_parents_of_the_target(tmp_path, monkeypatch):
+    own(tmp_path / "dense")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "write_shard", full)
+    assert_refused(tmp_path, FileError, "No space left.* Nothing was left there", target="new/deep/small", **OWN)
+    monkeypatch.undo()
+    monkeypatch.setattr("os.fsync", full)  # of the parents that were just made
+    assert_refused(tmp_path, FileError, "No space left.* Nothing was left there", target="new/deep/small", **OWN)
+
+
+@pytest.mark.parametrize("how", [lambda net: net, lambda net: lambda: net])
+def test_a_model_of_the_user_is_not_cut(how, tmp_path):
+    own(tmp_path / "dense")
+    with torch.device("meta"):
+        net = Net()
+    keepk.shrink_files(tmp_path / "dense", tmp_path / "small", **(OWN | {"model": how(net)}))
+    assert net.state_dict()["first.0.weight"].shape[0] == 16
+    assert net.training
+
+
+def test_a_config_whose_forward_fails_is_not_chosen(tmp_path):
+    """With narrower heads, the sizes are the same and the rotary embedding does not fit."""
+    torch.manual_seed(0)
+    sizes = {**LLAMA, "head_dim": 6, "query_pre_attn_scalar": 6}
+    transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes)).save_pretrained(tmp_path / "dense")
+    spaces = keepk.channels(HEADS, prune=0.5, per_layer=True)
+    found = keepk.shrink_files(tmp_path / "dense", tmp_path / "small", spaces)
+    assert found.config == {"num_attention_heads": (4, 2), "num_key_value_heads": (2, 1)}
+    model = transformers.Gemma2ForCausalLM.from_pretrained(tmp_path / "dense")
+    with keepk.Pruner(model, spaces, example=example_of(model)) as pruner:
+        pruner.step()
+    saved_in_memory = keepk.save_pretrained(model, tmp_path / "oracle")
+    assert saved_in_memory.config == found.config
+    assert_same_tensors(tensors_in(tmp_path / "small"), tensors_in(tmp_path / "oracle"))
+
+
+def test_merged_experts_are_refused(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**{**LLAMA, "num_local_experts": 2})
+    transformers.MixtralForCausalLM(config).save_pretrained(tmp_path / "dense")
+    assert_refused(tmp_path, FileError, "merges 6 tensors, such as .*experts.* prune it in memory")

@@ -1,9 +1,15 @@
 """`save_pretrained` and `from_pretrained` with models of transformers, small and random."""
 
+import errno
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +188,48 @@ def test_weights_keep_their_sizes_and_their_zeros(tmp_path):
         keepk.save_pretrained(model, tmp_path)
 
 
+# Dtypes, which a config states once for all tensors
+
+
+def with_a_float_head(model):
+    model.bfloat16().lm_head.float()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("cast", "uniform"),
+    [(nn.Module.bfloat16, True), (nn.Module.bfloat16, False), (nn.Module.double, True), (with_a_float_head, True)],
+)
+def test_dtypes_are_saved(cast, uniform, tmp_path):
+    model = cast(made("LlamaForCausalLM", ("LlamaConfig", {**GROUPED, "num_hidden_layers": 1 if uniform else 2})))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight *= 3
+    halved(model, [MLP], per_layer=uniform)
+    config = model.config.to_dict()
+    saved = keepk.save_pretrained(model, tmp_path)
+    assert model.config.to_dict() == config
+    assert saved.plain == (uniform and cast is not with_a_float_head)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert written["dtype"] == str(model.dtype).removeprefix("torch.")
+    load = type(model).from_pretrained if saved.plain else partial(keepk.from_pretrained, type(model))
+    found, mine = load(tmp_path).state_dict(), model.state_dict()
+    assert all(torch.equal(mine[name], value) and mine[name].dtype == value.dtype for name, value in found.items())
+    assert found.keys() == mine.keys()
+
+
+def test_weights_of_a_model_that_was_cast_after_loading(tmp_path):
+    made("LlamaForCausalLM", ("LlamaConfig", GROUPED)).save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path).bfloat16()
+    with keepk.Pruner(model, keepk.weights("*.mlp.*", keep=99)) as pruner:
+        pruner.step()
+    assert keepk.save_pretrained(model, tmp_path).plain
+    assert_same(model, type(model).from_pretrained(tmp_path), example_of(model))
+    model.lm_head.float()  # a config cannot describe this, although no number in it changes
+    assert "as bfloat16, and it is float32" in keepk.save_pretrained(model, tmp_path).reason
+    assert keepk.from_pretrained(type(model), tmp_path).lm_head.weight.dtype is torch.float32
+
+
 # A model of the user's own, whose sizes alone do not say what was cut
 
 
@@ -254,6 +302,52 @@ def test_outputs_are_compared(tmp_path, monkeypatch):
     assert_same(model, keepk.from_pretrained(Own, tmp_path), example)
 
 
+class OwnThatMasks(Own):
+    """Has infinities in its outputs; `spoil` changes what a model built for two heads computes."""
+
+    spoil: Any = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config.heads == 2 and self.spoil:
+            self.last.register_forward_hook(lambda _, __, output: self.spoil(output))
+
+    def forward(self, rows):
+        logits = super().forward(rows)["logits"]
+        return {"empty": rows[:0], "logits": torch.where(torch.arange(3) == 2, -torch.inf, logits)}
+
+
+def fails(_):
+    raise ValueError("head width must be even")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (None, ""),
+        (lambda it: it + 1, "gives other outputs"),
+        (lambda it: it * torch.nan, "gives other outputs"),
+        (lambda it: it.masked_fill(it > 0, torch.inf), "gives other outputs"),
+        (lambda it: it[:1], "gives other outputs"),
+        (fails, "head width must be even"),
+    ],
+)
+def test_outputs_that_are_not_finite_are_compared(spoil, reason, tmp_path, monkeypatch):
+    model, example = own(OwnThatMasks, "into")
+    monkeypatch.setattr(OwnThatMasks, "spoil", staticmethod(spoil) if spoil else None)
+    saved = keepk.save_pretrained(model, tmp_path, example=example)
+    assert saved.reason.endswith(reason + ")" * (spoil is fails))
+    assert saved.plain == (spoil is None)
+
+
+def test_outputs_without_numbers_are_not_comparable(tmp_path, monkeypatch):
+    model, example = own(Own, "into")
+    monkeypatch.setattr(Own, "forward", lambda self, rows: self.into(rows) * torch.nan)
+    assert "no finite numbers" in keepk.save_pretrained(model, tmp_path, example=example).reason
+    with pytest.raises(FileError, match=r"it fails on the example \(.*Pass an input of its forward"):
+        keepk.save_pretrained(model, tmp_path, example={"rows": torch.ones(2, 2)})
+
+
 @pytest.mark.parametrize("globs", [("into",), ("into", "out")])
 def test_a_config_that_forward_reads_is_saved_as_it_was(globs, tmp_path):
     model, example = own(OwnThatReadsItsConfig, *globs)
@@ -277,6 +371,134 @@ def test_a_folder_has_one_model_at_a_time(tmp_path):
     keepk.save_pretrained(model, tmp_path, example=example)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     assert_same(model, keepk.from_pretrained(type(model), tmp_path), example)
+
+
+def save_in_shards(model, folder):
+    model.save_pretrained(folder, max_shard_size="1KB")
+
+
+def save_in_one(model, folder):
+    model.save_pretrained(folder)
+
+
+def is_interrupted():
+    raise KeyboardInterrupt
+
+
+def disk_is_full():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def failing_at(call, function, fail):
+    """A function that fails the n-th time it is called."""
+    count = itertools.count(1)
+
+    def failing(*arguments, **options):
+        if next(count) == call:
+            fail()
+        return function(*arguments, **options)
+
+    return failing
+
+
+@pytest.mark.parametrize("before", [save_in_shards, save_in_one, keepk.save])
+@pytest.mark.parametrize("spoiled", [False, True])  # through arch.json, or plain
+def test_a_failure_leaves_the_old_model(before, spoiled, tmp_path, monkeypatch):
+    """Every rename fails once, by a full disk or an interrupt."""
+    old, (model, example) = OwnThatMasks(OwnConfig()), own(OwnThatMasks, "into")
+    monkeypatch.setattr(OwnThatMasks, "spoil", staticmethod(fails) if spoiled else None)
+    before(old, tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    wanted, rename, moves, said = contents(tmp_path), os.rename, 0, ""
+    for moves in range(20):
+        fail = is_interrupted if moves % 2 else disk_is_full
+        monkeypatch.setattr(os, "rename", failing_at(moves + 1, rename, fail))
+        try:
+            keepk.save_pretrained(model, tmp_path, example=example)
+            break
+        except KeyboardInterrupt:
+            pass
+        except FileError as error:
+            said = str(error)
+        assert "No space left" in said
+        assert "previous contents are unchanged" in said
+        assert contents(tmp_path) == wanted
+        assert not list(tmp_path.glob(".*"))
+    assert 4 <= moves < 20
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        *(["arch.json"] if spoiled else []),
+    }
+
+
+@pytest.mark.parametrize("before", [save_in_shards, save_in_one])
+def test_a_killed_process_leaves_one_model_or_none(before, tmp_path):
+    """The new weights would fit the old config, so a folder with both would be loaded without an error."""
+    old, model, example = Own(OwnConfig()), Own(OwnConfig(heads=2, width=12)), {"rows": torch.randn(2, 7, 5)}
+    wanted = [old.state_dict()["into.weight"], model.state_dict()["into.weight"]]
+    assert wanted[0].shape == wanted[1].shape
+    seen = set()
+    for number in range(1, 20):
+        before(old, tmp_path)
+        if not (child := os.fork()):
+            os.rename = failing_at(number, os.rename, is_killed)
+            keepk.save_pretrained(model, tmp_path, example=example)
+            os._exit(0)
+        survived = os.waitpid(child, 0)[1] == 0
+        try:
+            loaded = Own.from_pretrained(tmp_path)
+        except OSError:  # there is no model.safetensors
+            seen.add("none")
+            assert list(tmp_path.glob(".keepk-old-*/model.safetensors*"))
+        else:
+            is_new = loaded.config.heads == 2
+            assert torch.equal(loaded.into.weight, wanted[is_new])
+            seen.add("new" if is_new else "old")
+        if survived:
+            break
+    assert seen == {"old", "none", "new"}
+    assert not list(tmp_path.glob(".*"))  # the leftovers of the killed processes, too
+
+
+def test_a_model_in_shards_replaces_one_in_a_single_file(tmp_path, monkeypatch):
+    Own(OwnConfig()).save_pretrained(tmp_path)
+    model, example = own(Own, "into")
+    save = Own.save_pretrained
+    monkeypatch.setattr(Own, "save_pretrained", lambda self, folder: save(self, folder, max_shard_size="1KB"))
+    assert keepk.save_pretrained(model, tmp_path, example=example).plain
+    assert not (tmp_path / "model.safetensors").exists()
+    assert_same(model, Own.from_pretrained(tmp_path), example)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    monkeypatch.undo()
+    keepk.save_pretrained(model, tmp_path, example=example)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def test_folders_that_cannot_be_written_are_refused(tmp_path):
+    model, example = own(Own, "into")
+    (tmp_path / "file").write_text("kept")
+    for path in ("file", "file/below", "file/far/below"):
+        with pytest.raises(FileError, match=r"cannot be written \(.*contents are unchanged"):
+            keepk.save_pretrained(model, tmp_path / path, example=example)
+    (tmp_path / "new" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(FileError, match=r"cannot be written \(model.safetensors is a folder\)"):
+        keepk.save_pretrained(model, tmp_path / "new", example=example)
+    (tmp_path / "new" / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileError, match=r"has an adapter_config.json, with which from_pretrained would load"):
+        keepk.save_pretrained(model, tmp_path / "new", example=example)
+    assert {str(it.relative_to(tmp_path)) for it in tmp_path.rglob("*")} == {
+        *("file", "new", "new/model.safetensors", "new/adapter_config.json")
+    }
 
 
 def test_nothing_of_keepk_is_needed_to_load(tmp_path):

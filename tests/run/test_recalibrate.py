@@ -111,6 +111,35 @@ def test_a_forward_that_fails_leaves_the_old_statistics():
     assert not any(it.training for it in net.modules())
 
 
+class Domains(nn.Module):
+    """A BatchNorm for each domain, of which only those of the batches are reached."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(4))
+
+    def forward(self, x, domain=0):
+        return self.norms[domain](x)
+
+
+def test_norms_that_no_batch_reaches_keep_their_statistics():
+    net = Domains()
+    for norm in net.norms:
+        norm(torch.randn(5, 3))
+    before = copy.deepcopy(net.state_dict())
+    batches = [{"x": torch.randn(4, 3), "domain": it} for it in (1, 2, 1)]
+    with pytest.warns(keepk.KeepkWarning, match=r"no batch reaches BatchNorm 'norms.0' and 1 more .* norms.0, norms.3"):
+        assert keepk.recalibrate(net, batches) == 3
+    changed = {key for key, value in net.state_dict().items() if not torch.equal(value, before[key])}
+    assert {key.rpartition(".")[0] for key in changed} == {"norms.1", "norms.2"}
+    assert [int(norm.get_buffer("num_batches_tracked")) for norm in net.norms] == [1, 2, 1, 1]
+    with torch.inference_mode():
+        made_there = nn.BatchNorm1d(3)
+        assert keepk.recalibrate(made_there, [torch.randn(4, 3)]) == 1
+    with pytest.raises(KeepkError, match=r"'running_mean' .* made inside torch.inference_mode"):
+        keepk.recalibrate(made_there, [torch.randn(4, 3)])
+
+
 def test_a_model_without_running_statistics_is_refused():
     for net in (nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False)):
         with pytest.raises(KeepkError, match="has no BatchNorm with running statistics"):

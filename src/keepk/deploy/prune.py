@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from keepk.deploy.runtime import buffers_kept
 from keepk.errors import KeepkError
 from keepk.metrics.layers import traits_of
 from keepk.metrics.statistics import Statistics
@@ -17,7 +20,7 @@ from keepk.plan.names import shown
 from keepk.plan.spaces import channels
 from keepk.reports.run import RunReport, report
 from keepk.run.pruner import Pruner
-from keepk.run.recalibrate import forward_of, norms_with_statistics, recalibrate, rehearse
+from keepk.run.recalibrate import forward_of, norms_with_statistics, recomputed, refuse_inference_tensors, rehearse
 
 Loss = Callable[[nn.Module, Any], Tensor]
 STAGES = ("trace", "run the batches", "rank and cut", "recalibrate")
@@ -47,7 +50,8 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     """Prune channels of a trained model in place, at once, without training it.
 
     Everything that can fail is tried before the model changes: the trace, the ranking, and a forward pass of every
-    calibration batch. For less loss of accuracy at high rates, prune in steps while training: `keepk.Pruner`.
+    calibration batch, so that a loader is read up to three times. For less loss of accuracy at high rates, prune in
+    steps while training: `keepk.Pruner`.
 
     Args:
         model: The trained model. It is cut in place.
@@ -98,6 +102,7 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     """
     if not isinstance(model, nn.Module):
         raise KeepkError(f"prune: {not_a_model(model)}")
+    refuse_inference_tensors(chain(model.named_parameters(), model.named_buffers()), "prune")
     batches = _listed(calibrate)
     statistics = _statistics_for(unwrap(model), metric, batches, loss)
     space = channels(
@@ -118,13 +123,13 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
     pruner = Pruner(model, space, example=example, train_mode=train_mode, value_branches=value_branches)
     with pruner:
         begin("run the batches")
-        _try_batches(unwrap(model), batches, statistics, loss)
+        known = _try_batches(unwrap(model), batches, statistics, loss)
         begin("rank and cut")
         pruner.step()
         found = report(pruner)
     begin("recalibrate")
-    if batches is not None and norms_with_statistics(model):
-        recalibrate(model, batches)
+    if batches is not None and norms_with_statistics(unwrap(model)):
+        recomputed(unwrap(model), batches, "prune: calibrate, after the cut", known)
     return found
 
 
@@ -137,7 +142,12 @@ def _listed(calibrate: Iterable[Any] | None) -> Iterable[Any] | None:
             f"prune: calibrate: got one {type(calibrate).__name__}. Pass a loader or a list of batches, such as "
             f"[inputs]."
         )
-    return list(calibrate) if iter(calibrate) is calibrate else calibrate  # an iterator can be used only once
+    # A DataLoader begins again. With persistent workers it does so although it always returns the same iterator.
+    if isinstance(calibrate, DataLoader):
+        return calibrate
+    # An iterator, or an object that always returns the same one, can be used only once.
+    first = iter(calibrate)
+    return list(first) if first is calibrate or iter(calibrate) is first else calibrate
 
 
 def _statistics_for(
@@ -168,21 +178,53 @@ def _statistics_for(
 
 def _try_batches(
     model: nn.Module, batches: Iterable[Any] | None, statistics: Statistics | None, loss: Loss | None
-) -> None:
+) -> frozenset[str]:
     """Run every batch, for the statistics, and to refuse in time whatever would fail after the cut.
 
-    Statistics are collected in eval mode. Gradients, modes and statistics of BatchNorms are restored.
+    Statistics are collected in eval mode. Gradients, modes and buffers are restored.
+
+    Returns:
+        The names of BatchNorms that no batch reaches.
     """
     if batches is None:
-        return
-    norms, number = norms_with_statistics(model), 0
+        return frozenset()
+    norms = norms_with_statistics(model)
+    with buffers_kept([model]):  # a loss may put the model into train mode
+        number = _collect(model, batches, statistics, loss, only_first=statistics is None and bool(norms))
+        if not number:
+            raise KeepkError("prune: calibrate= has no batches. Pass at least one, or omit it.")
+        if not norms:
+            return frozenset()
+        with (
+            nullcontext() if statistics is None else statistics.paused(),
+            _naming("the forward pass of a calibrate= batch"),
+        ):
+            found = rehearse(model, batches, "prune: calibrate")
+    if not any(True for _ in batches):  # they are read once more, after the cut
+        raise KeepkError(
+            f"prune: calibrate= has no batches left after {found.batches}, and has to be read once more. Pass a list, "
+            f"or a loader whose dataset begins again."
+        )
+    return found.kept
+
+
+def _collect(
+    model: nn.Module,
+    batches: Iterable[Any],
+    statistics: Statistics | None,
+    loss: Loss | None,
+    *,
+    only_first: bool,
+) -> int:
+    """Collect statistics from every batch; returns the number of batches. Gradients and modes are restored."""
+    number = 0
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        model.eval()
         for number, batch in enumerate(batches, start=1):
-            if statistics is None and norms:
-                break  # the rehearsal below runs all of them
+            if only_first:
+                break  # the rehearsal runs all of them
+            model.eval()  # again for each batch, because the loss may have changed it
             if statistics is None or loss is None:
                 with torch.no_grad(), _naming(f"the forward pass of calibrate= batch {number}"):
                     forward_of(model, batch, "prune: calibrate")
@@ -197,14 +239,7 @@ def _try_batches(
             module.training = training
         for parameter, gradient in gradients:
             parameter.grad = gradient
-    if not number:
-        raise KeepkError("prune: calibrate= has no batches. Pass at least one, or omit it.")
-    if norms:
-        with (
-            nullcontext() if statistics is None else statistics.paused(),
-            _naming("the forward pass of a calibrate= batch"),
-        ):
-            rehearse(model, batches, "prune: calibrate")
+    return number
 
 
 @contextmanager

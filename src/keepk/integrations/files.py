@@ -40,10 +40,10 @@ from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Layer, Needs, Ranks, metric_name, traits_of
 from keepk.model.edits import Cut, cut_tensor
 from keepk.model.values import forget, keep_value_beside, store
-from keepk.plan.names import shown
+from keepk.plan.names import shortened, shown
 from keepk.plan.spaces import ChannelSpace
 from keepk.run.pruner import Pruner
-from keepk.storage.files import own_folder, place, sync_folder
+from keepk.storage.files import made, own_folder, place, sync_folder
 from keepk.storage.shards import INDEX, Shards, StoredTensor, open_shards, write_shard
 
 CONFIG = "config.json"
@@ -65,7 +65,8 @@ class ShrunkFiles:
         reason: Why the folder has an ``arch.json`` and is loaded by keepk; empty if plain ``from_pretrained`` loads it.
         bytes_read: The bytes of tensors that were read.
         bytes_written: The bytes of tensors that were written.
-        left_out: Files of the source that were not copied, because they hold weights of the dense model.
+        left_out: Files of the source that were not copied: those with weights of the dense model in other formats,
+            hidden files and folders, links to folders or to nothing, and whatever else is not an ordinary file.
     """
 
     folder: Path
@@ -114,7 +115,8 @@ def shrink_files(
 
     Args:
         source: A folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
-        target: The new folder, which must not exist. Tokenizers and other files are copied into it.
+        target: The new folder, which must not exist. Tokenizers and other files are copied into it, except for those in
+            `ShrunkFiles.left_out`.
         spaces: What to keep: one or more of ``keepk.channels(...)``, with a metric that reads weights only.
         model: A function that builds the model, called on the meta device, or a model that is there already. None
             builds the model of transformers that ``config.json`` names.
@@ -155,8 +157,7 @@ def shrink_files(
         kept = _pruned(net, files, listed, given, {"macs": macs, "parameters": parameters})
         described = _Described.of(net, given) if config else _Described(None, {}, f"there is no {CONFIG}")
         try:
-            into.parent.mkdir(parents=True, exist_ok=True)
-            with own_folder(into) as draft:
+            with made(into.parent), own_folder(into) as draft:
                 written = files.write(draft, described)
                 left_out = _copy_others(folder, draft, shards)
                 shards.refuse_changed()
@@ -282,7 +283,7 @@ def _empty_model(folder: Path, given: Any) -> nn.Module:
 
         return empty_model(folder)
     if isinstance(given, nn.Module):
-        net = copy.deepcopy(given) if all(it.is_meta for it in given.parameters()) else given
+        net = given
     elif callable(given):
         with torch.device("meta"):
             net = given()
@@ -296,7 +297,7 @@ def _empty_model(folder: Path, given: Any) -> nn.Module:
                 f"shrink_files: parameter {name!r} of model= is on {parameter.device}. The model is only built to be "
                 f"traced, so pass a function that builds it; it is called on the meta device."
             )
-    return net.eval()
+    return copy.deepcopy(net).eval()  # a function may return a model of the user's, too
 
 
 def _example(model: nn.Module, given: Any) -> Any:
@@ -356,12 +357,17 @@ class _Described:
             return _Described(None, {}, f"{type(model).__name__} is not a model of transformers")
         candidates, reason = described_by_config(model)
         for candidate in candidates:
-            with torch.device("meta"):  # in the dtype of the config, as from_pretrained would
-                built = type(model)._from_config(candidate.config(), dtype=model.dtype).eval()
-            if not candidate.changes or same_operations(model, built, example):
-                return _Described(candidate.config(), candidate.told, "")
-            reason = "the config that describes its sizes computes something else"
-        return _Described(dense_config(model), {}, reason)
+            try:
+                with torch.device("meta"):  # in the dtype of the config, as from_pretrained would
+                    built = type(model)._from_config(candidate.config(), dtype=model.dtype).eval()
+                if not candidate.changes or same_operations(model, built, example):
+                    return _Described(_named(candidate.config(), model), candidate.told, "")
+                reason = "the config that describes its sizes computes something else"
+            except MemoryError:
+                raise
+            except Exception as error:  # of any class: the model has run this example before, so the config is wrong
+                reason = f"the forward of the config that describes its sizes fails ({shortened(str(error))})"
+        return _Described(_named(dense_config(model), model), {}, reason)
 
     def save(self, folder: Path, source: Path) -> None:
         """Write the config, or copy the one of a model that only its own code can build."""
@@ -369,6 +375,12 @@ class _Described:
             self.config.save_pretrained(folder)
         elif (source / CONFIG).is_file():
             shutil.copyfile(source / CONFIG, folder / CONFIG)
+
+
+def _named(config: Any, model: nn.Module) -> Any:
+    """A config that names a class to build it with."""
+    config.architectures = config.architectures or [type(model).__name__]
+    return config
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -479,15 +491,23 @@ class _Files:
 
     def _renamed(self) -> dict[str, str]:
         """By name in the files, the name in the model; without tensors that the model does not have."""
+        self._merged = list[str]()  # names of tensors that have no counterpart of their own in the model
         found = {name: name for name in self._shards.tensors}
         if hasattr(self._model, "base_model_prefix"):
             from keepk.integrations.transformers import names_in_model  # noqa: PLC0415 - as above
 
             found = names_in_model(self._model, list(found))
+            self._merged = [name for name in self._shards.tensors if name not in found]
         return {name: own for name, own in found.items() if own in self._first}
 
     def _match(self) -> None:
         """Refuse files that do not have exactly the tensors of the model."""
+        if self._merged:
+            raise FileError(
+                f"{self._folder}: transformers merges {len(self._merged)} tensors, such as {self._merged[0]!r}, into "
+                f"larger ones of {type(self._model).__name__} (the experts of a mixture are stored one by one), which "
+                f"shrink_files does not support. Load the model with from_pretrained and prune it in memory."
+            )
         ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
         strange = list[str]()
         for name, stored in self._shards.tensors.items():
@@ -531,17 +551,21 @@ class _Files:
 
 
 def _copy_others(source: Path, draft: Path, shards: Shards) -> list[str]:
-    """Copy everything but weights; returns the names of files with weights, which are left out."""
-    known, left_out = {*shards.metadata, INDEX, CONFIG}, list[str]()
-    for path in sorted(source.rglob("*")):
+    """Copy ordinary files but weights, and folders; returns the names of whatever else there is."""
+    known, left_out, waiting = {*shards.metadata, INDEX, CONFIG}, list[str](), sorted(source.iterdir())
+    while waiting:
+        path = waiting.pop(0)
         name = path.relative_to(source)
-        if any(part.startswith(".") for part in name.parts) or not path.is_file() or str(name) in known:
+        if str(name) in known:
             continue
-        if name.name.endswith(OF_DENSE):
+        is_folder, is_hidden = path.is_dir() and not path.is_symlink(), path.name.startswith(".")
+        if is_hidden or not (is_folder or path.is_file()) or (not is_folder and path.name.endswith(OF_DENSE)):
             left_out.append(str(name))
-            continue
-        (draft / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, draft / name)
+        elif is_folder:
+            (draft / name).mkdir()
+            waiting = sorted(path.iterdir()) + waiting
+        else:
+            shutil.copyfile(path, draft / name)
     return left_out
 
 

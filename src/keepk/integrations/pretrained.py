@@ -17,33 +17,38 @@ beside it, and `from_pretrained` of this module loads it.
 """
 
 import copy
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from keepk.cut.record import record_of
-from keepk.deploy.arch import user_module
-from keepk.deploy.load import load
+from keepk.deploy.arch import describe, user_module
+from keepk.deploy.arch_json import dense_from
+from keepk.deploy.folder import SAVED_MODEL
+from keepk.deploy.load import load, refuse_other_model
 from keepk.deploy.save import refuse_untrue, save
 from keepk.errors import FileError
+from keepk.integrations.folders import drafts, exchange
 from keepk.model.example import Example
+from keepk.model.names import named_tensors
 from keepk.plan.names import shortened, shown
 from keepk.run.checks import live_pruner
+from keepk.storage.codec import dtype_named
 from keepk.storage.files import place
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 Setting: TypeAlias = tuple[str, str]  # the path of a sub-config ("" for the config itself) and the name of a number
 
 ARCH = "arch.json"
+ADAPTER = "adapter_config.json"  # of peft
 MOST_BUILDS = 512  # candidate configs; a model is built on the meta device for each
 PINNED = ("head_dim",)  # read by many configs from hidden size and heads, unless it is set
 OPTIONS = {"attn_implementation"}  # of from_pretrained that also apply to a model with arch.json
@@ -87,18 +92,23 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, example: Any 
     the dense config, and ``arch.json`` and ``model.safetensors`` as `keepk.save` writes them, for
     `keepk.from_pretrained`. The model and its config do not change.
 
+    A model that is already in the folder is replaced after the new one has been written and compared. If the process is
+    killed at that moment, the folder may have no ``model.safetensors`` and no index, so that nothing loads it; the old
+    files are then in a folder ``.keepk-old-...`` inside, until a later save succeeds.
+
     Args:
         model: A ``PreTrainedModel``, pruned or not. Merge adapters of peft first.
-        folder: The folder; it is created if it does not exist. A model in it is replaced.
+        folder: The folder; it is created if it does not exist. A model in it is replaced; other files stay.
         example: An input of forward, to compare outputs with. None uses random token ids or images, if the model takes
-            these.
+            these. Required if the config changes and the model takes something else.
 
     Returns:
         What was saved: the changed numbers of the config, or why ``arch.json`` is needed.
 
     Raises:
         FileError: The model is not of transformers, has tensors that its class does not build, or its counts are wrong;
-            or outputs have to be compared, and the model needs an `example`.
+            outputs have to be compared, and the model needs an `example`; or the folder cannot be written. Its previous
+            contents are then unchanged.
 
     >>> import keepk, tempfile, torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -123,25 +133,62 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, example: Any 
     target = place(folder, "save_pretrained", order, FileError)
     _refuse_other_models(inner)
     refuse_untrue(inner)
+    if (target / ADAPTER).exists():
+        raise FileError(
+            f"save_pretrained: {target} has an {ADAPTER}, with which from_pretrained would load the model that it "
+            f"names and add the adapter. Pass another folder, or delete the adapter's files."
+        )
     before = dense_config(inner)
     dense = _built(type(inner), _Candidate(before, {}))
     _refuse_other_tensors(inner, {} if dense is None else _shapes(dense))
     candidates, reason = described_by_config(inner)
-    target.mkdir(parents=True, exist_ok=True)
-    for candidate in candidates:
-        with TemporaryDirectory(prefix=".keepk-", dir=target) as draft:
-            inner.save_pretrained(draft)
-            candidate.config().save_pretrained(draft)
-            reason = _difference(inner, Path(draft), example) if candidate.changes else ""
+    with drafts(target) as root:
+        for candidate in candidates:
+            draft = root / "plain"
+            with _having(inner, candidate.config()):
+                inner.save_pretrained(draft)  # which also writes dtype and class into the config
+            reason = _difference(inner, candidate, draft, example)
             if not reason:
-                _move(Path(draft), target)
+                exchange(draft, target)
                 return SavedPretrained(target, candidate.told)
-    _forget(target, keep=())
-    before.save_pretrained(target)
-    if getattr(inner, "generation_config", None) is not None and inner.can_generate():
-        inner.generation_config.save_pretrained(target)
-    save(inner, target)
+            shutil.rmtree(draft)
+        draft = root / "described"
+        _save_described(inner, before, draft)
+        exchange(draft, target)
     return SavedPretrained(target, {}, reason)
+
+
+@contextmanager
+def _having(model: Any, config: Any) -> Iterator[None]:
+    """A context in which a model has another config, which transformers may change."""
+    own = model.config
+    model.config = config
+    try:
+        yield
+    finally:
+        model.config = own
+
+
+def _save_described(model: Any, config: Any, folder: Path) -> None:
+    """Write the dense config and what `keepk.save` writes, and find out whether `from_pretrained` can load them."""
+    config.dtype, config.architectures = model.dtype, [type(model).__name__]
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    save(model, folder)
+    # Imported here: `import keepk` must not import transformers.
+    from keepk.integrations.transformers import dense_model  # noqa: PLC0415 - needs transformers
+
+    with torch.device("meta"):
+        dense = dense_model(type(model), folder, {})
+    _cast_as_saved(dense, folder)
+    try:
+        refuse_other_model(dense, dense_from(SAVED_MODEL.document(folder)), describe(dense))
+    except FileError as error:
+        raise FileError(
+            f"save_pretrained: the config of this {type(model).__name__} builds another model than this one was before "
+            f"the cuts, so it could not be loaded again ({error}). Use keepk.save(model, folder)."
+        ) from error
 
 
 def from_pretrained(cls: Any, folder: str | os.PathLike[str], **options: Any) -> Any:
@@ -173,7 +220,21 @@ def from_pretrained(cls: Any, folder: str | os.PathLike[str], **options: Any) ->
     # Imported here: `import keepk` must not import transformers.
     from keepk.integrations.transformers import dense_model  # noqa: PLC0415 - needs transformers
 
-    return load(dense_model(cls, folder, options), folder).eval()
+    dense = dense_model(cls, folder, options)
+    _cast_as_saved(dense, Path(folder))
+    return load(dense, folder).eval()
+
+
+def _cast_as_saved(model: nn.Module, folder: Path) -> None:
+    """Cast each tensor of a dense model to its dtype in ``arch.json``: a config knows only one dtype for all."""
+    try:
+        saved = dense_from(SAVED_MODEL.document(folder)).tensors
+    except FileError as error:
+        raise FileError(f"{folder}: {error}") from error
+    for name, tensor, _ in named_tensors(model):
+        dtype = dtype_named(saved[name].dtype) if name in saved else tensor.dtype
+        if dtype != tensor.dtype and dtype.is_floating_point and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 # Configs --------------------------------------------------------------------------------------------------------------
@@ -383,23 +444,72 @@ def _refuse_other_tensors(model: Any, dense: Shapes) -> None:
         )
 
 
-def _difference(model: Any, draft: Path, example: Any) -> str:
+def _difference(model: Any, candidate: _Candidate, draft: Path, example: Any) -> str:
     """Load a folder with plain ``from_pretrained``, and say how the result differs from the model; empty if not."""
     implementation = getattr(model.config, "_attn_implementation", None)
     options = {} if implementation is None else {"attn_implementation": implementation}
-    loaded = type(model).from_pretrained(draft, **options)
-    mine, theirs = model.state_dict(), loaded.state_dict()
-    for name, value in mine.items():
-        if theirs[name].dtype != value.dtype or not torch.equal(theirs[name], value.detach().cpu()):
-            return f"from_pretrained reads other values of {name}"
-    given = _example(model, example)
-    with evaluated(model), torch.no_grad():
-        first, second = (it(*given.arguments, **given.by_name) for it in (model, loaded.to(model.device).eval()))
-    for one, two in zip(_tensors(first), _tensors(second), strict=True):
-        tolerance = TOLERANCE.get(one.dtype, HALF_TOLERANCE)
-        if one.shape != two.shape or bool((one - two).abs().max() > tolerance * one.abs().max()):
-            return "the config that describes its sizes gives other outputs"
-    return ""
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        try:
+            loaded = type(model).from_pretrained(draft, **options)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a class raises on a config that does not suit it
+            return f"from_pretrained fails with the config that describes its sizes ({shortened(str(error))})"
+        mine, theirs = model.state_dict(), loaded.state_dict()
+        for name, value in mine.items():
+            if name not in theirs or theirs[name].dtype != value.dtype:
+                found = str(theirs[name].dtype).removeprefix("torch.") if name in theirs else "nothing"
+                return f"from_pretrained reads {name} as {found}, and it is {str(value.dtype).removeprefix('torch.')}"
+            if not torch.equal(theirs[name], value.detach().cpu()):
+                return f"from_pretrained reads other values of {name}"
+        return _other_outputs(model, loaded, example, required=bool(candidate.changes))
+
+
+def _other_outputs(model: Any, loaded: Any, example: Any, *, required: bool) -> str:
+    """Compare the outputs of two models; without `required`, only if an input of forward is known."""
+    given = _example(model, example, required=required)
+    if given is None:
+        return ""
+
+    def outputs_of(net: Any) -> list[Tensor]:
+        torch.manual_seed(0)  # for models that draw random numbers in eval mode, too
+        with evaluated(net), torch.no_grad():
+            return [*_tensors(net(*given.arguments, **given.by_name))]
+
+    try:
+        first = outputs_of(model)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of any class, on inputs that may not suit it
+        if example is None and not required:
+            return ""
+        raise FileError(
+            f"save_pretrained: the outputs of {type(model).__name__} have to be compared, and it fails on "
+            f"{'random inputs' if example is None else 'the example'} ({shortened(str(error))}). Pass an input of its "
+            f"forward: keepk.save_pretrained(model, folder, example={{...}})."
+        ) from error
+    try:
+        second = outputs_of(loaded.to(model.device))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        return f"the forward of the config that describes its sizes fails ({shortened(str(error))})"
+    if required and not any(bool(it.isfinite().any()) for it in first):
+        return "its outputs have no finite numbers that could be compared"
+    same = len(first) == len(second) and all(_close(*pair) for pair in zip(first, second, strict=True))
+    return "" if same else "the config that describes its sizes gives other outputs"
+
+
+def _close(one: Tensor, two: Tensor) -> bool:
+    """Whether two outputs agree: in NaN and infinities exactly, elsewhere up to rounding."""
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    finite = one.isfinite() & two.isfinite()
+    if not torch.allclose(one.masked_fill(finite, 0), two.masked_fill(finite, 0), rtol=0, atol=0, equal_nan=True):
+        return False
+    one, two = one[finite], two[finite]
+    tolerance = TOLERANCE.get(one.dtype, HALF_TOLERANCE)
+    return not one.numel() or bool((one - two).abs().max() <= tolerance * one.abs().max())
 
 
 @contextmanager
@@ -417,12 +527,14 @@ def evaluated(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
-def _example(model: Any, given: Any) -> Example:
+def _example(model: Any, given: Any, *, required: bool) -> Example | None:
     if given is not None:
         return Example.of(given)
     found = random_inputs(model)
     if found is not None:
         return Example.of({name: value.to(model.device) for name, value in found.items()})
+    if not required:
+        return None
     raise FileError(
         f"save_pretrained: the outputs of {type(model).__name__} have to be compared, and its inputs are not known. "
         f"Pass one: keepk.save_pretrained(model, folder, example={{...}})."
@@ -450,24 +562,3 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, Mapping | list | tuple):
         for value in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(value)
-
-
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
-def _move(draft: Path, folder: Path) -> None:
-    """Move the files of a draft into a folder, the config last; a model that the folder had is removed."""
-    files = sorted(draft.iterdir(), key=lambda path: path.name == "config.json")
-    _forget(folder, keep=[path.name for path in files])
-    for path in files:
-        os.replace(path, folder / path.name)  # noqa: PTH105 - replaces a file that exists, on every system
-
-
-def _forget(folder: Path, keep: Iterable[str]) -> None:
-    """Remove the values of a model that was in a folder: arch.json first, then shards and their index."""
-    index = folder / "model.safetensors.index.json"
-    shards = set(json.loads(index.read_text()).get("weight_map", {}).values()) if index.is_file() else set[str]()
-    for name in (ARCH, index.name, *sorted(shards)):
-        path = folder / name
-        if name not in keep and path.parent == folder and path.is_file():
-            path.unlink()

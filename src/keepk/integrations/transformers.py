@@ -353,13 +353,20 @@ def _forget_best_of_other_sizes(state: Any, last_step: int) -> None:
 
 
 def dense_model(cls: Any, folder: Any, options: dict[str, Any]) -> nn.Module:
-    """The dense model that the config in a folder describes, with random weights, in the saved dtype.
+    """The dense model that the config in a folder describes, with random weights, in the dtype of the config.
 
     Args:
         cls: A class of transformers: a model's, or an auto class.
         folder: A folder with a ``config.json``.
         options: Options of ``from_config``.
+
+    Raises:
+        FileError: There is no ``config.json``.
     """
+    if not (Path(folder) / "config.json").is_file():
+        raise FileError(
+            f"{folder}: has no config.json, because saving was interrupted or a file was deleted. Save the model again."
+        )
     config_class = getattr(cls, "config_class", None) or AutoConfig
     config = config_class.from_pretrained(folder)
     build = cls.from_config if hasattr(cls, "from_config") else cls._from_config  # models have only the second

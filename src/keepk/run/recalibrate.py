@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from keepk.errors import KeepkError
 from keepk.model.torch_internals import BatchNormBase
+from keepk.run.warnings import warn
 
 
 @torch.no_grad()
@@ -20,7 +22,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
     updates them gradually; to evaluate immediately, recalibrate first. Each BatchNorm gets the mean over batches of the
     batch's mean and (unbiased) variance, as in `torch.optim.swa_utils.update_bn`, except that all other modules are in
     eval mode, so dropout is off. Weights do not change; modes and momenta are restored. If a forward pass fails, the
-    old statistics are restored as well.
+    old statistics are restored as well. A BatchNorm that no batch reaches, such as one of an auxiliary head that only
+    runs in train mode, keeps its old statistics, and a warning names it.
 
     Args:
         model: The model, or a wrapper of it. Every BatchNorm that has running statistics is recalibrated.
@@ -32,8 +35,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
 
     Raises:
         KeepkError: The model has no BatchNorm with running statistics, `batches` is empty or a single batch, a batch
-            has none of the forms above or no rows, a BatchNorm gets only one value per channel, or its statistics
-            would not be finite.
+            has none of the forms above or no rows, a BatchNorm gets only one value per channel, its statistics would
+            not be finite, or the model was made in inference mode and this is called outside of it.
 
     >>> model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout())
     >>> recalibrate(model, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [8.0]])])
@@ -54,24 +57,74 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> int:
             "recalibrate: the model has no BatchNorm with running statistics, so there is nothing to compute. "
             "Remove the call."
         )
-    with _only_these_train(model, norms):
-        return _recompute(model, norms, batches, "recalibrate")
+    return recomputed(model, batches, "recalibrate").batches
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """The result of `recomputed`.
+
+    Attributes:
+        batches: The number of batches.
+        kept: The names of BatchNorms that no batch reaches.
+    """
+
+    batches: int
+    kept: frozenset[str]
 
 
 @torch.no_grad()
-def rehearse(model: nn.Module, batches: Iterable[Any], caller: str) -> None:
-    """Do what `recalibrate` does and restore the old statistics, to find out whether it succeeds.
+def recomputed(
+    model: nn.Module, batches: Iterable[Any], caller: str, known: frozenset[str] = frozenset()
+) -> Recomputed:
+    """Do what `recalibrate` does.
 
     Args:
-        model: A model without wrappers, with a BatchNorm that has running statistics.
+        model: A model with a BatchNorm that has running statistics.
         batches: As for `recalibrate`, at least one.
         caller: The function and argument that errors name.
+        known: Names of BatchNorms that were named in a warning before.
     """
     norms = norms_with_statistics(model)
-    before = _buffers_of(norms)
-    with _only_these_train(model, norms):
-        _recompute(model, norms, batches, caller)
-    _restore(before)
+    if not torch.is_inference_mode_enabled():
+        refuse_inference_tensors(model.named_buffers(), caller)
+    with _only_these_train(model, norms) as before:
+        number = _recompute(model, norms, batches, caller)
+        names = {module: name for name, module in model.named_modules()}
+        missed = [norm for norm in norms if not int(norm.get_buffer("num_batches_tracked"))]
+        for norm in missed:
+            _restore(before[norm])
+        kept = frozenset(names[norm] for norm in missed)
+        if new := sorted(kept - known):
+            warn(
+                f"{caller}: no batch reaches BatchNorm {new[0]!r}{f' and {len(new) - 1} more' if new[1:] else ''} in "
+                f"eval mode, so {'these keep' if new[1:] else 'it keeps'} the old statistics. That is right for "
+                f"modules that only train. Otherwise pass batches that reach "
+                f"{'them' if new[1:] else 'it'}: {', '.join(new)}."
+            )
+    return Recomputed(number, kept)
+
+
+@torch.no_grad()
+def rehearse(model: nn.Module, batches: Iterable[Any], caller: str) -> Recomputed:
+    """Do what `recomputed` does and restore the old statistics, to find out whether it succeeds."""
+    before = _buffers_of(norms_with_statistics(model))
+    try:
+        return recomputed(model, batches, caller)
+    finally:
+        for buffers in before.values():
+            _restore(buffers)
+
+
+def refuse_inference_tensors(tensors: Iterable[tuple[str, Tensor]], caller: str) -> None:
+    """Refuse tensors that were made in inference mode, which torch does not let anyone change outside of it."""
+    for name, tensor in tensors:
+        if tensor.is_inference():
+            raise KeepkError(
+                f"{caller}: tensor {name!r} of the model was made inside torch.inference_mode(), which restricts what "
+                f"can be done with it. Build the model outside of it, or pass a copy made outside: "
+                f"copy.deepcopy(model)."
+            )
 
 
 def norms_with_statistics(model: nn.Module) -> list[BatchNormBase]:
@@ -122,18 +175,25 @@ def _refuse_empty(batch: Any, where: str) -> None:
         raise KeepkError(f"{where} is empty: its first tensor has the shape {tuple(first.shape)}. Leave it out.")
 
 
-def _buffers_of(norms: Sequence[BatchNormBase]) -> list[tuple[Tensor, Tensor]]:
-    return [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)]
+Buffers: TypeAlias = list[tuple[Tensor, Tensor]]  # with their old values
 
 
-def _restore(before: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _buffers_of(norms: Sequence[BatchNormBase]) -> dict[BatchNormBase, Buffers]:
+    return {norm: [(buffer, buffer.clone()) for buffer in norm.buffers(recurse=False)] for norm in norms}
+
+
+def _restore(before: Buffers) -> None:
     for buffer, old in before:
         buffer.copy_(old)
 
 
 @contextmanager
-def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Iterator[None]:
-    """Put BatchNorms into train mode with fresh statistics, all others into eval mode; restore modes and momenta."""
+def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Iterator[dict[BatchNormBase, Buffers]]:
+    """Put BatchNorms into train mode with fresh statistics, all others into eval mode; restore modes and momenta.
+
+    Yields:
+        The old statistics, which are restored on failure.
+    """
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(norm, norm.momentum) for norm in norms]
     before = _buffers_of(norms)
@@ -143,9 +203,10 @@ def _only_these_train(model: nn.Module, norms: Sequence[BatchNormBase]) -> Itera
         for norm in norms:
             norm.training, norm.momentum = True, None  # with momentum None, torch computes the mean over all batches
             norm.reset_running_stats()
-        yield
+        yield before
     except BaseException:
-        _restore(before)
+        for buffers in before.values():
+            _restore(buffers)
         raise
     finally:
         for norm, momentum in momenta:

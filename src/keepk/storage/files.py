@@ -230,10 +230,10 @@ def writing(folder: Path, tensors: Mapping[str, Tensor], error: type[KeepkError]
 def made(folder: Path) -> Iterator[None]:
     """Create a folder and its parents; those that were created are removed again if the block fails."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_folder(path.parent)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
         yield
     except BaseException:
         for empty in missing:
