@@ -18,6 +18,7 @@ from keepk.engine import program
 from keepk.engine import sparse as sparse_module
 from keepk.engine.machine import host
 from keepk.errors import SparseError
+from keepk.model.torch_internals import tree_flatten
 from keepk_paper.models import LeNet5, LeNet300
 from sparse_networks import error, pruned
 from untyped import untyped
@@ -147,6 +148,53 @@ def test_forwards_with_sizes_of_their_own(build):
         with torch.no_grad():
             wanted = net(x[:batch].clone())
         assert error(wanted, fast(x[:batch].clone())) <= 1e-5
+
+
+class OfSize(Layers):
+    """A forward that does something of its own for some sizes of the batch."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.own = forward
+
+    def forward(self, x):
+        return self.own(self, x)
+
+
+OF_SIZE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "more than one": lambda net, x: net.second(net.first(x).relu() if len(x) > 1 else net.first(x).sigmoid()),
+    "centred": lambda net, x: net.second(net.first(x) - net.first(x).mean(0) if len(x) >= 2 else net.first(x)),
+    "one": lambda net, x: net.second(net.first(x).relu() if x.shape[0] == 1 else net.first(x).sigmoid()),
+    "rarely seen": lambda net, x: net.second(net.first(x).clamp(max=50) if len(x) == 1 else net.first(x)),
+    "numbers": lambda net, x: net.second(net.first(x).clamp(max=50) if x.numel() > SIZES[0] else net.first(x)),
+    "squeezed": lambda net, x: net.second(net.first(x).relu()).squeeze(0),
+    "squeezed inside": lambda net, x: net.second(net.first(x).relu().squeeze()),
+    "empty": lambda net, x: x.new_zeros(0, 3) if len(x) == 0 else net.second(net.first(x).relu()),
+    "structure": lambda net, x: [net.second(net.first(x))] if len(x) else None,
+    "type": lambda net, x: (net.second(net.first(x)), len(x) == 1),
+    "more than four": lambda net, x: net.second(net.first(x).relu() if len(x) > 4 else net.first(x).sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", OF_SIZE)
+def test_forwards_that_depend_on_the_size_of_the_batch(name):
+    net = pruned(OfSize(OF_SIZE[name]), 0.05)
+    for rows in (1, 2, 6):
+        fast = keepk.sparse(net, torch.randn(rows, SIZES[0]))
+        if name != "squeezed":  # there torch runs only the squeeze
+            assert [layer.runs for layer in fast.report.layers] == ["torch"]
+            assert "batch" in fast.report.layers[0].reason
+        for batch in (0, 1, 2, 3, 7):
+            x = 60 * torch.randn(batch, SIZES[0])
+            with torch.no_grad():
+                wanted, got = net(x), fast(x)
+            assert tree_flatten(wanted)[1] == tree_flatten(got)[1]
+            for one, other in zip(tree_flatten(wanted)[0], tree_flatten(got)[0], strict=True):
+                if isinstance(one, torch.Tensor):
+                    assert one.shape == other.shape
+                    assert batch == 0 or error(one, other) <= 1e-5
+                else:
+                    assert one == other
 
 
 def test_tensors_from_outside_the_model_are_part_of_the_snapshot():
