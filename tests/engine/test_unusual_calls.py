@@ -18,7 +18,7 @@ from keepk.engine import program
 from keepk.engine import sparse as sparse_module
 from keepk.engine.machine import host
 from keepk.errors import SparseError
-from keepk.model.torch_internals import tree_flatten
+from keepk.model.torch_internals import tree_flatten, tree_map
 from keepk_paper.models import LeNet5, LeNet300
 from sparse_networks import error, pruned
 from untyped import untyped
@@ -231,6 +231,50 @@ def test_arguments_by_position_or_by_name_in_any_order():
             fast(*arguments, **named)
     with pytest.raises(SparseError, match=r"the arguments have batches of \[3, 4\]"):
         fast(x, y[:3], z=z)
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(*SIZES[:2])
+
+    def forward(self, x, y):
+        return self.layer(x), self.layer(y)
+
+
+class Added(Siamese):
+    def forward(self, x, y):
+        return (self.layer(x) + self.layer(y)).relu()
+
+
+class Inner(Layers):
+    def forward(self, x):
+        y = self.first(x).relu()
+        return {"inner": y, "out": self.second(y)}
+
+
+class OfList(Added):
+    def forward(self, parts):
+        return super().forward(*parts)
+
+
+@pytest.mark.parametrize("build", [Siamese, Added, Inner, OfList])
+def test_several_inputs_or_outputs_of_one_program(build):
+    net, x, y = pruned(build(), 0.05), torch.randn(20, SIZES[0]), torch.randn(20, SIZES[0])
+    every: dict[Any, tuple[Any, ...]] = {Inner: (x,), OfList: ([x, y],)}
+    arguments = every.get(build, (x, y))
+    fast = keepk.sparse(net, {"parts": [x[:2], y[:2]]} if build is OfList else tuple(it[:2] for it in arguments))
+    assert len(fast._steps) == 1
+    assert not fast.report.fallbacks
+    for batch in (0, 1, 5, 20):
+        given = tree_map(lambda it, batch=batch: it[:batch], arguments)
+        with torch.no_grad():
+            wanted, structure = tree_flatten(net(*given))
+        got, own = tree_flatten(fast(*given))
+        assert structure == own
+        for one, other in zip(wanted, got, strict=True):
+            assert one.shape == other.shape
+            assert batch == 0 or error(one, other) <= 1e-5
 
 
 def test_models_whose_weights_are_computed():

@@ -379,10 +379,8 @@ class SparseModel:
         runners = [step for step in self._steps if isinstance(step, _Runner)]
         if len(self._steps) == len(runners) == 1:
             [runner] = runners
-            if (runner.inputs, runner.outputs) == (
-                found.inputs,
-                tuple(getattr(it, "name", "") for it in found.outputs),
-            ):
+            results = tuple(getattr(it, "name", "") for it in found.outputs)
+            if len(found.inputs) == len(results) == 1 and (runner.inputs, runner.outputs) == (found.inputs, results):
                 self._quick = _quick(runner, self._pool)
         if not any(isinstance(step, _Runner) for step in self._steps):
             self._steps, self._exported = [], None  # torch runs the model itself rather than its graph
