@@ -253,9 +253,13 @@ class Inner(Layers):
         return {"inner": y, "out": self.second(y)}
 
 
-class OfList(Added):
+class OfList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(*SIZES[:2])
+
     def forward(self, parts):
-        return super().forward(*parts)
+        return self.layer(parts[0]) * self.layer(parts[1])
 
 
 @pytest.mark.parametrize("build", [Siamese, Added, Inner, OfList])
@@ -275,6 +279,42 @@ def test_several_inputs_or_outputs_of_one_program(build):
         for one, other in zip(wanted, got, strict=True):
             assert one.shape == other.shape
             assert batch == 0 or error(one, other) <= 1e-5
+
+
+class OfOneList(Layers):
+    def forward(self, parts):
+        return super().forward(parts[0])
+
+
+class MaskFirst(Layers):
+    def forward(self, x=None, y=None):  # the first one is a mask
+        return super().forward(y if x is None else x * y)
+
+
+class OfAny(Layers):
+    def forward(self, *parts, **named):
+        return super().forward(*parts, *named.values())
+
+
+def test_a_bare_tensor_is_taken_only_where_the_example_has_it():
+    x = torch.randn(5, SIZES[0])
+    examples: list[tuple[type[Layers], Any]] = [
+        (OfOneList, {"parts": [x[:2]]}),
+        (OfOneList, ((x[:2],),)),
+        (MaskFirst, {"y": x[:2]}),
+        (OfAny, {"x": x[:2]}),
+    ]
+    for build, example in examples:
+        fast = keepk.sparse(pruned(build(), 0.05), example)
+        for batch in (1, 5):
+            with pytest.raises(SparseError, match="sparse: got arguments"):
+                fast(x[:batch])
+    fast = keepk.sparse(pruned(Layers(), 0.05), {"x": x[:2]})
+    assert torch.equal(fast(x), fast(x=x))
+    net = pruned(MaskFirst(), 0.05)
+    fast = keepk.sparse(net, {"y": x[:2]})
+    with torch.no_grad():
+        assert error(net(y=x), fast(y=x)) <= 1e-5
 
 
 def test_models_whose_weights_are_computed():

@@ -380,7 +380,8 @@ class SparseModel:
         if len(self._steps) == len(runners) == 1:
             [runner] = runners
             results = tuple(getattr(it, "name", "") for it in found.outputs)
-            if len(found.inputs) == len(results) == 1 and (runner.inputs, runner.outputs) == (found.inputs, results):
+            single = len(found.inputs) == len(results) == 1 and self._takes(leaves[0])
+            if single and (runner.inputs, runner.outputs) == (found.inputs, results):
                 self._quick = _quick(runner, self._pool)
         if not any(isinstance(step, _Runner) for step in self._steps):
             self._steps, self._exported = [], None  # torch runs the model itself rather than its graph
@@ -416,6 +417,12 @@ class SparseModel:
             if self._exported is None:
                 return self._model(*arguments, **named)
             return tree_unflatten(self._walk(leaves, batch), self._result)
+
+    def _takes(self, *arguments: Any) -> bool:
+        """Whether arguments by position are those of the example."""
+        if tree_flatten((arguments, {}))[1] == self._structure:
+            return True
+        return bool(tree_flatten(self._as_in_example(arguments, {}))[1] == self._structure)
 
     def _as_in_example(
         self, arguments: tuple[Any, ...], named: dict[str, Any]
