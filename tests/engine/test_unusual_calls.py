@@ -18,6 +18,7 @@ from keepk.engine import program
 from keepk.engine import sparse as sparse_module
 from keepk.engine.machine import host
 from keepk.errors import SparseError
+from keepk.model.torch_internals import tree_flatten, tree_map
 from keepk_paper.models import LeNet5, LeNet300
 from sparse_networks import error, pruned
 from untyped import untyped
@@ -149,6 +150,53 @@ def test_forwards_with_sizes_of_their_own(build):
         assert error(wanted, fast(x[:batch].clone())) <= 1e-5
 
 
+class OfSize(Layers):
+    """A forward that does something of its own for some sizes of the batch."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.own = forward
+
+    def forward(self, x):
+        return self.own(self, x)
+
+
+OF_SIZE: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "more than one": lambda net, x: net.second(net.first(x).relu() if len(x) > 1 else net.first(x).sigmoid()),
+    "centred": lambda net, x: net.second(net.first(x) - net.first(x).mean(0) if len(x) >= 2 else net.first(x)),
+    "one": lambda net, x: net.second(net.first(x).relu() if x.shape[0] == 1 else net.first(x).sigmoid()),
+    "rarely seen": lambda net, x: net.second(net.first(x).clamp(max=50) if len(x) == 1 else net.first(x)),
+    "numbers": lambda net, x: net.second(net.first(x).clamp(max=50) if x.numel() > SIZES[0] else net.first(x)),
+    "squeezed": lambda net, x: net.second(net.first(x).relu()).squeeze(0),
+    "squeezed inside": lambda net, x: net.second(net.first(x).relu().squeeze()),
+    "empty": lambda net, x: x.new_zeros(0, 3) if len(x) == 0 else net.second(net.first(x).relu()),
+    "structure": lambda net, x: [net.second(net.first(x))] if len(x) else None,
+    "type": lambda net, x: (net.second(net.first(x)), len(x) == 1),
+    "more than four": lambda net, x: net.second(net.first(x).relu() if len(x) > 4 else net.first(x).sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", OF_SIZE)
+def test_forwards_that_depend_on_the_size_of_the_batch(name):
+    net = pruned(OfSize(OF_SIZE[name]), 0.05)
+    for rows in (1, 2, 6):
+        fast = keepk.sparse(net, torch.randn(rows, SIZES[0]))
+        if name != "squeezed":  # there torch runs only the squeeze
+            assert [layer.runs for layer in fast.report.layers] == ["torch"]
+            assert "batch" in fast.report.layers[0].reason
+        for batch in (0, 1, 2, 3, 7):
+            x = 60 * torch.randn(batch, SIZES[0])
+            with torch.no_grad():
+                wanted, got = net(x), fast(x)
+            assert tree_flatten(wanted)[1] == tree_flatten(got)[1]
+            for one, other in zip(tree_flatten(wanted)[0], tree_flatten(got)[0], strict=True):
+                if isinstance(one, torch.Tensor):
+                    assert one.shape == other.shape
+                    assert batch == 0 or error(one, other) <= 1e-5
+                else:
+                    assert one == other
+
+
 def test_tensors_from_outside_the_model_are_part_of_the_snapshot():
     fast, x = keepk.sparse(pruned(ReadsGlobal(), 0.05), torch.randn(2, SIZES[0])), torch.randn(3, SIZES[0])
     wanted = fast(x)
@@ -183,6 +231,90 @@ def test_arguments_by_position_or_by_name_in_any_order():
             fast(*arguments, **named)
     with pytest.raises(SparseError, match=r"the arguments have batches of \[3, 4\]"):
         fast(x, y[:3], z=z)
+
+
+class Siamese(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(*SIZES[:2])
+
+    def forward(self, x, y):
+        return self.layer(x), self.layer(y)
+
+
+class Added(Siamese):
+    def forward(self, x, y):
+        return (self.layer(x) + self.layer(y)).relu()
+
+
+class Inner(Layers):
+    def forward(self, x):
+        y = self.first(x).relu()
+        return {"inner": y, "out": self.second(y)}
+
+
+class OfList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(*SIZES[:2])
+
+    def forward(self, parts):
+        return self.layer(parts[0]) * self.layer(parts[1])
+
+
+@pytest.mark.parametrize("build", [Siamese, Added, Inner, OfList])
+def test_several_inputs_or_outputs_of_one_program(build):
+    net, x, y = pruned(build(), 0.05), torch.randn(20, SIZES[0]), torch.randn(20, SIZES[0])
+    every: dict[Any, tuple[Any, ...]] = {Inner: (x,), OfList: ([x, y],)}
+    arguments = every.get(build, (x, y))
+    fast = keepk.sparse(net, {"parts": [x[:2], y[:2]]} if build is OfList else tuple(it[:2] for it in arguments))
+    assert len(fast._steps) == 1
+    assert not fast.report.fallbacks
+    for batch in (0, 1, 5, 20):
+        given = tree_map(lambda it, batch=batch: it[:batch], arguments)
+        with torch.no_grad():
+            wanted, structure = tree_flatten(net(*given))
+        got, own = tree_flatten(fast(*given))
+        assert structure == own
+        for one, other in zip(wanted, got, strict=True):
+            assert one.shape == other.shape
+            assert batch == 0 or error(one, other) <= 1e-5
+
+
+class OfOneList(Layers):
+    def forward(self, parts):
+        return super().forward(parts[0])
+
+
+class MaskFirst(Layers):
+    def forward(self, x=None, y=None):  # the first one is a mask
+        return super().forward(y if x is None else x * y)
+
+
+class OfAny(Layers):
+    def forward(self, *parts, **named):
+        return super().forward(*parts, *named.values())
+
+
+def test_a_bare_tensor_is_taken_only_where_the_example_has_it():
+    x = torch.randn(5, SIZES[0])
+    examples: list[tuple[type[Layers], Any]] = [
+        (OfOneList, {"parts": [x[:2]]}),
+        (OfOneList, ((x[:2],),)),
+        (MaskFirst, {"y": x[:2]}),
+        (OfAny, {"x": x[:2]}),
+    ]
+    for build, example in examples:
+        fast = keepk.sparse(pruned(build(), 0.05), example)
+        for batch in (1, 5):
+            with pytest.raises(SparseError, match="sparse: got arguments"):
+                fast(x[:batch])
+    fast = keepk.sparse(pruned(Layers(), 0.05), {"x": x[:2]})
+    assert torch.equal(fast(x), fast(x=x))
+    net = pruned(MaskFirst(), 0.05)
+    fast = keepk.sparse(net, {"y": x[:2]})
+    with torch.no_grad():
+        assert error(net(y=x), fast(y=x)) <= 1e-5
 
 
 def test_models_whose_weights_are_computed():

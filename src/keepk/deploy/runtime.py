@@ -57,7 +57,7 @@ def with_rows(example: Example, rows: int) -> Example:
 
     def repeated(value: Any) -> Any:
         # A concatenation keeps the memory format (channels_last); indexing by a list of rows would not.
-        return torch.cat([value] * -(-rows // before))[:rows] if is_batched(value, before) else value
+        return torch.cat([value] * max(1, -(-rows // before)))[:rows] if is_batched(value, before) else value
 
     return Example(tree_map(repeated, example.arguments), tree_map(repeated, example.by_name))
 

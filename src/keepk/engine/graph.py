@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from keepk.deploy.runtime import bound, is_batched, rows_of
 from keepk.model.example import Example
-from keepk.model.torch_internals import tree_map
+from keepk.model.torch_internals import guards_against_one, sizes_as_unknown, tree_map
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -269,7 +269,7 @@ def layer_of(node: fx.Node) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the exporter's warnings and logs, which are about its internals."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -289,17 +289,32 @@ def export(model: nn.Module, example: Example) -> Any:
         example: Its inputs, with at least two samples.
 
     Raises:
-        Unsupported: torch.export cannot trace the model, or only for a fixed batch.
+        Unsupported: torch.export cannot trace the model, or only for some batches.
     """
     rows, batch = rows_of(example), torch.export.Dim("batch", min=1)
     try:
         shapes = tree_map(lambda value: {0: batch} if is_batched(value, rows) else None, bound(model, example))
-        with _quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), sizes_as_unknown():
             program = torch.export.export(model, example.arguments, example.by_name, dynamic_shapes=shapes)
+            _refuse_guards(program)
             return program.run_decompositions({})
+    except Unsupported:
+        raise
     except Exception as error:  # the exporter runs the user's code and raises errors of many kinds
         reason = str(error).strip().partition("\n")[0][:200]
         raise Unsupported(f"torch.export cannot trace it for a batch of any size ({reason})") from error
+
+
+def _refuse_guards(program: Any) -> None:
+    """Refuse a graph that is not valid for a single sample.
+
+    torch.export itself refuses a graph that is valid only for some batches of two samples and more.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    values = [node.meta.get("val") for node in program.graph.nodes if node.name in inputs]
+    sizes: list[Any] = [it.shape[0] for it in values if isinstance(it, Tensor) and it.dim()]
+    for guard in guards_against_one([size for size in sizes if isinstance(size, torch.SymInt)]):
+        raise Unsupported(f"forward does something else for a batch of 1 (it asks whether {guard})")
 
 
 def read(program: Any, banned: Mapping[str, str]) -> Exported:
@@ -758,6 +773,10 @@ def _view(reading: Reading, node: fx.Node) -> Op:
     before, after = reading.shape(source), reading.shape(node)
     if node.target == aten.dropout.default and _arguments(node)["train"]:
         raise Unsupported("it drops out in eval mode")
+    if node.target in (aten.squeeze.dim, aten.squeeze.dims):
+        dims, count = _arguments(node)["dim"], len(before) + 1
+        if 0 in {dim % count for dim in ([dims] if isinstance(dims, int) else dims)}:
+            raise Unsupported("it removes the batch of a single sample")
     # In the program's layout the columns of a row and the rows of a channel are not adjacent, so only a reshape that
     # does not separate channels again is free.
     if before != after and (prod(before[1:]) > 1 or prod(after[1:]) > 1) and len(after) != 1:

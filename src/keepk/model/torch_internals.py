@@ -4,7 +4,8 @@ torch changes names with a leading underscore, and modules such as ``torch.utils
 torch that lacks one of them fails here, with that name, not in the middle of a run. keepk is tested with torch 2.13.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ try:
     from torch._C import _set_mkldnn_enabled as set_mkldnn_enabled
     from torch._C import _will_engine_execute_node as will_engine_execute
     from torch._ops import OpOverload, OpOverloadPacket
+    from torch.fx.experimental import _config as symbolic_shapes_config
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _NormBase as NormBase
@@ -86,6 +88,30 @@ def take_off_fsdp(module: torch.nn.Module) -> Callable[[], None]:
     return put_back
 
 
+def sizes_as_unknown() -> AbstractContextManager[Any]:
+    """A context in which `torch.export` does not assume that a dynamic size is neither 0 nor 1.
+
+    Comparisons of the size then become guards of the exported program, which `guards_against_one` reads.
+    """
+    if hasattr(symbolic_shapes_config, "backed_size_oblivious"):  # missing in torch 2.6
+        patched: AbstractContextManager[Any] = symbolic_shapes_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+        return patched
+    return nullcontext()
+
+
+def guards_against_one(sizes: Sequence[torch.SymInt]) -> list[str]:
+    """The conditions under which an exported graph is valid that do not hold if all these sizes of its inputs are 1.
+
+    The size is called "batch" in them.
+    """
+    if not sizes:
+        return []
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    guards = [guard.expr for guard in sizes[0].node.shape_env.guards]
+    broken = [it for it in guards if it.subs(dict.fromkeys(symbols, 1)) == False]  # noqa: E712 - that of sympy
+    return [str(it.subs({symbol: type(symbol)("batch") for symbol in symbols})) for it in broken]
+
+
 def holds_gradients(module: torch.nn.Module) -> bool:
     """Whether FSDP2 holds gradients of a module that it has not summed yet, in the middle of gradient accumulation."""
     fsdp: Any = module
@@ -116,9 +142,11 @@ __all__ = [
     "current_graph_task_id",
     "disable_current_modes",
     "get_mkldnn_enabled",
+    "guards_against_one",
     "holds_gradients",
     "make_subclass",
     "set_mkldnn_enabled",
+    "sizes_as_unknown",
     "take_off_fsdp",
     "tree_flatten",
     "tree_leaves",
