@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import keepk
 from keepk.errors import CheckpointError, KeepkError
 from keepk.integrations import accelerate, fabric
+from keepk.integrations.runs import digests
 from killing import in_child, in_two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -345,3 +346,113 @@ def test_a_checkpoint_of_one_pruner_has_the_form_that_it_always_had(loop, tmp_pa
     again = loop(tmp_path)
     assert again.pruning.pruner.epoch == 1
     assert again.net[0].out_features == EVENTS[0]
+
+
+# Interrupted saves
+
+
+@pytest.fixture
+def breaking(monkeypatch):
+    """Lets save_state fail before it writes any weights."""
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def broken(save):
+        with monkeypatch.context() as patched:
+            patched.setattr("accelerate.accelerator.save_accelerator_state", fail)
+            with pytest.raises(OSError, match="No space"):
+                save()
+
+    return broken
+
+
+def moved(net):
+    with torch.no_grad():
+        net[3].weight.add_((net[3].weight != 0) * 0.5)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("event", [True, False])
+def test_an_interrupted_save_into_an_old_checkpoint_is_not_loaded(event, safe, breaking, tmp_path):
+    loop = WithAccelerate()
+    loop.step()
+    loop.accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    fresh = WithAccelerate()
+    fresh.accelerator.load_state(str(tmp_path))
+    assert fresh.pruning.pruner.epoch == 1
+    loop = WithAccelerate()
+    loop.step()
+    if event:
+        loop.step()
+    moved(loop.net)
+    breaking(lambda: loop.accelerator.save_state(str(tmp_path), safe_serialization=safe))
+    fresh = WithAccelerate()
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    words = rf"{name} has other weights than those that were saved with keepk/\. .* Pass another checkpoint"
+    for load in (fresh.pruning.resume, fresh.accelerator.load_state):
+        with pytest.raises(CheckpointError, match=words):
+            load(str(tmp_path))
+    assert fresh.pruning.pruner.epoch == 0
+    assert fresh.net[0].out_features == 24
+
+
+def test_a_first_save_that_was_interrupted_is_not_loaded(breaking, tmp_path):
+    loop = WithAccelerate()
+    loop.step()
+    breaking(lambda: loop.accelerator.save_state(str(tmp_path)))
+    fresh = WithAccelerate()
+    for load in (fresh.pruning.resume, fresh.accelerator.load_state):
+        with pytest.raises(CheckpointError, match=r"has no weights, .* interrupted\. Pass another checkpoint"):
+            load(str(tmp_path))
+    assert fresh.net[0].out_features == 24
+
+
+def test_a_save_that_was_interrupted_after_the_weights_is_not_loaded(tmp_path, monkeypatch):
+    """The optimizer's state is that of an older save."""
+    loop = WithAccelerate()
+    loop.step()
+    loop.accelerator.save_state(str(tmp_path))
+    monkeypatch.setattr(loop.optimizer, "state_dict", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.accelerator.save_state(str(tmp_path))
+    fresh = WithAccelerate()
+    with pytest.raises(CheckpointError, match=r"has no random_states_0\.pkl, .* interrupted\. Pass another"):
+        fresh.accelerator.load_state(str(tmp_path))
+    assert fresh.net[0].out_features == 24
+
+
+def test_weights_that_hooks_of_the_user_save_are_loaded(tmp_path):
+    """As in the training scripts of diffusers: these hooks take the weights out of Accelerate's list."""
+
+    def save(models, weights, folder):
+        torch.save(weights.pop(), f"{folder}/mine.pth")
+        assert len(models) == 1
+
+    def load(models, folder):
+        models.pop().load_state_dict(torch.load(f"{folder}/mine.pth"))
+
+    one = WithAccelerate()
+    one.accelerator.register_save_state_pre_hook(save)
+    one.accelerator.register_load_state_pre_hook(load)
+    one.step()
+    one.accelerator.save_state(str(tmp_path))
+    assert not (tmp_path / "model.safetensors").exists()
+    two = WithAccelerate()
+    two.accelerator.register_load_state_pre_hook(load)
+    two.accelerator.load_state(str(tmp_path))
+    assert two.net[0].out_features == EVENTS[0]
+    assert torch.equal(one.net[0].weight, two.net[0].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.bool])
+def test_digests_are_those_of_names_and_bits(dtype):
+    one = {"a": torch.ones(3, 4, dtype=dtype), "b": torch.zeros((), dtype=dtype), "c": torch.zeros(0, 2, dtype=dtype)}
+    other = {name: value.clone() for name, value in one.items()}
+    assert digests(one) == digests(other)
+    assert set(digests(one)) == {"a", "b", "c"}
+    assert digests({"a": one["a"].T.contiguous().T}) == digests({"a": one["a"]})
+    other["a"][1, 2] = 0
+    assert digests(one)["a"] != digests(other)["a"]
+    assert digests({"a": one["a"].reshape(4, 3)}) != digests({"a": one["a"]})
+    assert digests({"a": 1}) == {}

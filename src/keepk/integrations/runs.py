@@ -7,10 +7,12 @@ optimizer, which frameworks build later, is attached when training begins.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from keepk.checkpoint.checkpoint import INDEX, load_checkpoint, save_checkpoint
@@ -252,6 +254,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 def has_state(folder: Path) -> bool:
     """Whether a folder has a state of a run."""
     return (folder / INDEX).is_file()
+
+
+def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """By name of a tensor, a digest of its dtype, shape and bits; anything else in the mapping is left out."""
+    found = dict[str, str]()
+    for name, value in tensors.items():
+        if type(value) in {Tensor, nn.Parameter} and not value.is_meta:
+            # On the host one at a time, in the order of a contiguous tensor. A bfloat16 has no numpy dtype, bytes have.
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            digest = sha256(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(flat.view(torch.uint8).numpy())
+            found[name] = digest.hexdigest()
+    return found
 
 
 # In the user's own loop -----------------------------------------------------------------------------------------------
