@@ -456,3 +456,41 @@ def test_digests_are_those_of_names_and_bits(dtype):
     assert digests(one)["a"] != digests(other)["a"]
     assert digests({"a": one["a"].reshape(4, 3)}) != digests({"a": one["a"]})
     assert digests({"a": 1}) == {}
+
+
+# Misuse
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"strict": False}])
+@pytest.mark.parametrize("others", [{}, {"more": 3}])
+def test_a_checkpoint_of_fabric_without_pruning_changes_nothing(options, others, tmp_path):
+    loop = WithFabric()
+    state = {"model": loop.model, "epoch": 3}
+    loop.fabric.save(tmp_path / "plain.ckpt", state)
+    fresh = WithFabric()
+    moved(fresh.net)
+    before = [value.clone() for value in fresh.net.parameters()]
+    state = {"model": fresh.model, "epoch": 0, **others}
+    with pytest.raises(CheckpointError, match=r"was not written by the save of keepk\.integrations\.fabric"):
+        fresh.pruning.load(tmp_path / "plain.ckpt", state, **options)
+    assert all(torch.equal(a, b) for a, b in zip(before, fresh.net.parameters(), strict=True))
+    assert state["epoch"] == 0
+
+
+def test_an_item_that_fabric_has_not_saved_is_fabrics_error(tmp_path):
+    loop = WithFabric()
+    loop.pruning.save(tmp_path / "last.ckpt", {"model": loop.model})
+    with pytest.raises(KeyError, match="more"):
+        loop.pruning.load(tmp_path / "last.ckpt", {"model": loop.model, "more": 3})
+    assert loop.pruning.load(tmp_path / "last.ckpt", {"model": loop.model, "more": 3}, strict=False) == {}
+
+
+def test_the_key_of_pruning_in_a_state_of_fabric_is_refused(tmp_path):
+    loop = WithFabric()
+    state = {"model": loop.model, "keepk": "mine"}
+    with pytest.raises(KeepkError, match=r"save: state has a 'keepk', .* Rename it"):
+        loop.pruning.save(tmp_path / "last.ckpt", state)
+    assert not list(tmp_path.iterdir())
+    loop.pruning.save(tmp_path / "last.ckpt", {"model": loop.model})
+    with pytest.raises(KeepkError, match=r"load: state has a 'keepk', .* Rename it"):
+        loop.pruning.load(tmp_path / "last.ckpt", state)
