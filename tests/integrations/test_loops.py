@@ -494,3 +494,32 @@ def test_the_key_of_pruning_in_a_state_of_fabric_is_refused(tmp_path):
     loop.pruning.save(tmp_path / "last.ckpt", {"model": loop.model})
     with pytest.raises(KeepkError, match=r"load: state has a 'keepk', .* Rename it"):
         loop.pruning.load(tmp_path / "last.ckpt", state)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_step_with_another_model_is_refused(kind):
+    two = Two(kind)
+    for other, name in ((two.models[1], "Sequential"), (two.nets[0][0], "Linear"), ("nonsense", "str"), (None, "None")):
+        with pytest.raises(KeepkError, match=rf"step: got .*{name}.*\. Pass the "):
+            two.prunings[0].step(other)
+    assert [it.epoch for it in two.pruners] == [0, 0]
+    two.step([0])
+    two.step([0])
+    with pytest.raises(KeepkError, match="step: got "):  # after the end of the plan too
+        two.prunings[0].step(two.models[1])
+
+
+def test_a_step_with_a_wrapper_of_the_pruned_module_is_accepted():
+    two = Two(accelerate)
+    wrapper = nn.DataParallel(two.nets[0])
+    assert two.prunings[0].step(wrapper) is wrapper
+
+
+def test_a_step_with_a_part_of_the_pruned_module_is_accepted():
+    """A Pruner over two networks, which are prepared one by one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    both = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+    loop, pruner = Accelerator(cpu=True), keepk.Pruner(both, keepk.weights("*.weight", keep=7))
+    model, _ = loop.prepare(both["one"], both["two"])
+    assert accelerate.prepare(loop, pruner).step(model) is model
+    assert pruner.kept == {"*.weight": 7}

@@ -105,13 +105,13 @@ class Pruning:
             The model to continue with: the same, or a new `DistributedDataParallel` wrapper after a cut.
 
         Raises:
-            KeepkError: Whatever `Pruner.step` raises; nothing has changed.
+            KeepkError: `model` is not that of the Pruner, or whatever `Pruner.step` raises; nothing has changed.
         """
-        replaced = stepped(self.pruner, model, lambda numbers: self._accelerator.log(dict(numbers), step=step))
+        models = self._accelerator._models
+        replaced = stepped(self.pruner, model, lambda numbers: self._accelerator.log(dict(numbers), step=step), models)
         if replaced is None or replaced is model:
             return model
         # accelerate saves and loads the models of this list, and the old wrapper is of no use any more.
-        models = self._accelerator._models
         models[:] = [replaced if it is model else it for it in models]
         found: Model = replaced
         return found

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from keepk.checkpoint.checkpoint import INDEX, load_checkpoint, save_checkpoint
 from keepk.cut.holders import Follower
 from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
+from keepk.model.names import unwrap
 from keepk.plan.names import shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
@@ -279,13 +280,44 @@ def pruner_of(given: object, who: str) -> Pruner:
     return given
 
 
-def stepped(pruner: Pruner, wrapper: Any, log: Callable[[dict[str, float]], None]) -> Any:
-    """Hold an event and log its numbers; returns what replaces a `DistributedDataParallel` wrapper, or None."""
+def stepped(
+    pruner: Pruner, wrapper: Any, log: Callable[[dict[str, float]], None], prepared: Sequence[nn.Module] = ()
+) -> Any:
+    """Hold an event and log its numbers; returns what replaces a `DistributedDataParallel` wrapper, or None.
+
+    Args:
+        pruner: The Pruner.
+        wrapper: The pruned model, in a wrapper or not.
+        log: Logs numbers.
+        prepared: The models that the framework has prepared; `wrapper` may be one of them that is a part of the pruned
+            model, which then is a container of several.
+
+    Raises:
+        KeepkError: The wrapper is that of another model.
+    """
+    model = pruner.model
+    is_part = any(it is wrapper for it in prepared) and any(it is unwrap(wrapper) for it in model.modules())
+    if not is_part and not _contains(wrapper, model):
+        raise KeepkError(
+            f"step: got {'None' if wrapper is None else type(wrapper).__name__}, which is not the model of this Pruner "
+            f"({type(model).__name__}). Pass the prepared model that it prunes."
+        )
     before = pruner.epoch
     replaced = pruner.step(wrapper) if isinstance(wrapper, DistributedDataParallel) else pruner.step()
     if pruner.epoch > before:  # not after the end of the plan
         log(pruner.report().flat())
     return replaced
+
+
+def _contains(wrapper: Any, model: nn.Module) -> bool:
+    """Whether a wrapper, or what was passed as one, has a model inside, or is the model."""
+    if not isinstance(wrapper, nn.Module):
+        return False
+    if any(it is model for it in wrapper.modules()):
+        return True
+    # Some wrappers, such as Accelerate's regional compilation, copy the outermost module and share its parameters.
+    own, theirs = ({id(it) for it in module.parameters()} for module in (model, wrapper))
+    return bool(own) and own <= theirs
 
 
 @contextmanager
