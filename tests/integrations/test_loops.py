@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import keepk
 from keepk.errors import CheckpointError, KeepkError
 from keepk.integrations import accelerate, fabric
+from keepk.integrations.runs import digests
 from killing import in_child, in_two_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -345,3 +346,180 @@ def test_a_checkpoint_of_one_pruner_has_the_form_that_it_always_had(loop, tmp_pa
     again = loop(tmp_path)
     assert again.pruning.pruner.epoch == 1
     assert again.net[0].out_features == EVENTS[0]
+
+
+# Interrupted saves
+
+
+@pytest.fixture
+def breaking(monkeypatch):
+    """Lets save_state fail before it writes any weights."""
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def broken(save):
+        with monkeypatch.context() as patched:
+            patched.setattr("accelerate.accelerator.save_accelerator_state", fail)
+            with pytest.raises(OSError, match="No space"):
+                save()
+
+    return broken
+
+
+def moved(net):
+    with torch.no_grad():
+        net[3].weight.add_((net[3].weight != 0) * 0.5)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("event", [True, False])
+def test_an_interrupted_save_into_an_old_checkpoint_is_not_loaded(event, safe, breaking, tmp_path):
+    loop = WithAccelerate()
+    loop.step()
+    loop.accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    fresh = WithAccelerate()
+    fresh.accelerator.load_state(str(tmp_path))
+    assert fresh.pruning.pruner.epoch == 1
+    loop = WithAccelerate()
+    loop.step()
+    if event:
+        loop.step()
+    moved(loop.net)
+    breaking(lambda: loop.accelerator.save_state(str(tmp_path), safe_serialization=safe))
+    fresh = WithAccelerate()
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    words = rf"{name} has other weights than those that were saved with keepk/\. .* Pass another checkpoint"
+    for load in (fresh.pruning.resume, fresh.accelerator.load_state):
+        with pytest.raises(CheckpointError, match=words):
+            load(str(tmp_path))
+    assert fresh.pruning.pruner.epoch == 0
+    assert fresh.net[0].out_features == 24
+
+
+def test_a_first_save_that_was_interrupted_is_not_loaded(breaking, tmp_path):
+    loop = WithAccelerate()
+    loop.step()
+    breaking(lambda: loop.accelerator.save_state(str(tmp_path)))
+    fresh = WithAccelerate()
+    for load in (fresh.pruning.resume, fresh.accelerator.load_state):
+        with pytest.raises(CheckpointError, match=r"has no weights, .* interrupted\. Pass another checkpoint"):
+            load(str(tmp_path))
+    assert fresh.net[0].out_features == 24
+
+
+def test_a_save_that_was_interrupted_after_the_weights_is_not_loaded(tmp_path, monkeypatch):
+    """The optimizer's state is that of an older save."""
+    loop = WithAccelerate()
+    loop.step()
+    loop.accelerator.save_state(str(tmp_path))
+    monkeypatch.setattr(loop.optimizer, "state_dict", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.accelerator.save_state(str(tmp_path))
+    fresh = WithAccelerate()
+    with pytest.raises(CheckpointError, match=r"has no random_states_0\.pkl, .* interrupted\. Pass another"):
+        fresh.accelerator.load_state(str(tmp_path))
+    assert fresh.net[0].out_features == 24
+
+
+def test_weights_that_hooks_of_the_user_save_are_loaded(tmp_path):
+    """As in the training scripts of diffusers: these hooks take the weights out of Accelerate's list."""
+
+    def save(models, weights, folder):
+        torch.save(weights.pop(), f"{folder}/mine.pth")
+        assert len(models) == 1
+
+    def load(models, folder):
+        models.pop().load_state_dict(torch.load(f"{folder}/mine.pth"))
+
+    one = WithAccelerate()
+    one.accelerator.register_save_state_pre_hook(save)
+    one.accelerator.register_load_state_pre_hook(load)
+    one.step()
+    one.accelerator.save_state(str(tmp_path))
+    assert not (tmp_path / "model.safetensors").exists()
+    two = WithAccelerate()
+    two.accelerator.register_load_state_pre_hook(load)
+    two.accelerator.load_state(str(tmp_path))
+    assert two.net[0].out_features == EVENTS[0]
+    assert torch.equal(one.net[0].weight, two.net[0].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.bool])
+def test_digests_are_those_of_names_and_bits(dtype):
+    one = {"a": torch.ones(3, 4, dtype=dtype), "b": torch.zeros((), dtype=dtype), "c": torch.zeros(0, 2, dtype=dtype)}
+    other = {name: value.clone() for name, value in one.items()}
+    assert digests(one) == digests(other)
+    assert set(digests(one)) == {"a", "b", "c"}
+    assert digests({"a": one["a"].T.contiguous().T}) == digests({"a": one["a"]})
+    other["a"][1, 2] = 0
+    assert digests(one)["a"] != digests(other)["a"]
+    assert digests({"a": one["a"].reshape(4, 3)}) != digests({"a": one["a"]})
+    assert digests({"a": 1}) == {}
+
+
+# Misuse
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"strict": False}])
+@pytest.mark.parametrize("others", [{}, {"more": 3}])
+def test_a_checkpoint_of_fabric_without_pruning_changes_nothing(options, others, tmp_path):
+    loop = WithFabric()
+    state = {"model": loop.model, "epoch": 3}
+    loop.fabric.save(tmp_path / "plain.ckpt", state)
+    fresh = WithFabric()
+    moved(fresh.net)
+    before = [value.clone() for value in fresh.net.parameters()]
+    state = {"model": fresh.model, "epoch": 0, **others}
+    with pytest.raises(CheckpointError, match=r"was not written by the save of keepk\.integrations\.fabric"):
+        fresh.pruning.load(tmp_path / "plain.ckpt", state, **options)
+    assert all(torch.equal(a, b) for a, b in zip(before, fresh.net.parameters(), strict=True))
+    assert state["epoch"] == 0
+
+
+def test_an_item_that_fabric_has_not_saved_is_fabrics_error(tmp_path):
+    loop = WithFabric()
+    loop.pruning.save(tmp_path / "last.ckpt", {"model": loop.model})
+    with pytest.raises(KeyError, match="more"):
+        loop.pruning.load(tmp_path / "last.ckpt", {"model": loop.model, "more": 3})
+    assert loop.pruning.load(tmp_path / "last.ckpt", {"model": loop.model, "more": 3}, strict=False) == {}
+
+
+def test_the_key_of_pruning_in_a_state_of_fabric_is_refused(tmp_path):
+    loop = WithFabric()
+    state = {"model": loop.model, "keepk": "mine"}
+    with pytest.raises(KeepkError, match=r"save: state has a 'keepk', .* Rename it"):
+        loop.pruning.save(tmp_path / "last.ckpt", state)
+    assert not list(tmp_path.iterdir())
+    loop.pruning.save(tmp_path / "last.ckpt", {"model": loop.model})
+    with pytest.raises(KeepkError, match=r"load: state has a 'keepk', .* Rename it"):
+        loop.pruning.load(tmp_path / "last.ckpt", state)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_step_with_another_model_is_refused(kind):
+    two = Two(kind)
+    for other, name in ((two.models[1], "Sequential"), (two.nets[0][0], "Linear"), ("nonsense", "str"), (None, "None")):
+        with pytest.raises(KeepkError, match=rf"step: got .*{name}.*\. Pass the "):
+            two.prunings[0].step(other)
+    assert [it.epoch for it in two.pruners] == [0, 0]
+    two.step([0])
+    two.step([0])
+    with pytest.raises(KeepkError, match="step: got "):  # after the end of the plan too
+        two.prunings[0].step(two.models[1])
+
+
+def test_a_step_with_a_wrapper_of_the_pruned_module_is_accepted():
+    two = Two(accelerate)
+    wrapper = nn.DataParallel(two.nets[0])
+    assert two.prunings[0].step(wrapper) is wrapper
+
+
+def test_a_step_with_a_part_of_the_pruned_module_is_accepted():
+    """A Pruner over two networks, which are prepared one by one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    both = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)})
+    loop, pruner = Accelerator(cpu=True), keepk.Pruner(both, keepk.weights("*.weight", keep=7))
+    model, _ = loop.prepare(both["one"], both["two"])
+    assert accelerate.prepare(loop, pruner).step(model) is model
+    assert pruner.kept == {"*.weight": 7}

@@ -21,11 +21,13 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from keepk.errors import CheckpointError, KeepkError
 from keepk.integrations.runs import (
     cut_before_wrapping,
+    digests,
     has_state,
     load_run_state,
     pruner_of,
@@ -39,6 +41,7 @@ from keepk.run.pruner import Pruner
 
 try:
     from accelerate import Accelerator
+    from accelerate.utils import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, load
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(
         f'keepk.integrations.accelerate: {missing.name} is not installed. Run: pip install "keepk[accelerate]"',
@@ -47,6 +50,7 @@ except ModuleNotFoundError as missing:
 
 Model = TypeVar("Model", bound=nn.Module)
 STATE = "keepk"  # a folder in each checkpoint
+LAST = f"{RNG_STATE_NAME}_0.pkl"  # the file that the main process writes last, except for custom objects
 
 
 def prepare(accelerator: Any, pruner: Pruner) -> "Pruning":
@@ -101,13 +105,13 @@ class Pruning:
             The model to continue with: the same, or a new `DistributedDataParallel` wrapper after a cut.
 
         Raises:
-            KeepkError: Whatever `Pruner.step` raises; nothing has changed.
+            KeepkError: `model` is not that of the Pruner, or whatever `Pruner.step` raises; nothing has changed.
         """
-        replaced = stepped(self.pruner, model, lambda numbers: self._accelerator.log(dict(numbers), step=step))
+        models = self._accelerator._models
+        replaced = stepped(self.pruner, model, lambda numbers: self._accelerator.log(dict(numbers), step=step), models)
         if replaced is None or replaced is model:
             return model
         # accelerate saves and loads the models of this list, and the old wrapper is of no use any more.
-        models = self._accelerator._models
         models[:] = [replaced if it is model else it for it in models]
         found: Model = replaced
         return found
@@ -121,7 +125,7 @@ class Pruning:
             folder: A folder that ``accelerator.save_state`` wrote.
 
         Raises:
-            CheckpointError: The folder has no state of pruning.
+            CheckpointError: The folder has no state of pruning, or weights that do not belong to it.
             StateError: The state comes from another model or plan.
         """
         self._saved.resume(self.pruner, Path(folder))
@@ -148,17 +152,27 @@ class _Saved:
 
     def resume(self, pruner: Pruner, folder: Path) -> None:
         """Cut the model of one Pruner to its size in a checkpoint; others may be prepared later."""
-        states = states_in(self._state_in(folder))
+        saved = self._state_in(folder)
+        states = states_in(saved)
         number = next(number for number, it in enumerate(self._pruners) if it is pruner)
         if number >= len(states):
             self._refuse_other_number(folder, len(states))
+        self._refuse_incomplete(folder, saved)
         self._load([pruner], [states[number]])
 
-    def _write(self, _models: Any, _weights: Any, folder: str) -> None:
-        """The hook of ``save_state``."""
-        if self._accelerator.is_main_process:
-            models = [self._models_of(pruner) for pruner in self._pruners]
-            write_state(Path(folder) / STATE, {**run_state(*self._pruners), "models": models})
+    def _write(self, _models: Any, weights: list[Any], folder: str) -> None:
+        """The hook of ``save_state``, which comes before Accelerate writes the weights."""
+        if not self._accelerator.is_main_process:
+            return
+        models = [self._models_of(pruner) for pruner in self._pruners]
+        state = {**run_state(*self._pruners), "models": models}
+        # If the save is interrupted, weights of an older checkpoint may stay in the folder. The list is shorter if they
+        # are not written by Accelerate itself, but by another hook or by FSDP.
+        if len(weights) == len(self._accelerator._models):
+            state["weights"] = {str(place): digests(weights[place]) for places in models for place in places}
+        write_state(Path(folder) / STATE, state)
+        # So may the state of an optimizer; the missing last file, which is about to be written again, shows that.
+        (Path(folder) / LAST).unlink(missing_ok=True)
 
     def _read(self, _models: Any, folder: str) -> None:
         """The hook of ``load_state``."""
@@ -174,6 +188,7 @@ class _Saved:
                     f"{type(pruner.model).__name__} is now number {_listed(now)}. Prepare the same models and Pruners "
                     f"in the same order as in the run that saved."
                 )
+        self._refuse_incomplete(Path(folder), saved)
         self._load(self._pruners, states)
 
     def _load(self, pruners: list[Pruner], states: list[dict[str, Any]]) -> None:
@@ -197,10 +212,55 @@ class _Saved:
             f"run that saved."
         )
 
+    def _refuse_incomplete(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Refuse a checkpoint that was not written completely, or has weights that do not belong to its state."""
+        if "models" not in saved:  # by an older version
+            return
+        for place, expected in saved.get("weights", {}).items():
+            file = _weights_file(folder, int(place))
+            if file is None:
+                # Another hook may have taken these weights after this one, and will load them.
+                if len(self._accelerator._load_model_state_pre_hook) > 1:
+                    continue
+                raise CheckpointError(
+                    f"{folder}: has no weights, because writing it was interrupted. Pass another checkpoint."
+                )
+            found = _digests_in(file)
+            # Tensors that share memory with others are not in a safetensors file.
+            if bool(found) != bool(expected) or any(expected.get(name) != digest for name, digest in found.items()):
+                raise CheckpointError(
+                    f"{folder}: {file.name} has other weights than those that were saved with {STATE}/. Writing the "
+                    f"checkpoint was interrupted. Pass another checkpoint."
+                )
+        if not (folder / LAST).is_file():
+            raise CheckpointError(
+                f"{folder}: has no {LAST}, because writing it was interrupted. Pass another checkpoint."
+            )
+
     def _models_of(self, pruner: Pruner) -> list[int]:
         """The places of the Accelerator's models that a Pruner prunes, or prunes a part of."""
         own = set(pruner.model.modules())
         return [place for place, model in enumerate(self._accelerator._models) if not own.isdisjoint(model.modules())]
+
+
+def _weights_file(folder: Path, place: int) -> Path | None:
+    """The file from which Accelerate loads the weights of its model number `place`; None if there is none."""
+    ending = f"_{place}" if place else ""
+    files = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors", folder / f"{MODEL_NAME}{ending}.bin"
+    return next((it for it in files if it.is_file()), None)
+
+
+def _digests_in(file: Path) -> dict[str, str]:
+    found = dict[str, str]()
+    try:
+        if file.suffix == ".bin":
+            return digests(load(file, map_location="cpu"))
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is not a dict, and cannot be iterated
+                found |= digests({name: tensors.get_tensor(name)})
+    except (SafetensorError, RuntimeError, OSError, EOFError) as error:
+        raise CheckpointError(f"{file}: cannot be read ({error}). Pass another checkpoint.") from error
+    return found
 
 
 def _listed(places: list[int]) -> str:

@@ -83,7 +83,7 @@ class Pruning:
             step: The number of the training step, for the loggers.
 
         Raises:
-            KeepkError: Whatever `Pruner.step` raises; nothing has changed.
+            KeepkError: `model` is not that of the Pruner, or whatever `Pruner.step` raises; nothing has changed.
         """
         inner = getattr(model, "_forward_module", None)
         if inner is None:
@@ -97,8 +97,12 @@ class Pruning:
 
         Args:
             path: As for ``fabric.save``.
-            state: As for ``fabric.save``: modules, optimizers and plain values.
+            state: As for ``fabric.save``: modules, optimizers and plain values. The key "keepk" is taken.
+
+        Raises:
+            KeepkError: `state` has this key.
         """
+        _refuse_own_key(state, "save")
         numbered = self._pruners_of(state)
         saved = {**run_state(*numbered.values()), "numbers": list(numbered)}
         self._fabric.save(path, {**state, KEY: saved})
@@ -117,14 +121,20 @@ class Pruning:
         Raises:
             CheckpointError: The checkpoint has no state of pruning.
             StateError: The state comes from another model or plan.
-            KeepkError: The model is in a `DistributedDataParallel` wrapper already; see `resume`.
+            KeepkError: The model is in a `DistributedDataParallel` wrapper already (see `resume`), or `state` has the
+                key "keepk".
         """
+        _refuse_own_key(state, "load")
+        if not options.get("strict", True):  # Fabric would load the weights of a checkpoint without pruning
+            self._state_in(path, options)
         # Fabric restores the items in their order, and this one cuts the model.
         part = _Part(path, self._pruners_of(state))
         given = {KEY: part, **state}
-        remainder: dict[str, Any] = self._fabric.load(path, given, **options)
-        if not part.loaded:
-            raise CheckpointError(f"{path}: was not written by the save of keepk.integrations.fabric.")
+        try:
+            remainder: dict[str, Any] = self._fabric.load(path, given, **options)
+        except KeyError:
+            self._state_in(path, options)
+            raise
         state.update({key: given[key] for key in state})
         return remainder
 
@@ -140,15 +150,24 @@ class Pruning:
             CheckpointError: The checkpoint has no state of pruning.
             StateError: The state comes from another model or plan.
         """
-        found = self._fabric.load(path)
-        if KEY not in found:
-            raise CheckpointError(f"{path}: was not written by the save of keepk.integrations.fabric.")
-        states = states_in(found[KEY])
+        found = self._state_in(path, {})
+        states = states_in(found)
         own = self._number
-        numbers = found[KEY].get("numbers", [own]) if len(states) > 1 else [own]
+        numbers = found.get("numbers", [own]) if len(states) > 1 else [own]
         if own not in numbers:
             raise _other_pruners(path, numbers, [own])
         load_run_state([self.pruner], [states[numbers.index(own)]])
+
+    def _state_in(self, path: str | Path, options: dict[str, Any]) -> dict[str, Any]:
+        """The state of pruning in a checkpoint, of which nothing is restored."""
+        found = self._fabric.load(path, **{key: value for key, value in options.items() if key != "strict"})
+        if KEY not in found:
+            raise CheckpointError(
+                f"{path}: has no state of pruning, so it was not written by the save of keepk.integrations.fabric. "
+                f"Pass another checkpoint."
+            )
+        state: dict[str, Any] = found[KEY]
+        return state
 
     @property
     def _number(self) -> int:
@@ -163,11 +182,16 @@ class Pruning:
         }
 
 
+def _refuse_own_key(state: dict[str, Any], who: str) -> None:
+    if KEY in state:
+        raise KeepkError(f"{who}: state has a {KEY!r}, under which the state of pruning is saved. Rename it.")
+
+
 class _Part:
     """The states of Pruners as an object of a checkpoint."""
 
     def __init__(self, path: str | Path, pruners: dict[int, Pruner]) -> None:
-        self._path, self._pruners, self.loaded = path, pruners, False
+        self._path, self._pruners = path, pruners
 
     def state_dict(self) -> dict[str, Any]:
         return run_state(*self._pruners.values())
@@ -180,7 +204,6 @@ class _Part:
             raise _other_pruners(self._path, numbers, own)
         with cut_before_wrapping("Call pruning.resume(path) before fabric.setup, then pruning.load."):
             load_run_state(list(self._pruners.values()), states)
-        self.loaded = True
 
 
 def _other_pruners(path: str | Path, saved: list[int], own: list[int]) -> CheckpointError:

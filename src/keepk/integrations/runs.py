@@ -7,15 +7,18 @@ optimizer, which frameworks build later, is attached when training begins.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from keepk.checkpoint.checkpoint import INDEX, load_checkpoint, save_checkpoint
 from keepk.cut.holders import Follower
 from keepk.errors import KeepkError, PlanError, ShrinkError, StateError
+from keepk.model.names import unwrap
 from keepk.plan.names import shown
 from keepk.plan.spaces import Space
 from keepk.run.pruner import Pruner
@@ -254,6 +257,19 @@ def has_state(folder: Path) -> bool:
     return (folder / INDEX).is_file()
 
 
+def digests(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """By name of a tensor, a digest of its dtype, shape and bits; anything else in the mapping is left out."""
+    found = dict[str, str]()
+    for name, value in tensors.items():
+        if type(value) in {Tensor, nn.Parameter} and not value.is_meta:
+            # On the host one at a time, in the order of a contiguous tensor. A bfloat16 has no numpy dtype, bytes have.
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            digest = sha256(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(flat.view(torch.uint8).numpy())
+            found[name] = digest.hexdigest()
+    return found
+
+
 # In the user's own loop -----------------------------------------------------------------------------------------------
 
 
@@ -264,13 +280,44 @@ def pruner_of(given: object, who: str) -> Pruner:
     return given
 
 
-def stepped(pruner: Pruner, wrapper: Any, log: Callable[[dict[str, float]], None]) -> Any:
-    """Hold an event and log its numbers; returns what replaces a `DistributedDataParallel` wrapper, or None."""
+def stepped(
+    pruner: Pruner, wrapper: Any, log: Callable[[dict[str, float]], None], prepared: Sequence[nn.Module] = ()
+) -> Any:
+    """Hold an event and log its numbers; returns what replaces a `DistributedDataParallel` wrapper, or None.
+
+    Args:
+        pruner: The Pruner.
+        wrapper: The pruned model, in a wrapper or not.
+        log: Logs numbers.
+        prepared: The models that the framework has prepared; `wrapper` may be one of them that is a part of the pruned
+            model, which then is a container of several.
+
+    Raises:
+        KeepkError: The wrapper is that of another model.
+    """
+    model = pruner.model
+    is_part = any(it is wrapper for it in prepared) and any(it is unwrap(wrapper) for it in model.modules())
+    if not is_part and not _contains(wrapper, model):
+        raise KeepkError(
+            f"step: got {'None' if wrapper is None else type(wrapper).__name__}, which is not the model of this Pruner "
+            f"({type(model).__name__}). Pass the prepared model that it prunes."
+        )
     before = pruner.epoch
     replaced = pruner.step(wrapper) if isinstance(wrapper, DistributedDataParallel) else pruner.step()
     if pruner.epoch > before:  # not after the end of the plan
         log(pruner.report().flat())
     return replaced
+
+
+def _contains(wrapper: Any, model: nn.Module) -> bool:
+    """Whether a wrapper, or what was passed as one, has a model inside, or is the model."""
+    if not isinstance(wrapper, nn.Module):
+        return False
+    if any(it is model for it in wrapper.modules()):
+        return True
+    # Some wrappers, such as Accelerate's regional compilation, copy the outermost module and share its parameters.
+    own, theirs = ({id(it) for it in module.parameters()} for module in (model, wrapper))
+    return bool(own) and own <= theirs
 
 
 @contextmanager
