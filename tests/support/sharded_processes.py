@@ -768,6 +768,69 @@ def followers_are_cut_under_all_names():
     assert all(it.shape == other.state_dict()[name].shape for name, it in average.items())
 
 
+class Outer(nn.Module):
+    """A model with the network to be pruned in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.rest = nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 2))
+
+    def forward(self, x):
+        return self.rest(self.net(x))
+
+
+def a_part_of_a_sharded_model():
+    """Channels need the module that is sharded, and the error says which; weights do not."""
+    root: Any = fully_shard
+    model, twin = root(Outer()), Outer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    example = torch.zeros(2, 7)
+    space = keepk.channels("*", keep=8)
+    words = (
+        r"parameter '0.weight' by fully_shard of the Outer around this Sequential, .* Pass the Outer to the Pruner, "
+        r"with an example for it and spaces of 'net\.\*'; or call fully_shard on the Sequential too"
+    )
+    for _ in range(2):
+        with pytest.raises(SpaceError, match=words):
+            keepk.Pruner(model.net, space, optimizer, example=example)
+        with torch.no_grad():
+            model(example)  # leaves the parameters of the outermost module gathered
+    inner: Any = nn.Module()  # two modules around it: the inner one is named
+    inner.model = root(Outer())
+    root(inner)
+    with pytest.raises(SpaceError, match=words):
+        keepk.Pruner(inner.model.net, space, example=example)
+    # Both remedies.
+    oracle = keepk.Pruner(twin.net, space, example=example)
+    oracle.step()
+    other = Outer()
+    root(other.net)
+    optimizers = optimizer, torch.optim.AdamW(root(other).parameters())
+    for outer, pruned, names, each in zip(
+        (model, other), (model, other.net), ("net.[02]", "[02]"), optimizers, strict=True
+    ):
+        with keepk.Pruner(pruned, keepk.channels(names, keep=8), each, example=example) as pruner:
+            pruner.step(pruned, wrap=root)
+        for it, expected in zip(outer.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(whole(it), expected)
+        train(outer, each, 0)
+    # Weights, right after a forward pass.
+    model, twin = root(Outer()), Outer()
+    with torch.no_grad():
+        model(example)
+    pruner = keepk.Pruner(model.net, keepk.weights("*", keep=30, schedule=[60, 30]))
+    oracle = keepk.Pruner(twin.net, keepk.weights("*", keep=30, schedule=[60, 30]))
+    for _ in range(2):
+        pruner.step()
+        oracle.step()
+        assert_same_masks(pruner, oracle)
+        with torch.no_grad():
+            model(example)
+
+
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
@@ -1257,6 +1320,7 @@ def main():
         plain_parameters_are_cut_beside_sharded_ones()
         wrap_has_to_shard_the_same_parameters()
         followers_are_cut_under_all_names()
+        a_part_of_a_sharded_model()
         a_failure_while_saving_reaches_every_process()
         a_failure_while_loading_reaches_every_process()
         a_failure_while_a_state_is_loaded_reaches_every_process()
