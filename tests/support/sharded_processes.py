@@ -942,6 +942,11 @@ def fail_to_write(run, folder):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def full_disk_above_shards(folder, _):
+    if not folder.name.startswith("rank-"):
+        raise OSError("no space left")
+
+
 def out_of_memory(*_):
     raise MemoryError("none left")
 
@@ -992,6 +997,15 @@ def files_in(folder):
     return found
 
 
+@contextmanager
+def revived(pruner, model, mine):
+    """Pruned weights of this process are not zero, if `mine`."""
+    with torch.no_grad():
+        model[0].weight.to_local().fill_(1.0 if mine else 0.0)
+    yield
+    pruner.apply_masks()
+
+
 def a_failure_while_saving_reaches_every_process():
     """The old checkpoint stays, and training goes on with the same collectives."""
     folder = Path(sys.argv[1]).parent / "saving"
@@ -1014,16 +1028,8 @@ def a_failure_while_saving_reaches_every_process():
         average.fails = ""
         with failing_in(rank, "extra"):
             keepk.save_checkpoint(folder, **run, extra=object() if mine else 1)
-        with failing_in(rank, "pruned weights are no longer zero"):
-            shard_of = small[0].weight.to_local()
-            if mine:
-                values = shard_of.detach().clone()
-                with torch.no_grad():
-                    shard_of.fill_(1.0)
+        with revived(weights, small, mine), failing_in(rank, "pruned weights are no longer zero"):
             keepk.save_checkpoint(folder, pruner=weights)
-        if mine:
-            with torch.no_grad():
-                shard_of.copy_(values)
         with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
             if mine:
                 patch.setattr("keepk.checkpoint.checkpoint.write_folder", out_of_memory)
@@ -1031,12 +1037,18 @@ def a_failure_while_saving_reaches_every_process():
         if rank == 0:  # which writes the index
             with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
                 if mine:
-                    patch.setattr("keepk.checkpoint.checkpoint.replace_index", out_of_memory)
+                    patch.setattr("keepk.storage.files.os.replace", out_of_memory)
                 keepk.save_checkpoint(folder, **run)
         assert files_in(folder) == before
         assert len([*folder.glob("shards-*")]) == 1
     go_on(run, shard, [1])
-    keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 1})
+    # After the commit, the new checkpoint is there, and all processes say so.
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr("keepk.checkpoint.checkpoint.delete_others", full_disk_above_shards)
+        with pytest.raises(KeepkError, match="new checkpoint is there, but may not"):
+            keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 1})
+    together()
     again = run_of(shard(net(seed=1)))
     assert keepk.load_checkpoint(folder, **again, ema=Average(), wrap=shard) == {"step": 1}
     assert_same_tensors(plain_state(again), plain_state(run))

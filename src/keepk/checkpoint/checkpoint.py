@@ -21,8 +21,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,12 @@ from keepk.checkpoint.sharded import (
 from keepk.errors import CheckpointError, KeepkError
 from keepk.model.edits import Undo
 from keepk.model.sharded import exchange_device, is_sharded, shards_of
+from keepk.run.channels import nothing
 from keepk.run.distributed import Exchange
 from keepk.storage.codec import decode, encode
 from keepk.storage.files import (
     Trusted,
+    alone,
     deleted_on_failure,
     place,
     replace_index,
@@ -256,36 +258,50 @@ def _write_shards(folder: Path, document: dict[str, Any], tensors: dict[str, Ten
     """Write the parts of all processes, then the index that names them."""
     rank, world = rank_and_world()
     shards = shards_folder(folder, exchange.total("token of a checkpoint", new_token))
+    before = list[Path | None]()
 
     def write() -> None:
         write_folder(part_folder(shards, rank), document, tensors)
 
     def commit() -> None:
-        if rank != 0:
-            return
-        with writing(folder, {}, CheckpointError) as locked:
-            before = _named_in_index(folder)
+        # Only process 0 deletes files from here on: another one may be waiting in vain when process 0 commits.
+        with _forgotten_unless_named(folder, shards, shards), writing(folder, {}, CheckpointError):
+            before.append(_named_in_index(folder))
             named = {"folder": shards.name, "parts": written_digests(shards, INDEX)}
-            index = {
-                **CHECKPOINT.head(SHARDED),
-                "torch": document["torch"],
-                "parts": document["parts"],
-                "shards": named,
-            }
+            index = CHECKPOINT.head(SHARDED) | {key: document[key] for key in ("torch", "parts")} | {"shards": named}
             text = json.dumps({**index, "sha256": _digest(index)}, allow_nan=False)
             draft = folder / f"checkpoint-{secrets.token_hex(16)}.json.tmp"
-            replace_index(draft, folder / INDEX, text, lambda: before)
-            sync_folder(folder)
-            sweep(folder, _OURS, keep=None, locked=locked, done={before})
-            delete_others(folder, shards)
+            with deleted_on_failure([draft], lambda: None):
+                replace_index(draft, folder / INDEX, text, lambda: None)
 
-    try:
+    def settle() -> None:
+        try:
+            sync_folder(folder)
+            with alone(folder) as locked:
+                sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={*before})
+            delete_others(folder, shards)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: the new checkpoint is there, but may not survive a power cut ({error}). Check the disk."
+            ) from error
+
+    with _forgotten_unless_named(folder, shards, part_folder(shards, rank)):
         exchange.together(f"parts of {world} processes", write)
-        exchange.together("index of a checkpoint", commit)
+    exchange.together("index of a checkpoint", commit if rank == 0 else nothing)
+    left = "The new checkpoint is there, but may not survive a power cut."
+    after = Exchange(exchange.device, f"make {folder} durable", left, call="save_checkpoint")
+    after.together("new checkpoint", settle if rank == 0 else nothing)
+
+
+@contextmanager
+def _forgotten_unless_named(folder: Path, shards: Path, written: Path) -> Iterator[None]:
+    """If the block fails, delete what was written, unless the index names these shards by then."""
+    try:
+        yield
     except BaseException:
         named = CHECKPOINT.unverified(folder, "shards")
         if not isinstance(named, dict) or named.get("folder") != shards.name:
-            shutil.rmtree(part_folder(shards, rank), ignore_errors=True)
+            shutil.rmtree(written, ignore_errors=True)
             with suppress(OSError):
                 shards.rmdir()
         raise
