@@ -974,6 +974,13 @@ def together():
     assert int(ones) == dist.get_world_size()
 
 
+class AnyState:
+    """A user's object of which only its state says that it is sharded."""
+
+    def __init__(self, model):
+        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
+
+
 class Average:
     """A user's object with a state, which can be made to fail."""
 
@@ -1026,8 +1033,9 @@ def a_failure_while_saving_reaches_every_process():
             average.fails = "state_dict" if mine else ""
             keepk.save_checkpoint(folder, ema=average, **run)
         average.fails = ""
-        with failing_in(rank, "extra"):
-            keepk.save_checkpoint(folder, **run, extra=object() if mine else 1)
+        for given in (run, {"ema": small}, {"ema": AnyState(small)}):
+            with failing_in(rank, "extra"):
+                keepk.save_checkpoint(folder, **given, extra=object() if mine else 1)
         with revived(weights, small, mine), failing_in(rank, "pruned weights are no longer zero"):
             keepk.save_checkpoint(folder, pruner=weights)
         with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):

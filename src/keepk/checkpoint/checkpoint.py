@@ -21,7 +21,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -219,22 +219,42 @@ def save_checkpoint(
     """
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     given |= {"scaler": scaler, "ema": ema, "generator": generator}
-    state, shards = list[tuple[Path, dict[str, Any], dict[str, Tensor]]](), _known_shards(given)
+    shards, captured = _known_shards(given), dict[str, list[Any]]()
+    written = list[tuple[Path, dict[str, Any], dict[str, Tensor]]]()
 
     def capture() -> None:
-        folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
-        parts = _parts(given)
-        captured = {name: [part.capture() for part in several] for name, several in parts.items()}
-        shards.extend(sharded_leaves(captured))
-        tree, tensors = encode({**with_blocks(captured), "rng": rng_state(), "extra": extra}, name="")
-        state.append((folder, {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}, tensors))
+        for name, several in _parts(given).items():
+            captured[name] = [part.capture() for part in several]
 
-    _exchange_to_save(path, shards).together("state of a checkpoint", capture)
-    [(folder, document, tensors)] = state
+    def prepare() -> None:
+        folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
+        refuse_failed()
+        tree, tensors = encode({**with_blocks(captured), "rng": rng_state(), "extra": extra}, name="")
+        written.append((folder, {"torch": str(torch.__version__), "parts": list(captured), "tree": tree}, tensors))
+
+    refuse_failed = _attempted(capture)
+    shards += sharded_leaves(captured)
+    exchange = _exchange_to_save(path, shards)
+    exchange.together("state of a checkpoint", prepare)
+    [(folder, document, tensors)] = written
     if shards:
-        _write_shards(folder, document, tensors, _exchange_to_save(path, shards))
+        _write_shards(folder, document, tensors, exchange)
     else:
         write_folder(folder, document, tensors)
+
+
+def _attempted(act: Callable[[], object]) -> Callable[[], None]:
+    """Do something now, and return a function that raises its error, if any, once all processes can learn of it."""
+    try:
+        act()
+    except Exception as error:
+        failure = error
+
+        def fail() -> None:
+            raise failure
+
+        return fail
+    return nothing
 
 
 def _exchange_to_save(path: object, shards: Sequence[Tensor]) -> Exchange:
@@ -361,19 +381,23 @@ def load_checkpoint(
     """
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     given |= {"scaler": scaler, "ema": ema, "generator": generator}
-    asked, shards = list[tuple[Path, dict[str, list[Part]]]](), _known_shards(given)
+    shards, parts = _known_shards(given), dict[str, list[Part]]()
 
     def find() -> None:
-        folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
-        parts = _parts(given)
-        targets = [targets_of(name, several) for name, several in parts.items()]
-        shards.extend(it for found in targets for it in found.values() if is_sharded(it))
-        asked.append((folder, parts))
+        parts.update(_parts(given))
+        for name, several in parts.items():
+            shards.extend(it for it in targets_of(name, several).values() if is_sharded(it))
 
-    # Without sharded tensors a process reads by itself.
-    _exchange_to_load(path, shards).together("objects to restore", find)
-    [(folder, parts)] = asked
-    exchange = _exchange_to_load(path, shards)
+    refuse_failed = _attempted(find)
+    exchange = _exchange_to_load(path, shards)  # without sharded tensors, a process reads by itself
+    places = list[Path]()
+
+    def begin() -> None:
+        places.append(place(path, "load_checkpoint", _ORDER, CheckpointError))
+        refuse_failed()
+
+    exchange.together("objects to restore", begin)
+    [folder] = places
     if not shards and CHECKPOINT.document(folder)["version"] != SHARDED:
         return _load_whole(folder, parts, exchange)
     extra = list[Any]()
