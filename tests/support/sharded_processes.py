@@ -768,6 +768,69 @@ def followers_are_cut_under_all_names():
     assert all(it.shape == other.state_dict()[name].shape for name, it in average.items())
 
 
+class Outer(nn.Module):
+    """A model with the network to be pruned in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.rest = nn.Sequential(nn.Linear(1, 5), nn.Linear(5, 2))
+
+    def forward(self, x):
+        return self.rest(self.net(x))
+
+
+def a_part_of_a_sharded_model():
+    """Channels need the module that is sharded, and the error says which; weights do not."""
+    root: Any = fully_shard
+    model, twin = root(Outer()), Outer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    example = torch.zeros(2, 7)
+    space = keepk.channels("*", keep=8)
+    words = (
+        r"parameter '0.weight' by fully_shard of the Outer around this Sequential, .* Pass the Outer to the Pruner, "
+        r"with an example for it and spaces of 'net\.\*'; or call fully_shard on the Sequential too"
+    )
+    for _ in range(2):
+        with pytest.raises(SpaceError, match=words):
+            keepk.Pruner(model.net, space, optimizer, example=example)
+        with torch.no_grad():
+            model(example)  # leaves the parameters of the outermost module gathered
+    inner: Any = nn.Module()  # two modules around it: the inner one is named
+    inner.model = root(Outer())
+    root(inner)
+    with pytest.raises(SpaceError, match=words):
+        keepk.Pruner(inner.model.net, space, example=example)
+    # Both remedies.
+    oracle = keepk.Pruner(twin.net, space, example=example)
+    oracle.step()
+    other = Outer()
+    root(other.net)
+    optimizers = optimizer, torch.optim.AdamW(root(other).parameters())
+    for outer, pruned, names, each in zip(
+        (model, other), (model, other.net), ("net.[02]", "[02]"), optimizers, strict=True
+    ):
+        with keepk.Pruner(pruned, keepk.channels(names, keep=8), each, example=example) as pruner:
+            pruner.step(pruned, wrap=root)
+        for it, expected in zip(outer.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(whole(it), expected)
+        train(outer, each, 0)
+    # Weights, right after a forward pass.
+    model, twin = root(Outer()), Outer()
+    with torch.no_grad():
+        model(example)
+    pruner = keepk.Pruner(model.net, keepk.weights("*", keep=30, schedule=[60, 30]))
+    oracle = keepk.Pruner(twin.net, keepk.weights("*", keep=30, schedule=[60, 30]))
+    for _ in range(2):
+        pruner.step()
+        oracle.step()
+        assert_same_masks(pruner, oracle)
+        with torch.no_grad():
+            model(example)
+
+
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
@@ -879,6 +942,11 @@ def fail_to_write(run, folder):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def full_disk_above_shards(folder, _):
+    if not folder.name.startswith("rank-"):
+        raise OSError("no space left")
+
+
 def out_of_memory(*_):
     raise MemoryError("none left")
 
@@ -906,6 +974,13 @@ def together():
     assert int(ones) == dist.get_world_size()
 
 
+class AnyState:
+    """A user's object of which only its state says that it is sharded."""
+
+    def __init__(self, model):
+        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
+
+
 class Average:
     """A user's object with a state, which can be made to fail."""
 
@@ -929,6 +1004,15 @@ def files_in(folder):
     return found
 
 
+@contextmanager
+def revived(pruner, model, mine):
+    """Pruned weights of this process are not zero, if `mine`."""
+    with torch.no_grad():
+        model[0].weight.to_local().fill_(1.0 if mine else 0.0)
+    yield
+    pruner.apply_masks()
+
+
 def a_failure_while_saving_reaches_every_process():
     """The old checkpoint stays, and training goes on with the same collectives."""
     folder = Path(sys.argv[1]).parent / "saving"
@@ -949,18 +1033,11 @@ def a_failure_while_saving_reaches_every_process():
             average.fails = "state_dict" if mine else ""
             keepk.save_checkpoint(folder, ema=average, **run)
         average.fails = ""
-        with failing_in(rank, "extra"):
-            keepk.save_checkpoint(folder, **run, extra=object() if mine else 1)
-        with failing_in(rank, "pruned weights are no longer zero"):
-            shard_of = small[0].weight.to_local()
-            if mine:
-                values = shard_of.detach().clone()
-                with torch.no_grad():
-                    shard_of.fill_(1.0)
+        for given in (run, {"ema": small}, {"ema": AnyState(small)}):
+            with failing_in(rank, "extra"):
+                keepk.save_checkpoint(folder, **given, extra=object() if mine else 1)
+        with revived(weights, small, mine), failing_in(rank, "pruned weights are no longer zero"):
             keepk.save_checkpoint(folder, pruner=weights)
-        if mine:
-            with torch.no_grad():
-                shard_of.copy_(values)
         with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
             if mine:
                 patch.setattr("keepk.checkpoint.checkpoint.write_folder", out_of_memory)
@@ -968,12 +1045,18 @@ def a_failure_while_saving_reaches_every_process():
         if rank == 0:  # which writes the index
             with pytest.MonkeyPatch.context() as patch, failing_in(rank, "none left"):
                 if mine:
-                    patch.setattr("keepk.checkpoint.checkpoint.replace_index", out_of_memory)
+                    patch.setattr("keepk.storage.files.os.replace", out_of_memory)
                 keepk.save_checkpoint(folder, **run)
         assert files_in(folder) == before
         assert len([*folder.glob("shards-*")]) == 1
     go_on(run, shard, [1])
-    keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 1})
+    # After the commit, the new checkpoint is there, and all processes say so.
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr("keepk.checkpoint.checkpoint.delete_others", full_disk_above_shards)
+        with pytest.raises(KeepkError, match="new checkpoint is there, but may not"):
+            keepk.save_checkpoint(folder, **run, ema=average, extra={"step": 1})
+    together()
     again = run_of(shard(net(seed=1)))
     assert keepk.load_checkpoint(folder, **again, ema=Average(), wrap=shard) == {"step": 1}
     assert_same_tensors(plain_state(again), plain_state(run))
@@ -1257,6 +1340,7 @@ def main():
         plain_parameters_are_cut_beside_sharded_ones()
         wrap_has_to_shard_the_same_parameters()
         followers_are_cut_under_all_names()
+        a_part_of_a_sharded_model()
         a_failure_while_saving_reaches_every_process()
         a_failure_while_loading_reaches_every_process()
         a_failure_while_a_state_is_loaded_reaches_every_process()

@@ -21,8 +21,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,12 @@ from keepk.checkpoint.sharded import (
 from keepk.errors import CheckpointError, KeepkError
 from keepk.model.edits import Undo
 from keepk.model.sharded import exchange_device, is_sharded, shards_of
+from keepk.run.channels import nothing
 from keepk.run.distributed import Exchange
 from keepk.storage.codec import decode, encode
 from keepk.storage.files import (
     Trusted,
+    alone,
     deleted_on_failure,
     place,
     replace_index,
@@ -217,22 +219,42 @@ def save_checkpoint(
     """
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     given |= {"scaler": scaler, "ema": ema, "generator": generator}
-    state, shards = list[tuple[Path, dict[str, Any], dict[str, Tensor]]](), _known_shards(given)
+    shards, captured = _known_shards(given), dict[str, list[Any]]()
+    written = list[tuple[Path, dict[str, Any], dict[str, Tensor]]]()
 
     def capture() -> None:
-        folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
-        parts = _parts(given)
-        captured = {name: [part.capture() for part in several] for name, several in parts.items()}
-        shards.extend(sharded_leaves(captured))
-        tree, tensors = encode({**with_blocks(captured), "rng": rng_state(), "extra": extra}, name="")
-        state.append((folder, {"torch": str(torch.__version__), "parts": list(parts), "tree": tree}, tensors))
+        for name, several in _parts(given).items():
+            captured[name] = [part.capture() for part in several]
 
-    _exchange_to_save(path, shards).together("state of a checkpoint", capture)
-    [(folder, document, tensors)] = state
+    def prepare() -> None:
+        folder = place(path, "save_checkpoint", _ORDER, CheckpointError)
+        refuse_failed()
+        tree, tensors = encode({**with_blocks(captured), "rng": rng_state(), "extra": extra}, name="")
+        written.append((folder, {"torch": str(torch.__version__), "parts": list(captured), "tree": tree}, tensors))
+
+    refuse_failed = _attempted(capture)
+    shards += sharded_leaves(captured)
+    exchange = _exchange_to_save(path, shards)
+    exchange.together("state of a checkpoint", prepare)
+    [(folder, document, tensors)] = written
     if shards:
-        _write_shards(folder, document, tensors, _exchange_to_save(path, shards))
+        _write_shards(folder, document, tensors, exchange)
     else:
         write_folder(folder, document, tensors)
+
+
+def _attempted(act: Callable[[], object]) -> Callable[[], None]:
+    """Do something now, and return a function that raises its error, if any, once all processes can learn of it."""
+    try:
+        act()
+    except Exception as error:
+        failure = error
+
+        def fail() -> None:
+            raise failure
+
+        return fail
+    return nothing
 
 
 def _exchange_to_save(path: object, shards: Sequence[Tensor]) -> Exchange:
@@ -256,36 +278,50 @@ def _write_shards(folder: Path, document: dict[str, Any], tensors: dict[str, Ten
     """Write the parts of all processes, then the index that names them."""
     rank, world = rank_and_world()
     shards = shards_folder(folder, exchange.total("token of a checkpoint", new_token))
+    before = list[Path | None]()
 
     def write() -> None:
         write_folder(part_folder(shards, rank), document, tensors)
 
     def commit() -> None:
-        if rank != 0:
-            return
-        with writing(folder, {}, CheckpointError) as locked:
-            before = _named_in_index(folder)
+        # Only process 0 deletes files from here on: another one may be waiting in vain when process 0 commits.
+        with _forgotten_unless_named(folder, shards, shards), writing(folder, {}, CheckpointError):
+            before.append(_named_in_index(folder))
             named = {"folder": shards.name, "parts": written_digests(shards, INDEX)}
-            index = {
-                **CHECKPOINT.head(SHARDED),
-                "torch": document["torch"],
-                "parts": document["parts"],
-                "shards": named,
-            }
+            index = CHECKPOINT.head(SHARDED) | {key: document[key] for key in ("torch", "parts")} | {"shards": named}
             text = json.dumps({**index, "sha256": _digest(index)}, allow_nan=False)
             draft = folder / f"checkpoint-{secrets.token_hex(16)}.json.tmp"
-            replace_index(draft, folder / INDEX, text, lambda: before)
-            sync_folder(folder)
-            sweep(folder, _OURS, keep=None, locked=locked, done={before})
-            delete_others(folder, shards)
+            with deleted_on_failure([draft], lambda: None):
+                replace_index(draft, folder / INDEX, text, lambda: None)
 
-    try:
+    def settle() -> None:
+        try:
+            sync_folder(folder)
+            with alone(folder) as locked:
+                sweep(folder, _OURS, keep=_named_in_index(folder), locked=locked, done={*before})
+            delete_others(folder, shards)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder}: the new checkpoint is there, but may not survive a power cut ({error}). Check the disk."
+            ) from error
+
+    with _forgotten_unless_named(folder, shards, part_folder(shards, rank)):
         exchange.together(f"parts of {world} processes", write)
-        exchange.together("index of a checkpoint", commit)
+    exchange.together("index of a checkpoint", commit if rank == 0 else nothing)
+    left = "The new checkpoint is there, but may not survive a power cut."
+    after = Exchange(exchange.device, f"make {folder} durable", left, call="save_checkpoint")
+    after.together("new checkpoint", settle if rank == 0 else nothing)
+
+
+@contextmanager
+def _forgotten_unless_named(folder: Path, shards: Path, written: Path) -> Iterator[None]:
+    """If the block fails, delete what was written, unless the index names these shards by then."""
+    try:
+        yield
     except BaseException:
         named = CHECKPOINT.unverified(folder, "shards")
         if not isinstance(named, dict) or named.get("folder") != shards.name:
-            shutil.rmtree(part_folder(shards, rank), ignore_errors=True)
+            shutil.rmtree(written, ignore_errors=True)
             with suppress(OSError):
                 shards.rmdir()
         raise
@@ -345,19 +381,23 @@ def load_checkpoint(
     """
     given = {"model": model, "pruner": pruner, "optimizer": optimizer, "scheduler": scheduler}
     given |= {"scaler": scaler, "ema": ema, "generator": generator}
-    asked, shards = list[tuple[Path, dict[str, list[Part]]]](), _known_shards(given)
+    shards, parts = _known_shards(given), dict[str, list[Part]]()
 
     def find() -> None:
-        folder = place(path, "load_checkpoint", _ORDER, CheckpointError)
-        parts = _parts(given)
-        targets = [targets_of(name, several) for name, several in parts.items()]
-        shards.extend(it for found in targets for it in found.values() if is_sharded(it))
-        asked.append((folder, parts))
+        parts.update(_parts(given))
+        for name, several in parts.items():
+            shards.extend(it for it in targets_of(name, several).values() if is_sharded(it))
 
-    # Without sharded tensors a process reads by itself.
-    _exchange_to_load(path, shards).together("objects to restore", find)
-    [(folder, parts)] = asked
-    exchange = _exchange_to_load(path, shards)
+    refuse_failed = _attempted(find)
+    exchange = _exchange_to_load(path, shards)  # without sharded tensors, a process reads by itself
+    places = list[Path]()
+
+    def begin() -> None:
+        places.append(place(path, "load_checkpoint", _ORDER, CheckpointError))
+        refuse_failed()
+
+    exchange.together("objects to restore", begin)
+    [folder] = places
     if not shards and CHECKPOINT.document(folder)["version"] != SHARDED:
         return _load_whole(folder, parts, exchange)
     extra = list[Any]()

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from keepk.errors import KeepkError, TraceError
 from keepk.model.names import named_tensors
-from keepk.model.torch_internals import take_off_fsdp
+from keepk.model.torch_internals import fsdp_modules, take_off_fsdp
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def shards_of(given: object) -> list[Tensor]:
     """The sharded tensors of a module or an optimizer, found without its state_dict, which may fail; none of others."""
     tensors: Iterable[Tensor] = ()
     if isinstance(given, nn.Module):
-        reshard(given)
+        reshard_around(given)
         tensors = (tensor for _, tensor, _ in named_tensors(given))
     elif isinstance(given, torch.optim.Optimizer):
         tensors = (parameter for group in given.param_groups for parameter in group["params"])
@@ -246,6 +247,31 @@ def reshard(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, fsdp.FSDPModule):
                 module.reshard()
+
+
+def reshard_around(model: nn.Module) -> None:
+    """Like `reshard`, also for modules that the model is a part of.
+
+    This looks at all FSDP2 modules of the process, so it is not for every step.
+    """
+    reshard(model)
+    for outer in fsdp_modules():
+        if outer is not model and any(it is model for it in outer.modules()):
+            outer.reshard()  # type: ignore[operator]  # an FSDPModule
+
+
+def sharded_around(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The innermost module around a model that shards one of its parameters, and the model's path there; or None."""
+    parameter, own = model.get_parameter(name), {*model.modules()}
+    found = [
+        (len(list(outer.modules())), outer, path)
+        for outer in fsdp_modules()
+        if outer not in own and any(it is parameter for it in outer.parameters())
+        for path, module in outer.named_modules()
+        if module is model
+    ]
+    _, outer, path = min(found, key=itemgetter(0), default=(0, None, ""))
+    return None if outer is None else (outer, path)
 
 
 def sharded_otherwise(model: nn.Module) -> str | None:

@@ -4,7 +4,8 @@ torch changes names with a leading underscore, and modules such as ``torch.utils
 torch that lacks one of them fails here, with that name, not in the middle of a run. keepk is tested with torch 2.13.
 """
 
-from collections.abc import Callable, MutableMapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -112,6 +113,17 @@ def guards_against_one(sizes: Sequence[torch.SymInt]) -> list[str]:
     return [str(it.subs({symbol: type(symbol)("batch") for symbol in symbols})) for it in broken]
 
 
+def fsdp_modules() -> list[torch.nn.Module]:
+    """All modules of this process that `fully_shard` was applied to, whichever model they belong to."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    composable = sys.modules.get("torch.distributed._composable_state")
+    if not hasattr(fsdp, "FSDPModule") or composable is None:
+        return []
+    # `take_off_fsdp` checks that this version of torch has the dict.
+    known: Iterable[torch.nn.Module] = list(getattr(composable, "_module_state_mapping", ()))
+    return [module for module in known if isinstance(module, fsdp.FSDPModule)]
+
+
 def holds_gradients(module: torch.nn.Module) -> bool:
     """Whether FSDP2 holds gradients of a module that it has not summed yet, in the middle of gradient accumulation."""
     fsdp: Any = module
@@ -141,6 +153,7 @@ __all__ = [
     "WeightNormParametrization",
     "current_graph_task_id",
     "disable_current_modes",
+    "fsdp_modules",
     "get_mkldnn_enabled",
     "guards_against_one",
     "holds_gradients",

@@ -37,7 +37,7 @@ from keepk.metrics.channels import channel_scores, default_metric
 from keepk.metrics.layers import Parameters, layers_of, traits_of
 from keepk.model.example import TraceInputs, TrainMode, ValueBranches, not_a_model, quantised_module, refuse_quantised
 from keepk.model.names import lengths_of, named_parameters, named_tensors, unwrap
-from keepk.model.sharded import reshard
+from keepk.model.sharded import reshard_around
 from keepk.model.values import is_stored
 from keepk.plan.budgets import Budget
 from keepk.plan.names import shown
@@ -144,7 +144,7 @@ def run_spec(
     of_weights, of_channels = listed_spaces(spaces)
     asked = asked_budgets(of_channels, budget, phases)
     inner, first = unwrap(model), examples[0] if example is None and examples else example
-    reshard(inner)
+    reshard_around(inner)
 
     # Match names with the model, the optimizers and the followers.
     weights = find_members(model, of_weights)

@@ -43,7 +43,7 @@ from keepk.errors import ShrinkError
 from keepk.metrics.statistics import Statistics
 from keepk.model.example import TrainMode, ValueBranches
 from keepk.model.names import unwrap
-from keepk.model.sharded import exchange_device, plain_twin, sharded_otherwise
+from keepk.model.sharded import exchange_device, plain_twin, reshard_around, sharded_otherwise
 from keepk.plan.budgets import WORDS, checked_budget
 from keepk.plan.phases import Phase
 from keepk.plan.spaces import Space
@@ -644,6 +644,7 @@ class Pruner:
         self, exchange: Exchange, wrapper: Any, wrap: Any, before: Mapping[str, int], now: Mapping[str, int]
     ) -> Event:
         """Decide the event. Everything refusable is refused here, where `agreed` tells the other processes."""
+        reshard_around(self._spec.model)
         self._session.follow_cuts()
         self._refuse_unusable(wrapper, wrap)
         # Without an optimizer there are no steps to count, and pruning without training is intended.

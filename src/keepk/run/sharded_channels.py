@@ -23,6 +23,7 @@ from keepk.model.sharded import (
     is_sharded,
     plain_twin,
     refuse_unknown_sharding,
+    sharded_around,
     sharded_otherwise,
     shards_of,
 )
@@ -74,12 +75,25 @@ def twin_of(model: nn.Module, spaces: Sequence[Space], followers: Sequence[Follo
             )
     for name, parameter in sharded.items():
         refuse_unknown_sharding(f"parameter {name!r}", parameter, SpaceError)
-    if strange := sharded_otherwise(model):
-        raise SpaceError(
-            f"{where}, and parameter {strange!r} is not sharded by fully_shard (FSDP2), so it cannot be sharded again "
-            f"after a cut. Prune channels before parallelize_module or distribute_tensor."
-        )
+    _refuse_sharded_otherwise(model, where)
     return plain_twin(model)
+
+
+def _refuse_sharded_otherwise(model: nn.Module, where: str) -> None:
+    """Refuse a model with a parameter that is sharded with a module around it, or not by `fully_shard`."""
+    if not (strange := sharded_otherwise(model)):
+        return
+    if around := sharded_around(model, strange):
+        name, outer = type(model).__name__.removeprefix("FSDP"), type(around[0]).__name__.removeprefix("FSDP")
+        raise SpaceError(
+            f"{where}, parameter {strange!r} by fully_shard of the {outer} around this {name}, so it cannot be sharded "
+            f"again after a cut without that. Pass the {outer} to the Pruner, with an example for it and spaces of "
+            f"{around[1] + '.*'!r}; or call fully_shard on the {name} too, before the {outer}."
+        )
+    raise SpaceError(
+        f"{where}, and parameter {strange!r} is not sharded by fully_shard (FSDP2), so it cannot be sharded again "
+        f"after a cut. Prune channels before parallelize_module or distribute_tensor."
+    )
 
 
 class ShardedSurgery:
