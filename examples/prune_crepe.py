@@ -196,7 +196,8 @@ def calibration(seed: int) -> list[Sounds]:
 def pruned_at_once(dense: Crepe, macs: int, metric: Callable[..., Any] | None, seed: int) -> Crepe:
     """A copy that `keepk.prune` cuts to a budget and recalibrates."""
     model, batches = copy.deepcopy(dense), calibration(seed)
-    keepk.prune(model, batches[0][0][:2], macs=macs, metric=metric, calibrate=batches, loss=loss, round_to="auto")
+    options: dict[str, Any] = {"loss": loss} if metric in (keepk.metrics.taylor, keepk.metrics.fisher) else {}
+    keepk.prune(model, batches[0][0][:2], macs=macs, metric=metric, calibrate=batches, round_to="auto", **options)
     return model
 
 

@@ -58,7 +58,9 @@ def macs_of(net):
 def test_the_budget_is_met_and_the_report_tells_it(metric, batch_norm):
     net = network(batch_norm=batch_norm)
     dense = macs_of(net)
-    report = keepk.prune(net, EXAMPLE, macs=0.5, metric=metric, calibrate=batches(), loss=loss)
+    needs_loss = metric in (keepk.metrics.taylor, keepk.metrics.fisher)
+    given = loss if needs_loss else None
+    report = keepk.prune(net, EXAMPLE, macs=0.5, metric=metric, calibrate=batches(), loss=given)
     (budget,) = report.budgets
     assert (budget.dense, budget.asked, budget.reached) == (dense, dense // 2, macs_of(net))
     assert budget.reached <= budget.asked
@@ -153,6 +155,17 @@ def test_an_iterator_and_the_other_numbers_serve_too():
         (TAYLOR | {"loss": lambda net, it: net(it[0])}, KeepkError, r"loss= returned a tensor of shape \(8, 10\)"),
         (TAYLOR | {"loss": lambda net, it: net(it[0]).mean().detach()}, KeepkError, "without gradients"),
         (TAYLOR | {"loss": "mse"}, KeepkError, "got loss='mse'"),
+        ({"macs": 0.5, "loss": 3}, KeepkError, "got loss=3, which is for metrics that need gradients"),
+        (
+            {"macs": 0.5, "metric": keepk.metrics.l2, "calibrate": batches(), "loss": loss},
+            KeepkError,
+            "metric=.*l2.* needs none. Leave it out",
+        ),
+        (
+            {"macs": 0.5, "metric": keepk.metrics.activation, "calibrate": batches(), "loss": loss},
+            KeepkError,
+            "metric=.*activation.* needs none. Leave it out",
+        ),
     ],
 )
 def test_a_refused_call_changes_nothing(options, error, words):

@@ -62,6 +62,7 @@ def folder(tmp_path, monkeypatch):
     for norm in (net[1], net[4]):
         nn.init.uniform_(norm.weight)
     save_file(net.state_dict(), tmp_path / "w.safetensors")
+    save_file({"inputs": torch.tensor(3.0)}, tmp_path / "number.safetensors")
     return tmp_path, module
 
 
@@ -129,6 +130,8 @@ def test_the_progress_bar_names_each_stage_on_a_terminal_only():
         ("--macs 0.5 --set cache", "not of the form name=value"),
         ("--macs 0.5 --set cash=1", "neither the model nor its config has an attribute 'cash'"),
         ("--macs 0.5 --calibrate w.safetensors", "Save the samples as 'inputs'"),
+        ("--macs 0.5 --calibrate number.safetensors", "'inputs' is a single number. Save one row of it per sample"),
+        ("--macs 0.5 --loss MODULE:loss", "which is for metrics that need gradients"),
         ("--macs 0.5 --calibrate missing.safetensors", "missing.safetensors: cannot be read"),
         ("--macs 0.5 --weights batches.safetensors", "the weights do not fit the model"),
     ],

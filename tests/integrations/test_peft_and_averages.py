@@ -116,6 +116,23 @@ def test_pruning_with_adapters(ids, tmp_path):
     assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
 
 
+def test_weights_below_adapters_give_a_warning():
+    """Merging adds the adapters to the pruned weights, and the model that it returns has no Pruner."""
+    model = adapted(llama())
+    space = keepk.weights(["*q_proj.base_layer.weight", "*up_proj.base_layer.weight"], keep=300, name="w")
+    with pytest.warns(keepk.KeepkWarning, match=r"'w': .*q_proj.* and 1 more are of a layer with adapters. merge_and"):
+        pruner = keepk.Pruner(model, space)
+    pruner.step()
+    merged = model.merge_and_unload()
+    pruner.close()
+    layer = merged.model.layers[0]
+    assert sum(int(it.weight.count_nonzero()) for it in (layer.self_attn.q_proj, layer.mlp.up_proj)) > 300
+    for select in ("*.lora_A.*", "*norm.weight"):  # neither is changed by merging
+        keepk.Pruner(adapted(llama()), keepk.weights(select, keep=20)).close()
+    merged_first = adapted(llama()).merge_and_unload()
+    keepk.Pruner(merged_first, keepk.weights("*proj.weight", keep=300)).close()
+
+
 # Averages
 
 

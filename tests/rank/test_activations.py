@@ -366,6 +366,24 @@ def test_half_precision_does_not_overflow():
     assert seen.batches == 2
 
 
+@pytest.mark.parametrize("size", [3e37, 1e25, 1.0, 1e-25, 1e-38])
+def test_squares_neither_overflow_nor_vanish(size):
+    """Features of very different sizes, in float32; each is scaled by itself."""
+    sizes = torch.tensor([1.0, size, size, 0.0])
+    net = nn.Sequential(nn.Linear(10, 4, bias=False), nn.ReLU(), nn.Linear(4, 2))
+    for kind in KINDS:
+        seen, pruner = run(net, ROWS[0], keep=2, kind=kind)
+        with torch.no_grad(), pruner:
+            inputs = ROWS[0].abs()[:, :4] * sizes
+            net[2](inputs)
+            assert seen.batches == 1
+            means = {"mean": inputs.double().mean(0), "l2": inputs.double().square().mean(0).sqrt()}
+            wanted = means.get(kind, inputs.ne(0).double().mean(0))
+            assert scores_of(pruner, seen, kind)["0"] == pytest.approx(wanted.tolist(), rel=1e-6, abs=0)
+            net[2](inputs[:0])  # of no rows: counted, and nothing is added
+            assert scores_of(pruner, seen, kind)["0"] == pytest.approx(wanted.tolist(), rel=1e-6, abs=0)
+
+
 def test_a_pass_with_nan_is_not_counted():
     for kind in KINDS:
         net = made(Flattened)

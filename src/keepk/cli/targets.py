@@ -145,6 +145,8 @@ def batches_from(path: Path, size: int) -> list[tuple[Tensor, ...]]:
             f"{path}: has the tensors {', '.join(sorted(tensors)) or 'none'}. Save the samples as 'inputs', and "
             f"the targets of the loss, if any, as 'targets'."
         )
+    if numbers := sorted(name for name, it in tensors.items() if not it.ndim):
+        raise FileError(f"{path}: {numbers[0]!r} is a single number. Save one row of it per sample.")
     lengths = {len(it) for it in tensors.values()}
     if len(lengths) > 1 or 0 in lengths:
         raise FileError(f"{path}: inputs and targets have {sorted(lengths)} rows. Save one row of each per sample.")

@@ -68,7 +68,8 @@ def prune(  # noqa: PLR0913 - the arguments of `channels` and `trace`, all but t
             its statistics are collected from `calibrate`.
         calibrate: Batches of inputs, as for `keepk.recalibrate`. After the cut, running statistics of BatchNorms are
             recomputed from them. A few batches of training data are enough.
-        loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients.
+        loss: A function of the model and a batch of `calibrate` that returns the loss, for metrics that need gradients;
+            refused for others, which would not use it.
         layer_floor: The least number, or share, of channels to keep in each layer; None means a tenth under a budget,
             otherwise 1.
         round_to: Each cut layer keeps a number of channels that makes its width a multiple of this;
@@ -162,10 +163,13 @@ def _statistics_for(
                 f"prune: metric={shown(metric)} needs gradients, and prune() does not train. Pass "
                 f"metric=keepk.metrics.taylor with calibrate= and loss=."
             )
+        _refuse_loss(loss, metric)
         return None
     assert metric is not None
     statistics = Statistics(model)
     needs, name = traits_of(metric(statistics)).needs or (), getattr(made_by, "__name__", "it")
+    if "gradients" not in needs:
+        _refuse_loss(loss, metric)
     if batches is None:
         raise KeepkError(f"prune: metric={name} is computed from data. Pass batches with calibrate=.")
     if "gradients" in needs and not callable(loss):
@@ -174,6 +178,16 @@ def _statistics_for(
             f"the model and a batch of calibrate= and returns the loss."
         )
     return statistics
+
+
+def _refuse_loss(loss: object, metric: Callable[..., Any] | None) -> None:
+    """Refuse a loss that nothing would read."""
+    if loss is not None:
+        ranks = "channels are ranked by weights alone" if metric is None else f"metric={shown(metric)} needs none"
+        raise KeepkError(
+            f"prune: got loss={shown(loss)}, which is for metrics that need gradients, and {ranks}. Leave it out, or "
+            f"pass metric=keepk.metrics.taylor with calibrate=."
+        )
 
 
 def _try_batches(

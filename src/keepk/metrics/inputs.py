@@ -201,19 +201,25 @@ class InputSums:
         others = [dim for dim in range(wide.ndim) if dim != wide.ndim + self.reads.dim]
         if not others:  # one unbatched row
             wide, others = wide[None], [0]
+        if not wide.numel():
+            self._calls += 1
+            self._tried += 1
+            return
         # abs().sum() writes a temporary, and is still several times as fast as vector_norm(1).
+        sizes = wide.abs()
+        scale = _power_of_two(sizes.amax(others, keepdim=True))
+        scaled, back = sizes * scale, scale.reshape(-1).to(self._sums)
         found = dict[int, Tensor]()
-        if 2 in self.orders:
-            found[2] = wide.square().sum(others)
         if self.orders != (2,):
-            sizes = wide.abs()
-            found[1] = sizes.sum(others)  # also without order 1: sign() turns NaN into 0, so a count does not show it
+            # Also without order 1: sign() turns NaN into 0, so a count does not show it.
+            found[1] = scaled.sum(others).to(self._sums) / back
             if 0 in self.orders:
-                found[0] = sizes.sign_().sum(others)
+                found[0] = sizes.sign_().sum(others).to(self._sums)
+        if 2 in self.orders:
+            found[2] = scaled.square_().sum(others).to(self._sums) / back.square()
         # A tensor, because bool() would wait for the device.
-        counts = torch.stack([*found.values()]).isfinite().all().to(self._sums.device)
-        parts = torch.stack([found[order] for order in self.orders]).to(self._sums)
-        self._sums += torch.where(counts, parts, 0)
+        counts = torch.stack([*found.values()]).isfinite().all()
+        self._sums += torch.where(counts, torch.stack([found[order] for order in self.orders]), 0)
         self._values += counts * (wide.numel() // self._features)
         self._calls += counts
         self._tried += 1
@@ -229,6 +235,15 @@ class InputSums:
 
     def __reduce__(self) -> Any:
         return _make_no_hook, ()
+
+
+def _power_of_two(largest: Tensor) -> Tensor:
+    """Factors by which finite values can be multiplied so that sums of their squares neither overflow nor vanish.
+
+    A power of two rounds nothing, so the sums are those of the values themselves.
+    """
+    most = 126 if largest.dtype == torch.float32 else 1000  # its inverse, too, is a normal number
+    return largest.log2().ceil().clamp(-most, most).neg().exp2()
 
 
 def no_hook(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:

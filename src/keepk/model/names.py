@@ -83,6 +83,16 @@ def adapters_of(model: nn.Module) -> dict[str, str]:
     return {name: found for name, _ in model.named_parameters() if (found := _adapter(name.split("."), modules))}
 
 
+def adapted_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of layers of peft that are not of its adapters, which merging adds to them."""
+    found = set[nn.Parameter]()
+    for module in model.modules():
+        if adapters := getattr(module, "adapter_layer_names", ()):
+            own = module.named_parameters(remove_duplicate=False)
+            found |= {parameter for name, parameter in own if name.partition(".")[0] not in adapters}
+    return found
+
+
 def _adapter(names: Sequence[str], modules: Mapping[str, nn.Module]) -> str:
     """The path of the adapter that a parameter with these path components belongs to; empty for other parameters."""
     for place, name in enumerate(names):

@@ -67,6 +67,17 @@ class Watch:
         if heads is not None and channels is not None and heads[1] >= MIXED * channels[1]:
             self.once(("mixed", space), mixed_message(space, heads, channels))
 
+    def adapted_weights(self, space: str, names: Sequence[str]) -> None:
+        """Warn about weights to which the weights of adapters will be added."""
+        if names:
+            self.once(
+                ("adapted", space),
+                f"space {space!r}: {names[0]!r}{f' and {len(names) - 1} more' if names[1:] else ''} "
+                f"{'are' if names[1:] else 'is'} of a layer with adapters. merge_and_unload() adds them to the weights "
+                f"of the layer, pruned ones too, which are then no longer zero. Merge first and prune the merged "
+                f"model, or keep the adapters apart.",
+            )
+
     def tied_scores(self, space: str, kind: str, tied: int, total: int) -> None:
         """Warn if most units of a space have the score at which the ranking is cut."""
         if 2 * tied > total:

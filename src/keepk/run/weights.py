@@ -21,7 +21,7 @@ from keepk.metrics.weights import magnitude, score
 from keepk.model.edits import Cut as TensorCut
 from keepk.model.edits import Undo
 from keepk.model.example import quantised_module, quantised_tensor
-from keepk.model.names import dims_of_length, lengths_of, named_parameters, refuse_other_parameters
+from keepk.model.names import adapted_parameters, dims_of_length, lengths_of, named_parameters, refuse_other_parameters
 from keepk.model.sharded import (
     as_sharded,
     block_of,
@@ -241,6 +241,9 @@ class WeightSide:
         self.kept = {name: it.total for name, it in members.items()}
         self.certified = dict(self.kept)
         self.left = {name: parameter.numel() for name, parameter in self.parameters.items() if is_sharded(parameter)}
+        adapted = adapted_parameters(model) if members else set[nn.Parameter]()
+        for name, it in members.items():
+            watch.adapted_weights(name, [each for each, parameter in it.parameters.items() if parameter in adapted])
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
