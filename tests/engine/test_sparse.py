@@ -211,6 +211,47 @@ def test_random_networks(drawn, width, threads, batch, forced):
             assert_same_samples(fast, x, [1, 3, 16])
 
 
+# Long sums
+
+
+def equal_weights(layer, density):
+    """A layer whose products are all equal for a constant input, so that rounding errors add up."""
+    kept = torch.rand(layer.weight.shape, generator=torch.Generator().manual_seed(0)) < density
+    layer.weight.detach().copy_(kept * 0.013)
+    layer.bias.detach().fill_(0.1)
+    return layer
+
+
+LONG_SUMS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Sequential(equal_weights(nn.Linear(40_000, 20), 0.1), nn.ReLU()), (40_000,)),
+    (lambda: nn.Sequential(nn.Flatten(), equal_weights(nn.Linear(9_000, 9), 0.3)), (10, 30, 30)),
+    (lambda: nn.Sequential(equal_weights(nn.Conv2d(200, 9, 3, padding=1), 0.4), nn.ReLU()), (200, 7, 6)),
+    (lambda: nn.Sequential(equal_weights(nn.Conv2d(200, 9, 3, 2), 0.4), nn.ReLU()), (200, 9, 8)),
+    (lambda: nn.Sequential(equal_weights(nn.Conv2d(200, 9, 5), 0.4), nn.ReLU()), (200, 5, 5)),
+    (lambda: nn.Sequential(equal_weights(nn.Conv2d(1, 4, 3), 0.5), nn.AdaptiveAvgPool2d(1)), (1, 112, 112)),
+    (lambda: nn.Sequential(equal_weights(nn.Conv2d(1, 4, 1), 1.0), nn.AdaptiveAvgPool2d((2, 3))), (1, 90, 85)),
+    (lambda: nn.Sequential(equal_weights(nn.Conv2d(1, 4, 1), 1.0), nn.AvgPool2d(40, 1)), (1, 48, 50)),
+    (lambda: nn.Sequential(equal_weights(nn.Conv2d(1, 4, 1), 1.0), nn.AvgPool2d(25, 20, 12)), (1, 48, 50)),
+]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("index", range(len(LONG_SUMS)))
+def test_long_sums_stay_accurate(index, monkeypatch):
+    monkeypatch.setattr("keepk.engine.graph.LAYOUT_COST", 0.0)
+    monkeypatch.setattr("keepk.engine.graph.SPARSE_RATE", 1e9)
+    monkeypatch.setattr(sparse_module, "PARALLEL", 0.0)
+    build, shape = LONG_SUMS[index]
+    net = build().eval()
+    fast = keepk.sparse(net, torch.randn(2, *shape), threads=2)
+    assert runs_in_keepk(fast)
+    exact = copy.deepcopy(net).double()
+    for x in (torch.full((1, *shape), 0.7), torch.zeros(1, *shape), torch.rand(19, *shape)):
+        with torch.no_grad():
+            assert error(exact(x.double()), fast(x)) <= 1e-6
+    assert_same_samples(fast, x, [1, 2, 7, 16])
+
+
 # Whole networks
 
 

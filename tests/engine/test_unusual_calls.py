@@ -414,6 +414,41 @@ def test_tracers_are_refused():
             torch.jit.trace(called, given)
 
 
+def shrunk(x, floats):
+    """A tensor after its storage has lost floats."""
+    found = x if x.storage_offset() else x.clone()
+    found.untyped_storage().resize_(4 * floats)
+    return found
+
+
+WITHOUT_MEMORY: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "functionalize": lambda fast, x: torch.func.functionalize(fast)(x),
+    "a closure in functionalize": lambda fast, x: torch.func.functionalize(lambda y: fast(x) + y.sum())(x),
+    "vmap": lambda fast, x: torch.vmap(fast)(x[None]),
+    "grad": lambda fast, x: torch.func.grad(lambda y: fast(y).sum())(x),
+    "jacrev": lambda fast, x: torch.func.jacrev(fast)(x),
+    "zeros": lambda fast, x: fast(torch._efficientzerotensor(x.shape)),
+    "no storage": lambda fast, x: fast(shrunk(x, 0)),
+    "a small storage": lambda fast, x: fast(shrunk(x, x.numel() - 1)),
+    "a small storage of columns": lambda fast, x: fast(shrunk(torch.cat([x, x], 1)[:, 1::2], 2 * x.numel() - 1)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_tensors_without_memory_are_refused(name):
+    x = torch.randn(3, SIZES[0])
+    for build in (Layers, Siamese):
+        net = pruned(build(), 0.05)
+        given = x[:2] if build is Layers else (x[:2], x[:2])
+        fast = keepk.sparse(net, given)
+        call = fast if build is Layers else lambda y, fast=fast: fast(y, y)[0]
+        wanted = call(x)
+        for batch in (1, 3):
+            with pytest.raises(SparseError, match=r"got a tensor .*Call the compiled model outside of them"):
+                WITHOUT_MEMORY[name](call, x[:batch].clone())
+        assert torch.equal(call(x), wanted)
+
+
 def test_layouts_and_models_that_are_refused():
     net, x = pruned(LeNet300(), 0.05), torch.randn(3, 1, 28, 28)
     fast = keepk.sparse(net, x)

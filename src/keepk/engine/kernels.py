@@ -7,6 +7,10 @@ Activations of a group of G samples are laid out as ``[channel][row][column][G]`
 pixels of one sample, otherwise it covers samples. In both cases every output is computed as one chain of fused
 multiply-adds: the bias first, then each nonzero weight in the order of the dense tensor. A sample's result therefore
 has the same bits in every layout, whatever the size of the batch and the number of threads.
+
+The error of a chain grows with its length, up to 1e-8 of the result for each weight where all products are equal. A
+layer with more than `LONG` weights in a row therefore computes sums of a fixed number of weights (`chunk_of`) and adds
+them one after the other; averages over more than `LONG` pixels are sums in float64. Both follow from the model alone.
 """
 
 import struct
@@ -15,6 +19,18 @@ from contextlib import contextmanager
 from itertools import count, pairwise
 
 SELL = 8  # rows that the kernel for single samples computes together
+LONG = 256  # numbers that are added in one chain
+
+
+def chunk_of(longest: int) -> int:
+    """How many weights are summed before the sum is added to the result, if a row has `longest`; 0 if all of them are.
+
+    It is a power of two near the root, so that neither the chunks nor their number are large.
+
+    >>> chunk_of(256), chunk_of(257), chunk_of(25_088)
+    (0, 32, 256)
+    """
+    return 0 if longest <= LONG else 1 << -(-(longest - 1).bit_length() // 2)
 
 
 class Code:
@@ -223,7 +239,7 @@ SPMM = (
 )
 
 
-def spmm(code: Code, vectors: int, rows: int, step: int) -> str:
+def spmm(code: Code, vectors: int, rows: int, step: int, *, added: bool = False) -> str:
     """A sparse matrix times `vectors` vectors of activations.
 
     Row m adds ``values[i] * x[offsets[i] + j * step]`` for its nonzeros i in starts[m]:starts[m + 1] to vector j of
@@ -234,11 +250,12 @@ def spmm(code: Code, vectors: int, rows: int, step: int) -> str:
         vectors: The number of vectors of each row.
         rows: How many rows are computed in lockstep.
         step: The bytes from one vector of activations to the next.
+        added: Whether a call that is not the first one adds the sum of its nonzeros to y, rather than continuing y.
 
     Returns:
         The kernel's name. Its arguments are `SPMM`; the number of rows must be divisible by `rows`.
     """
-    name = f"spmm_{vectors}_{rows}_{step}"
+    name = f"spmm_{vectors}_{rows}_{step}{'_added' if added else ''}"
     if code.has(name):
         return name
     with code.function(name, *SPMM), code.loop("%begin", "%end", rows) as m:
@@ -247,11 +264,11 @@ def spmm(code: Code, vectors: int, rows: int, step: int) -> str:
         nonzeros = code.let(f"icmp ne i64 {starts[0]}, {starts[-1]}")
         needed = code.let(f"or i1 {code.let('or i1 %first, %last')}, {nonzeros}")
         with code.when(needed):
-            _spmm_rows(code, row, starts, vectors, step)
+            _spmm_rows(code, row, starts, vectors, step, added=added)
     return name
 
 
-def _spmm_rows(code: Code, row: Sequence[str], starts: Sequence[str], vectors: int, step: int) -> None:
+def _spmm_rows(code: Code, row: Sequence[str], starts: Sequence[str], vectors: int, step: int, *, added: bool) -> None:
     """Compute rows together; `starts` has one more entry than `row`."""
     outputs = [code.at("%y", code.long_at("%places", r), "i8") for r in row]
     sums = [[code.slot(code.vector) for _ in range(vectors)] for _ in row]
@@ -261,10 +278,17 @@ def _spmm_rows(code: Code, row: Sequence[str], starts: Sequence[str], vectors: i
             bias = code.splat(code.load(code.at("%bias", m), "float"))
             for it in own:
                 code.do(f"store {code.vector} {bias}, ptr {it}")
-    with code.when(code.let("xor i1 %first, true")):
+    later = code.let("xor i1 %first, true")
+    with code.when(later):
         for it, output, j in places:
-            code.do(f"store {code.vector} {code.load(code.at(output, j * code.width))}, ptr {it}")
+            begin = _constant(code, -0.0) if added else code.load(code.at(output, j * code.width))
+            code.do(f"store {code.vector} {begin}, ptr {it}")
     _spmm_nonzeros(code, starts, sums, step)
+    if added:
+        with code.when(later):
+            for it, output, j in places:
+                total = _sum(code, code.load(code.at(output, j * code.width)), code.get(code.vector, it), code.vector)
+                code.do(f"store {code.vector} {total}, ptr {it}")
     with code.when(code.let("and i1 %last, %clamped")):
         low, high = code.splat("%low"), code.splat("%high")
         for it, _, _ in places:
@@ -315,7 +339,11 @@ SELL_ARGUMENTS = (
 )
 
 
-def sell(code: Code, *, wide: bool) -> str:
+def _sum(code: Code, one: str, other: str, kind: str) -> str:
+    return code.let(f"fadd {kind} {one}, {other}")
+
+
+def sell(code: Code, *, wide: bool, chunk: int = 0) -> str:
     """A sparse matrix times one vector of activations, 8 rows together (SELL-8).
 
     Step i of slice s multiplies values[8 * i:8 * i + 8] with the activations at places[8 * i:8 * i + 8]. Single loads
@@ -324,27 +352,32 @@ def sell(code: Code, *, wide: bool) -> str:
     Args:
         code: The module.
         wide: Whether places have 32 bits instead of 16.
+        chunk: How many steps are summed before the sum is added to the result; 0 for all.
 
     Returns:
         The kernel's name. Its arguments are `SELL_ARGUMENTS`.
     """
-    name, kind, bits = f"sell_{'wide' if wide else 'narrow'}", f"<{SELL} x float>", 32 if wide else 16
+    name, kind, bits = f"sell_{'wide' if wide else 'narrow'}_{chunk}", f"<{SELL} x float>", 32 if wide else 16
     if code.has(name):
         return name
     with code.function(name, *SELL_ARGUMENTS), code.loop(0, "%slices") as s:
         total = code.slot(kind, code.load(code.at("%bias", code.times(s, SELL)), kind))
         begin, end = code.int_at("%starts", s), code.int_at("%starts", code.plus(s, 1))
-        with code.loop(begin, end) as i:
-            first = code.times(i, SELL)
-            weights, gathered = code.load(code.at("%values", first), kind), "poison"
-            place = code.at("%places", first, f"i{bits}")
-            words = [code.load(code.at(place, j, "i64"), "i64") for j in range(SELL * bits // 64)]
-            for j in range(SELL):
-                word, shift = words[j * bits // 64], j * bits % 64
-                index = code.let(f"and i64 {code.let(f'lshr i64 {word}, {shift}')}, {2**bits - 1}")
-                x = code.let(f"load float, ptr {code.at('%x', index)}")
-                gathered = code.let(f"insertelement {kind} {gathered}, float {x}, i32 {j}")
-            code.do(f"store {kind} {code.fma(weights, gathered, code.get(kind, total), kind)}, ptr {total}")
+        if not chunk:
+            with code.loop(begin, end) as i:
+                _sell_step(code, i, bits, total)
+        else:
+            # -0.0 changes no sum: the first chunk, which begins with the bias, is the result so far.
+            own, nothing = total, code.splat(number(-0.0), kind)
+            total = code.slot(kind, nothing)
+            with code.loop(begin, end, chunk) as i:
+                after = code.plus(i, chunk)
+                stop = code.let(f"select i1 {code.let(f'icmp slt i64 {after}, {end}')}, i64 {after}, i64 {end}")
+                with code.loop(i, stop) as step:
+                    _sell_step(code, step, bits, own)
+                code.do(f"store {kind} {_sum(code, code.get(kind, total), code.get(kind, own), kind)}, ptr {total}")
+                code.do(f"store {kind} {nothing}, ptr {own}")
+            code.do(f"store {kind} {_sum(code, code.get(kind, total), code.get(kind, own), kind)}, ptr {total}")
         with code.when("%clamped"):
             low, high = code.splat("%low", kind), code.splat("%high", kind)
             code.do(f"store {kind} {code.clamp(code.get(kind, total), low, high, kind)}, ptr {total}")
@@ -353,6 +386,20 @@ def sell(code: Code, *, wide: bool) -> str:
             value = code.let(f"extractelement {kind} {result}, i32 {j}")
             code.do(f"store float {value}, ptr {code.at('%y', code.int_at(row, j))}")
     return name
+
+
+def _sell_step(code: Code, i: str, bits: int, total: str) -> None:
+    """Add step i of a slice to a variable."""
+    kind, gathered, first = f"<{SELL} x float>", "poison", code.times(i, SELL)
+    weights = code.load(code.at("%values", first), kind)
+    place = code.at("%places", first, f"i{bits}")
+    words = [code.load(code.at(place, j, "i64"), "i64") for j in range(SELL * bits // 64)]
+    for j in range(SELL):
+        word, shift = words[j * bits // 64], j * bits % 64
+        index = code.let(f"and i64 {code.let(f'lshr i64 {word}, {shift}')}, {2**bits - 1}")
+        x = code.let(f"load float, ptr {code.at('%x', index)}")
+        gathered = code.let(f"insertelement {kind} {gathered}, float {x}, i32 {j}")
+    code.do(f"store {kind} {code.fma(weights, gathered, code.get(kind, total), kind)}, ptr {total}")
 
 
 # Between layouts -----------------------------------------------------------------------------------------------------
@@ -514,7 +561,7 @@ POOL = (
 )
 
 
-def pool(code: Code, kind: str, group: int) -> str:
+def pool(code: Code, kind: str, group: int, *, long: bool = False) -> str:
     """The maximum or the average of a window around each output.
 
     The spans have three i32 for each row or column of the output: the first input row or column of its window, the one
@@ -524,31 +571,38 @@ def pool(code: Code, kind: str, group: int) -> str:
         code: The module.
         kind: "max" or "average".
         group: The number of samples.
+        long: Whether an average is a sum in float64.
 
     Returns:
         The kernel's name. Its arguments are `POOL`.
     """
-    name = f"pool_{kind}_{group}"
+    name = f"pool_{kind}_{group}{'_long' if long else ''}"
     if code.has(name):
         return name
     scalar = group == 1
     type_, parts = ("float", 1) if scalar else (code.vector, group // code.width)
     begin = number(float("-inf")) if kind == "max" else number(0.0)
+    sums = type_.replace("float", "double") if long else type_
     with code.function(name, *POOL), code.loop(0, "%channels") as c, code.loop(0, "%rows") as r:
         top, bottom, tall = (code.int_at("%row_spans", code.plus(code.times(r, 3), j)) for j in range(3))
         with code.loop(0, "%columns") as e:
             left, right, wide = (code.int_at("%column_spans", code.plus(code.times(e, 3), j)) for j in range(3))
-            totals = [code.slot(type_, code.splat(begin, type_)) for _ in range(parts)]
+            empty = "zeroinitializer" if long else code.splat(begin, type_)
+            totals = [code.slot(sums, empty) for _ in range(parts)]
             with code.loop(top, bottom) as y, code.loop(left, right) as x:
                 pixel = code.plus(code.times(y, "%from_stride"), x)
                 source = code.at("%x", code.times(code.plus(code.times(c, "%from_plane"), pixel), group))
                 for part, total in enumerate(totals):
                     value = code.load(code.at(source, part * code.width), type_)
-                    code.do(f"store {type_} {_pooled(code, kind, code.get(type_, total), value, type_)}, ptr {total}")
+                    if long:
+                        value = code.let(f"fpext {type_} {value} to {sums}")
+                    code.do(f"store {sums} {_pooled(code, kind, code.get(sums, total), value, sums)}, ptr {total}")
             pixel = code.plus(code.times(r, "%to_stride"), e)
             target = code.at("%y", code.times(code.plus(code.times(c, "%to_plane"), pixel), group))
             for part, total in enumerate(totals):
-                value = code.get(type_, total)
+                value = code.get(sums, total)
+                if long:
+                    value = code.let(f"fptrunc {sums} {value} to {type_}")
                 if kind == "average":
                     size = code.splat(code.let(f"sitofp i64 {code.times(tall, wide)} to float"), type_)
                     value = code.let(f"fdiv {type_} {value}, {size}")
@@ -558,7 +612,7 @@ def pool(code: Code, kind: str, group: int) -> str:
 
 def _pooled(code: Code, kind: str, total: str, value: str, type_: str) -> str:
     if kind == "average":
-        return code.let(f"fadd {type_} {total}, {value}")
+        return _sum(code, total, value, type_)
     # As in torch, NaN wins: it is taken because the comparison does not hold, and stays because nothing exceeds it.
     return code.select("uno", total, total, total, code.select("oge", total, value, total, value, type_), type_)
 

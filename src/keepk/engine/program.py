@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from keepk.engine import kernels
 from keepk.engine.graph import Binary, Cat, Clamp, Exported, Op, Pointwise, Pool, Scale, Segment, Shape, View, Weights
-from keepk.engine.kernels import KEEP_ZERO, SELL, Code, number
+from keepk.engine.kernels import KEEP_ZERO, LONG, SELL, Code, number
 from keepk.engine.machine import Machine, Native, aligned
 
 FRONT = 16  # floats before the first channel of each buffer; the first one is always zero
@@ -207,6 +207,16 @@ class Nonzeros:
         return Nonzeros(*(getattr(self, name)[index] for name in ("row", "channel", "down", "across", "value")))
 
 
+def ranks(row: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """How many nonzeros of the same row come before each.
+
+    >>> ranks(np.array([0, 0, 2, 2, 2]), 3)
+    array([0, 1, 0, 1, 2])
+    """
+    count = np.bincount(row, minlength=rows)
+    return np.arange(len(row)) - (np.cumsum(count) - count)[row]
+
+
 class Workspace:
     """The memory for the values of one group of samples.
 
@@ -383,7 +393,7 @@ class Program:
             places * self.group * 4,
             np.arange(len(op.weight)) * self._layout(op.output).plane * self.group * 4,
             op.bias,
-            self._blocks(op, self._shapes.sizes[name][0] * rows * columns * self.group * 4),
+            *self._blocks(op, found, self._shapes.sizes[name][0] * rows * columns * self.group * 4),
         )
         self._write_blocks(
             op, matrix, self._start(name), self._first(op.output), [(vectors, [0], [0])], 4 * self._machine.width
@@ -401,8 +411,7 @@ class Program:
         index, value = np.zeros((starts[-1], SELL), np.int64), np.full((starts[-1], SELL), -0.0, np.float32)
         rank = np.empty(outputs, np.int64)
         rank[order] = np.arange(outputs)
-        nth = np.arange(len(found.row)) - np.concatenate([[0], np.cumsum(count)])[found.row]
-        at = starts[rank[found.row] // SELL] + nth, rank[found.row] % SELL
+        at = starts[rank[found.row] // SELL] + ranks(found.row, outputs), rank[found.row] % SELL
         index[at], value[at] = places + FRONT, found.value
         bias = np.zeros(slices * SELL, np.float32)
         bias[:outputs] = op.bias[order]
@@ -413,7 +422,7 @@ class Program:
         source = self._code.at(self._start(op.inputs[0]), -FRONT)
         arrays = (starts.astype(np.int32), index.astype(np.uint32 if wide else np.uint16), value, bias, rows)
         self._call(
-            kernels.sell(self._code, wide=wide),
+            kernels.sell(self._code, wide=wide, chunk=kernels.chunk_of(int(count.max()))),
             f"ptr {source}",
             f"ptr {self._first(op.output)}",
             f"i64 {slices}",
@@ -440,7 +449,7 @@ class Program:
             places * self.group * 4,
             np.arange(len(op.weight)) * target.plane * self.group * 4,
             op.bias,
-            self._blocks(op, reach),
+            *self._blocks(op, found, reach),
         )
         sizes = [
             (size, [x for x, _, it in blocks if it == size], [y for _, y, it in blocks if it == size])
@@ -502,10 +511,14 @@ class Program:
             )
         return start, layout, order
 
-    def _blocks(self, op: Weights, reach: int) -> int:
-        """Into how many parts the nonzeros of all rows are divided, so that the activations of a part stay in cache."""
+    def _blocks(self, op: Weights, found: Nonzeros, reach: int) -> tuple[int, int]:
+        """Parts and chunk of a `Matrix`: the activations of a part should stay in cache."""
+        longest = int(np.bincount(found.row, minlength=1).max())
+        chunk = kernels.chunk_of(longest)
+        if chunk:
+            return -(-longest // chunk), chunk
         per_row = np.count_nonzero(op.weight) / len(op.weight)
-        return int(max(1, min(16, reach // KERNEL_CACHE, per_row // 12)))
+        return int(max(1, min(16, reach // KERNEL_CACHE, per_row // 12))), 0
 
     def _write_blocks(
         self,
@@ -533,7 +546,7 @@ class Program:
                     for begin, end, lockstep in ((0, together, rows), (together, outputs, 1)):
                         if begin < end:
                             self._call(
-                                kernels.spmm(code, vectors, lockstep, step),
+                                kernels.spmm(code, vectors, lockstep, step, added=matrix.chunk > 0),
                                 *(f"ptr {it}" for it in (x, y, own, offsets, values, places, bias)),
                                 f"i64 {begin}",
                                 f"i64 {end}",
@@ -584,12 +597,15 @@ class Program:
         channels, rows, columns = self._shapes.sizes[op.output]
         places = (f"ptr {self._first(op.inputs[0])}", f"ptr {self._first(op.output)}")
         sizes = self._longs(channels, source.plane, source.stride, target.plane, target.stride, rows, columns)
-        if self.group == 1 and op.uniform is not None and op.uniform[1] <= 2 and target.plane >= self._machine.width:
+        tallest, widest = (int((spans[:, 1] - spans[:, 0]).max()) for spans in (op.rows, op.columns))
+        long = op.kind == "average" and tallest * widest > LONG
+        fits = self.group == 1 and not long and target.plane >= self._machine.width
+        if fits and op.uniform is not None and op.uniform[1] <= 2:
             self._call(kernels.pool_windows(self._code, op.kind, *op.uniform), *places, *sizes)
             self._clear_frame(op.output)
             return
         spans = (f"ptr {self._constant(it)}" for it in (op.rows, op.columns))
-        self._call(kernels.pool(self._code, op.kind, self.group), *places, *sizes, *spans)
+        self._call(kernels.pool(self._code, op.kind, self.group, long=long), *places, *sizes, *spans)
 
 
 WRITERS: dict[type, Any] = {
@@ -616,7 +632,8 @@ class Matrix:
         offsets: For each, the bytes from an output's place to its input.
         places: The byte where each row of the output begins.
         bias: One number for each row.
-        parts: Into how many parts of the input channels the nonzeros are divided.
+        parts: Into how many parts the nonzeros are divided: by their input channels, or into chunks.
+        chunk: How many nonzeros of each row a part has, whose sums are added; 0 if it continues the sums of the others.
     """
 
     found: Nonzeros
@@ -624,15 +641,19 @@ class Matrix:
     places: NDArray[np.int64]
     bias: NDArray[np.float32]
     parts: int
+    chunk: int
 
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """Starts of the rows of each part, offsets, values, places and bias."""
         rows, found = len(self.places), self.found
         order = np.argsort(-np.bincount(found.row, minlength=rows), kind="stable")
-        inputs = int(found.channel.max(initial=0)) + 1
         # The nonzeros of a row that belong to one part are adjacent, since both follow the dense tensor. So they move
         # as blocks, and their order within a row, and with it every bit of a sum, does not depend on the parts.
-        blocks = found.row * self.parts + found.channel * self.parts // inputs
+        if self.chunk:
+            part = ranks(found.row, rows) // self.chunk
+        else:
+            part = found.channel * self.parts // (int(found.channel.max(initial=0)) + 1)
+        blocks = found.row * self.parts + part
         sizes = np.bincount(blocks, minlength=rows * self.parts)
         begins = (np.cumsum(sizes) - sizes).reshape(rows, self.parts)[order].T.reshape(-1)
         sizes = sizes.reshape(rows, self.parts)[order].T.reshape(-1)

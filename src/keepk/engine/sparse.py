@@ -196,10 +196,14 @@ class _Runner:
             yield (1 if single else self._groups[-1]), begin, batch
 
     def __call__(self, values: Sequence[Tensor], batch: int, pool: _Pool | None) -> list[Tensor]:
+        refuse_without_memory(*values)
         # Held until the end: the addresses are those of these tensors.
-        inputs = [plain(value) for value in values]
+        return self.on([plain(value) for value in values], batch, pool)
+
+    def on(self, inputs: Sequence[Tensor], batch: int, pool: _Pool | None) -> list[Tensor]:
+        """The results for inputs that are contiguous and in memory."""
         results = [new_tensor((batch, *self.shapes[name])) for name in self.outputs]
-        refuse_without_memory(*inputs, *results)
+        refuse_without_memory(*results)  # a mode may make others
         addresses: tuple[Any, Any] = inputs[0].data_ptr(), results[0].data_ptr()
         if not len(inputs) == len(results) == 1:
             addresses = _array(inputs), _array(results)
@@ -247,11 +251,29 @@ def new_tensor(shape: tuple[int, ...]) -> Tensor:
 def refuse_without_memory(*tensors: Tensor) -> None:
     """Refuse tensors of tracers and the like, whose numbers are not in memory."""
     for tensor in tensors:
+        shown = "tensor without its numbers in memory"
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise SparseError(
-                f"sparse: got a {type(tensor).__name__} instead of a tensor in memory, as tracers and fake modes make "
-                f"them. Call the compiled model outside of them, with ordinary tensors."
-            )
+            shown = f"{type(tensor).__name__} instead of a tensor in memory"
+        elif _in_memory(tensor):
+            continue
+        raise SparseError(
+            f"sparse: got a {shown}, as tracers, fake modes and the transforms of torch.func make them. Call the "
+            f"compiled model outside of them, with ordinary tensors."
+        )
+
+
+def _in_memory(tensor: Tensor) -> bool:
+    """Whether the storage of a strided tensor has all of its elements."""
+    try:
+        address, bytes_ = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func
+        return False
+    if not tensor.numel():
+        return True
+    size = tensor.numel()  # from the first element to the last one
+    if not tensor.is_contiguous():
+        size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return address != 0 and (tensor.storage_offset() + size) * tensor.element_size() <= bytes_
 
 
 def plain(value: Tensor) -> Tensor:
@@ -538,6 +560,7 @@ def _quick(runner: _Runner, pool: _Pool | None) -> Callable[[Tensor], Tensor | N
     [shape], [result] = ([runner.shapes[name] for name in names] for names in (runner.inputs, runner.outputs))
     dims, single = len(shape) + 1, runner.program(1)
     empty, float32, strided, one = torch.empty, torch.float32, torch.strided, (1, *result)
+    bytes_ = 4 * prod(shape)
 
     def call(value: Tensor) -> Tensor | None:
         if type(value) is not Tensor or value.dtype is not float32 or value.layout is not strided:
@@ -547,15 +570,23 @@ def _quick(runner: _Runner, pool: _Pool | None) -> Callable[[Tensor], Tensor | N
         sizes = value.shape
         if len(sizes) != dims or sizes[1:] != shape or value.requires_grad or value.is_neg():
             return None
-        if sizes[0] == 1:
-            out = empty(one, dtype=float32, device="cpu")
-            if type(out) is not Tensor:
+        batch = sizes[0]
+        try:
+            source = value.data_ptr()
+            if not source or value.untyped_storage().nbytes() < bytes_ * batch + 4 * value.storage_offset():
                 return None
-            space = single.workspace()
-            single.run(space.address, value.data_ptr(), out.data_ptr(), 0, 1)
-            single.release(space)
-            return out
-        return runner((value,), sizes[0], pool)[0]
+            if batch != 1:
+                return runner.on((value,), batch, pool)[0]
+            out = empty(one, dtype=float32, device="cpu")
+            target = out.data_ptr() if type(out) is Tensor else 0
+        except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, which the longer way refuses
+            return None
+        if not target:
+            return None
+        space = single.workspace()
+        single.run(space.address, source, target, 0, 1)
+        single.release(space)
+        return out
 
     return call
 
