@@ -116,14 +116,19 @@ def test_pruning_with_adapters(ids, tmp_path):
     assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
 
 
-def test_weights_below_adapters_give_a_warning():
+def test_weights_below_adapters_give_a_warning(tmp_path):
     """Merging adds the adapters to the pruned weights, and the model that it returns has no Pruner."""
     model = adapted(llama())
     space = keepk.weights(["*q_proj.base_layer.weight", "*up_proj.base_layer.weight"], keep=300, name="w")
     with pytest.warns(keepk.KeepkWarning, match=r"'w': .*q_proj.* and 1 more are of a layer with adapters. merge_and"):
         pruner = keepk.Pruner(model, space)
     pruner.step()
+    keepk.save(model.base_model.model, tmp_path / "part")  # whose weights are still as its Pruner left them
     merged = model.merge_and_unload()
+    for save in (keepk.save_pretrained, keepk.save):
+        with pytest.raises(FileError, match=r"space 'w': the last event kept 300 units, but there are .* longer zero"):
+            save(merged, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
     pruner.close()
     layer = merged.model.layers[0]
     assert sum(int(it.weight.count_nonzero()) for it in (layer.self_attn.q_proj, layer.mlp.up_proj)) > 300

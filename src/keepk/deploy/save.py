@@ -12,8 +12,8 @@ from keepk.deploy.arch import Description, Entry, describe, refuse_extra_state, 
 from keepk.deploy.arch_json import to_document
 from keepk.deploy.folder import write_folder
 from keepk.errors import FileError
-from keepk.model.names import named_tensors
-from keepk.run.checks import live_pruner
+from keepk.model.names import named_tensors, sharded
+from keepk.run.checks import live_pruner, pruners_around
 from keepk.run.warnings import untrue_message
 from keepk.storage.codec import dtype_name, pack
 from keepk.storage.files import place
@@ -169,6 +169,10 @@ def refuse_untrue(model: nn.Module) -> None:
             untrue[space] = (kept_by[space]["kept"], kept_by[space]["kept"] + back)
     if pruner is not None:
         untrue |= pruner.untrue_counts()
+    elif not sharded(model):
+        # merge_and_unload() of peft adds adapters to pruned weights, and returns a part of the model that was pruned.
+        for around in pruners_around(model):
+            untrue |= {name: it for name, it in around.untrue_counts().items() if it[1] > it[0]}
     for space, (kept, found) in untrue.items():
         raise FileError(
             f"save: {untrue_message(space, kept, found)} If its Pruner is gone, make one with the same space and "

@@ -339,6 +339,13 @@ def live_pruner(model: nn.Module) -> "Pruner | None":
     return found[-1] if found else None
 
 
+def pruners_around(model: nn.Module) -> "list[Pruner]":
+    """The open Pruners of other models that have parameters of this one, such as the model that it was a part of."""
+    own = {id(parameter) for parameter in model.parameters()}
+    others = [it for it in list(_LIVE.values()) if it.model is not model and not it.closed]
+    return [it for it in others if any(id(parameter) in own for parameter in it.model.parameters())]
+
+
 def refuse_second(model: nn.Module) -> None:
     """Refuse a model that another `Pruner` is pruning: each would prune units that the other counts as kept."""
     own = {id(parameter) for parameter in model.parameters()}
