@@ -1,9 +1,12 @@
 """Compiled models in unusual calls: modes and defaults of torch, forks, tracers, forwards that are not plain layers."""
 
 import copy
+import logging
 import os
 import signal
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -412,6 +415,43 @@ def test_tracers_are_refused():
             pytest.raises(SparseError, match=r"torch\.jit\.trace cannot record machine code"),
         ):
             torch.jit.trace(called, given)
+
+
+class NormsFirst(nn.Module):
+    """A reshape of the input that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(300), nn.Linear(300, 400)
+
+    def forward(self, x):
+        return self.layer(self.norm(x.flatten(1))) + self.layer(self.norm(x.reshape(-1, 300)))
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_strides_of_inputs_that_torch_reshapes(memory):
+    net, x = pruned(NormsFirst(), 0.05), torch.randn(4, 3, 10, 10)
+    fast = keepk.sparse(net, x[:2].to(memory_format=memory))
+    assert {"norm", "view"} & {layer.name for layer in fast.report.fallbacks}
+    with torch.no_grad():
+        wanted = net(x)
+    flipped = x.transpose(2, 3).contiguous().transpose(2, 3)
+    for given in (x, x.to(memory_format=torch.channels_last), flipped, torch.cat([x, x], 3)[..., :10]):
+        assert error(wanted, fast(given)) <= 1e-5
+        assert error(wanted[:1], fast(given[:1])) <= 1e-5
+
+
+def test_compiling_in_several_threads_leaves_logging_and_warnings_alone():
+    x, filters = torch.randn(2, SIZES[0]), list(warnings.filters)
+    nets = [pruned(Layers(), 0.05, seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda net: keepk.sparse(net, x), nets))
+    assert logging.root.manager.disable == 0
+    assert warnings.filters == filters
+    for net, fast in zip(nets, made, strict=True):
+        with torch.no_grad():
+            assert error(net(x), fast(x)) <= 1e-5
+        assert not fast.report.fallbacks
 
 
 def shrunk(x, floats):

@@ -39,6 +39,8 @@ from keepk.plan.numbers import count
 from keepk.reports.tables import Table
 
 TOLERANCE = 1e-5  # largest difference from the model on the example, relative to the largest output
+# The exporter makes views of reshapes if the example's strides allow it; those of other inputs may not.
+RESHAPES = dict.fromkeys((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.reshape)
 PARALLEL = 1e6  # multiply-adds per thread below which another thread takes longer than it saves
 
 
@@ -519,7 +521,8 @@ class SparseModel:
                 values[step.node.name] = batch
             else:
                 arguments, named = fx.node.map_arg((step.node.args, step.node.kwargs), lambda it: values[it.name])
-                values[step.node.name] = step.node.target(*arguments, **named)  # type: ignore[operator]  # callable
+                operation: Any = RESHAPES.get(step.node.target, step.node.target)
+                values[step.node.name] = operation(*arguments, **named)
             for name in self._last.get(index, ()):
                 del values[name]
         return [values[it.name] if isinstance(it, fx.Node) else it for it in found.outputs]
