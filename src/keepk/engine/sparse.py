@@ -40,7 +40,9 @@ from keepk.reports.tables import Table
 
 TOLERANCE = 1e-5  # largest difference from the model on the example, relative to the largest output
 # The exporter makes views of reshapes if the example's strides allow it; those of other inputs may not.
-RESHAPES = dict.fromkeys((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.reshape)
+RESHAPES: dict[Any, Any] = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.reshape
+)
 PARALLEL = 1e6  # multiply-adds per thread below which another thread takes longer than it saves
 
 
