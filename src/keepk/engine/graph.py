@@ -7,6 +7,7 @@ into segments of operations and nodes that torch runs, in the order of the graph
 
 import logging
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -268,17 +269,21 @@ def layer_of(node: fx.Node) -> str:
 # Export --------------------------------------------------------------------------------------------------------------
 
 
+QUIET = threading.RLock()  # logging, filters of warnings and the exporter's settings belong to the whole process
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the exporter's warnings and logs, which are about its internals."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
+    with QUIET:
+        before = logging.root.manager.disable
+        logging.disable(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            logging.disable(before)
 
 
 def export(model: nn.Module, example: Example) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -34,11 +35,15 @@ from keepk.engine.machine import Machine, host
 from keepk.engine.program import LARGEST, Banned, Program, Shapes
 from keepk.errors import SparseError, TraceError
 from keepk.model.example import Example, not_a_model, refuse_scripted
-from keepk.model.torch_internals import tree_flatten, tree_unflatten
+from keepk.model.torch_internals import TorchDispatchMode, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from keepk.plan.numbers import count
 from keepk.reports.tables import Table
 
 TOLERANCE = 1e-5  # largest difference from the model on the example, relative to the largest output
+# The exporter makes views of reshapes if the example's strides allow it; those of other inputs may not.
+RESHAPES: dict[Any, Any] = dict.fromkeys(
+    (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default), torch.reshape
+)
 PARALLEL = 1e6  # multiply-adds per thread below which another thread takes longer than it saves
 
 
@@ -294,6 +299,7 @@ class SparseModel:
     report: SparseReport
     _steps: list[_Runner | TorchNode]
     _exported: Exported | None
+    _storages: AbstractSet[int] = frozenset()  # of the tensors that the snapshot consists of
 
     def __init__(self, model: nn.Module, example: Example, threads: int) -> None:
         self._machine = host()
@@ -303,7 +309,7 @@ class SparseModel:
             self._build(model, example)
 
     def _build(self, model: nn.Module, example: Example) -> None:
-        self._model = _snapshot(model)
+        self._model, held = _snapshot(model)
         given = with_rows(example, max(2, rows_of(example)))
         self._rows = rows_of(given)
         leaves, self._structure = tree_flatten((given.arguments, given.by_name))
@@ -319,6 +325,11 @@ class SparseModel:
             if reason:
                 self._steps, self._exported, self._quick = [], None, None
                 error = self._error(given, wanted)
+        # The tensors that the snapshot consists of; those of an exported graph may be computed from the model's.
+        constants = self._exported.constants.values() if self._exported else [*held, *self._model.parameters()]
+        self._storages = {_storage_of(it) for it in constants if isinstance(it, Tensor)} - {0}
+        if self._exported is None:
+            self._refuse_passed(model, given)
         layers = tuple(self._layers(reason))
         self.report = SparseReport(
             type(model).__name__, self._machine.name, self._machine.width, self._threads, error, layers
@@ -344,6 +355,21 @@ class SparseModel:
             f"sparse: the compiled {model} differs from the model by {error:.1e} of the largest output on the "
             f"example, which is more than {TOLERANCE:.0e}. {why} Pass a typical example, or run the model in torch."
         )
+
+    def _refuse_passed(self, model: nn.Module, given: Example) -> None:
+        """Refuse a model that torch runs if its copy reaches the tensors of the one that was passed.
+
+        A function that a module holds, such as a lambda, is not copied, and what it refers to is not either.
+        """
+        passed = [*model.parameters(), *model.buffers()]
+        with _Used() as used:
+            self._model_on(given)
+        if used.storages & ({_storage_of(it) for it in passed} - self._storages - {0}):
+            raise SparseError(
+                f"sparse: the forward of {type(model).__name__} uses tensors of the model that was passed rather than "
+                f"those of its copy, so the result would not be a snapshot. Let it use the layers of `self`, not those "
+                f"that a function or lambda remembers."
+            )
 
     def _other_batches(self, given: Example, typical: Sequence[Any]) -> str:
         """Why torch has to run the model although it was exported: it differs for a batch of 0, 1, or another size.
@@ -437,8 +463,14 @@ class SparseModel:
         batch = self._checked(leaves, structure)
         with _in_float32():
             if self._exported is None:
-                return self._model(*arguments, **named)
-            return tree_unflatten(self._walk(leaves, batch), self._result)
+                return tree_map(self._own, self._model(*arguments, **named))
+            return tree_unflatten([self._own(it) for it in self._walk(leaves, batch)], self._result)
+
+    def _own(self, value: Any) -> Any:
+        """A result, copied if it shares memory with the snapshot, since the caller may write to it."""
+        if isinstance(value, Tensor) and _storage_of(value) in self._storages:
+            return value.clone()
+        return value
 
     def _takes(self, *arguments: Any) -> bool:
         """Whether arguments by position are those of the example."""
@@ -519,7 +551,8 @@ class SparseModel:
                 values[step.node.name] = batch
             else:
                 arguments, named = fx.node.map_arg((step.node.args, step.node.kwargs), lambda it: values[it.name])
-                values[step.node.name] = step.node.target(*arguments, **named)  # type: ignore[operator]  # callable
+                operation: Any = RESHAPES.get(step.node.target, step.node.target)
+                values[step.node.name] = operation(*arguments, **named)
             for name in self._last.get(index, ()):
                 del values[name]
         return [values[it.name] if isinstance(it, fx.Node) else it for it in found.outputs]
@@ -599,17 +632,40 @@ def _in_float32() -> ExitStack:
     return stack
 
 
-def _snapshot(model: nn.Module) -> nn.Module:
+def _storage_of(tensor: Tensor) -> int:
+    """The address of a tensor's storage; 0 if it has none, as in transforms of torch.func."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+class _Used(TorchDispatchMode):
+    """Collects the storages of the tensors that operations read."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's types
+        self.storages = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        self.storages.update(_storage_of(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _snapshot(model: nn.Module) -> tuple[nn.Module, list[Tensor]]:
+    """A copy of a model, and the tensors that were copied."""
     # Results of autograd, such as the masked weights of torch.nn.utils.prune, refuse to be copied.
     held = (it for module in model.modules() for it in vars(module).values() if isinstance(it, Tensor))
     copies: dict[int, Any] = {id(it): it.detach().clone() for it in held if not it.is_leaf}
     try:
-        return copy.deepcopy(model, copies).eval().requires_grad_(False)
+        made = copy.deepcopy(model, copies).eval().requires_grad_(False)
     except Exception as error:  # a module may refuse to be copied with any error
         raise SparseError(
             f"sparse: model {type(model).__name__} cannot be copied ({error}), and the compiled model is a snapshot. "
             f"Make its modules work with copy.deepcopy."
         ) from error
+    return made, [it for it in copies.values() if isinstance(it, Tensor)]
 
 
 def _difference(wanted: Sequence[Any], got: Sequence[Any]) -> float:
