@@ -623,7 +623,7 @@ def _pair(value: Any) -> tuple[int, int]:
 def _weights(reading: Reading, node: fx.Node, weight: Tensor, given: Mapping[str, Any], **options: Any) -> Weights:
     bias = np.zeros(len(weight), np.float32)
     if given["bias"] is not None:
-        bias = reading.constant(given["bias"]).cpu().numpy().copy()
+        bias = reading.constant(given["bias"]).expand(len(weight)).cpu().numpy().copy()
     return Weights(
         output=node.name,
         inputs=(given["input"].name,),
