@@ -525,6 +525,20 @@ def test_the_report_counts_weights_and_macs():
     assert '"conv1"' in report.json()
 
 
+def test_the_report_counts_weights_of_the_model_not_of_folded_layers():
+    net = pruned(nn.Sequential(nn.Conv2d(30, 40, 3), nn.BatchNorm2d(40), nn.ReLU()), 0.1)
+    net.get_parameter("1.weight").detach()[:20] = 0
+    weight = net.get_parameter("0.weight")
+    [layer] = keepk.sparse(net, torch.randn(2, 30, 30, 30)).report.layers
+    assert layer.kept == int(weight.count_nonzero())
+    assert layer.macs == int(weight[20:].count_nonzero()) * 28 * 28
+
+
+def test_an_example_that_does_not_fit_is_refused():
+    with pytest.raises(SparseError, match=r"sparse: LeNet300 fails on the example, as a batch of 2 \(mat1 and mat2"):
+        keepk.sparse(pruned(LeNet300(), 0.1), torch.randn(2, 1, 28, 27))
+
+
 def test_what_cannot_be_served_is_refused():
     net, x = pruned(LeNet300(), 0.1), torch.randn(2, 1, 28, 28)
     for arguments, words in (
