@@ -252,6 +252,45 @@ def test_long_sums_stay_accurate(index, monkeypatch):
     assert_same_samples(fast, x, [1, 2, 7, 16])
 
 
+RANGES = [(-6.0, -3.0), (-3.0, 3.0), (-100.0, -85.0), (85.0, 100.0), (-1e-3, 1e-3), (-9.0, -5.0)]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("build", [nn.GELU, lambda: nn.GELU("tanh"), nn.Sigmoid, nn.SiLU, nn.Tanh])
+@pytest.mark.filterwarnings("ignore")
+def test_activations_are_accurate_in_every_range(build, monkeypatch):
+    monkeypatch.setattr("keepk.engine.graph.LAYOUT_COST", 0.0)
+    monkeypatch.setattr("keepk.engine.graph.SPARSE_RATE", 1e9)
+    net = nn.Sequential(nn.Linear(32, 32), build()).eval()
+    net.get_parameter("0.weight").detach().copy_(torch.eye(32))
+    net.get_parameter("0.bias").detach().zero_()
+    fast = keepk.sparse(net, torch.randn(2, 32))
+    assert runs_in_keepk(fast)
+    exact = copy.deepcopy(net).double()
+    for low, high in RANGES:
+        x = torch.linspace(low, high, 20 * 32).reshape(20, 32)
+        with torch.no_grad():
+            wanted = net(x) if low == -100 else exact(x.double())  # in float32 exp(-x) is infinite from -88.72 on
+        assert error(wanted, fast(x)) <= 5e-6, (low, high)
+        assert_same_samples(fast, x, [1, 16])
+
+
+def test_a_bias_of_one_number():
+    class OneBias(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(200, 300)), nn.Parameter(torch.randn(1))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    net, x = pruned(OneBias(), 0.05), torch.randn(5, 300)
+    fast = keepk.sparse(net, x)
+    assert runs_in_keepk(fast)
+    with torch.no_grad():
+        assert error(net(x), fast(x)) <= 1e-6
+
+
 # Whole networks
 
 
@@ -484,6 +523,20 @@ def test_the_report_counts_weights_and_macs():
     assert "conv1" in str(report)
     assert "MACs left" in str(report)
     assert '"conv1"' in report.json()
+
+
+def test_the_report_counts_weights_of_the_model_not_of_folded_layers():
+    net = pruned(nn.Sequential(nn.Conv2d(30, 40, 3), nn.BatchNorm2d(40), nn.ReLU()), 0.1)
+    net.get_parameter("1.weight").detach()[:20] = 0
+    weight = net.get_parameter("0.weight")
+    [layer] = keepk.sparse(net, torch.randn(2, 30, 30, 30)).report.layers
+    assert layer.kept == int(weight.count_nonzero())
+    assert layer.macs == int(weight[20:].count_nonzero()) * 28 * 28
+
+
+def test_an_example_that_does_not_fit_is_refused():
+    with pytest.raises(SparseError, match=r"sparse: LeNet300 fails on the example, as a batch of 2 \(mat1 and mat2"):
+        keepk.sparse(pruned(LeNet300(), 0.1), torch.randn(2, 1, 28, 27))
 
 
 def test_what_cannot_be_served_is_refused():

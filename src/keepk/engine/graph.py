@@ -46,7 +46,8 @@ class Weights:
         dilation: Steps between the weights of a kernel.
         groups: The number of groups.
         clamp: Bounds of the results.
-        dense: How many weights the layer had, zeros included.
+        dense: How many weights the layer has in the model, zeros included.
+        kept: How many of them are not zero; a BatchNorm that is part of the layer may have made others zero.
     """
 
     output: str
@@ -60,6 +61,7 @@ class Weights:
     groups: int = 1
     clamp: Clamp | None = None
     dense: int = 0
+    kept: int = 0
 
 
 @dataclass(frozen=True)
@@ -453,6 +455,7 @@ def _folded(steps: Sequence[Op | TorchNode], readers: Mapping[str, Sequence[str]
                 bias=step.shifts.astype(np.float32),
                 groups=len(step.factors),
                 dense=len(step.factors),
+                kept=int(np.count_nonzero(step.factors)),
             )
     return list(made.values())
 
@@ -623,7 +626,7 @@ def _pair(value: Any) -> tuple[int, int]:
 def _weights(reading: Reading, node: fx.Node, weight: Tensor, given: Mapping[str, Any], **options: Any) -> Weights:
     bias = np.zeros(len(weight), np.float32)
     if given["bias"] is not None:
-        bias = reading.constant(given["bias"]).cpu().numpy().copy()
+        bias = reading.constant(given["bias"]).expand(len(weight)).cpu().numpy().copy()
     return Weights(
         output=node.name,
         inputs=(given["input"].name,),
@@ -631,6 +634,7 @@ def _weights(reading: Reading, node: fx.Node, weight: Tensor, given: Mapping[str
         weight=weight.cpu().numpy().copy(),
         bias=bias,
         dense=weight.numel(),
+        kept=int(weight.count_nonzero()),
         **options,
     )
 

@@ -716,7 +716,7 @@ def _polynomial(code: Code, x: str, coefficients: Sequence[float]) -> str:
 
 def exponential(code: Code, x: str) -> str:
     """exp(x): 2 ** n times a polynomial of the rest, within two units in the last place; NaN stays NaN."""
-    low, high = _constant(code, -87.0), _constant(code, 88.37)  # beyond them 0 and infinity
+    low, high = _constant(code, -103.9), _constant(code, 88.7228)  # beyond them 0 and infinity
     kept = code.clamp(x, low, high)
     magic = _constant(code, 12582912.0)  # 1.5 * 2 ** 23: adding it rounds to an integer
     shifted = code.fma(kept, _constant(code, 1.4426950408889634), magic)
@@ -733,9 +733,12 @@ def exponential(code: Code, x: str) -> str:
     whole = f"<{code.width} x i32>"
     exponent = code.let(f"call {whole} @llvm.fptosi.sat.v{code.width}i32.v{code.width}f32({code.vector} {n})")
     each = f"<{', '.join(['i32 {0}'] * code.width)}>"
-    biased = code.let(f"add {whole} {exponent}, {each.format(127)}")
-    power = code.let(f"bitcast {whole} {code.let(f'shl {whole} {biased}, {each.format(23)}')} to {code.vector}")
-    scaled = code.let(f"fmul {code.vector} {value}, {power}")
+    # Two factors, since 2 ** n itself may be too large or too small for a float where the result is not.
+    half, scaled = code.let(f"ashr {whole} {exponent}, {each.format(1)}"), value
+    for part in (half, code.let(f"sub {whole} {exponent}, {half}")):
+        biased = code.let(f"add {whole} {part}, {each.format(127)}")
+        power = code.let(f"bitcast {whole} {code.let(f'shl {whole} {biased}, {each.format(23)}')} to {code.vector}")
+        scaled = code.let(f"fmul {code.vector} {scaled}, {power}")
     tiny = code.select("olt", x, low, _constant(code, 0.0), scaled)
     return code.select("ogt", x, high, _constant(code, float("inf")), tiny)
 
@@ -762,41 +765,35 @@ def tanh(code: Code, x: str) -> str:
     return code.select("olt", square, small, near, far)
 
 
-def erf(code: Code, x: str) -> str:
-    """The error function to 1.5e-7 (Abramowitz and Stegun 7.1.26), by its Taylor series near 0."""
-    size = code.select("olt", x, _constant(code, 0.0), code.let(f"fneg {code.vector} {x}"), x)
-    t = code.let(
-        f"fdiv {code.vector} {_constant(code, 1.0)}, {code.fma(_constant(code, 0.3275911), size, _constant(code, 1.0))}"
-    )
-    tail = _polynomial(code, t, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592))
-    tail = code.let(f"fmul {code.vector} {tail}, {t}")
-    square = code.let(f"fmul {code.vector} {x}, {x}")
-    power = exponential(code, code.let(f"fneg {code.vector} {square}"))
-    far = code.fma(code.let(f"fneg {code.vector} {tail}"), power, _constant(code, 1.0))
-    signed = code.select("olt", x, _constant(code, 0.0), code.let(f"fneg {code.vector} {far}"), far)
-    series = _polynomial(code, square, (-1 / 75600, 1 / 9360, -1 / 1320, 1 / 216, -1 / 42, 1 / 10, -1 / 3, 1.0))
-    scaled = code.let(f"fmul {code.vector} {series}, {_constant(code, 1.1283791671)}")
-    near = code.let(f"fmul {code.vector} {x}, {scaled}")
-    return code.select("olt", square, _constant(code, 0.25), near, signed)
-
-
 def _silu(code: Code, x: str) -> str:
     power = exponential(code, code.let(f"fneg {code.vector} {x}"))
     return code.let(f"fdiv {code.vector} {x}, {code.let(f'fadd {code.vector} {_constant(code, 1.0)}, {power}')}")
 
 
 def _gelu(code: Code, x: str) -> str:
-    inner = erf(code, code.let(f"fmul {code.vector} {x}, {_constant(code, 0.7071067811865476)}"))
-    half = code.let(f"fmul {code.vector} {x}, {_constant(code, 0.5)}")
-    return code.let(f"fmul {code.vector} {half}, {code.let(f'fadd {code.vector} {_constant(code, 1.0)}, {inner}')}")
+    """GELU: x times the normal distribution, to 1e-6 of the result also where it is small.
+
+    The tail is erfc(|x| / sqrt(2)) / 2 by Chebyshev fitting (Numerical Recipes, erfcc): 1 + erf would cancel.
+    """
+    zero, one = _constant(code, 0.0), _constant(code, 1.0)
+    size = code.select("olt", x, zero, code.let(f"fneg {code.vector} {x}"), x)
+    t = code.let(f"fdiv {code.vector} {one}, {code.fma(size, _constant(code, 0.3535533905932738), one)}")
+    fitted: tuple[float, ...] = (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807)
+    fitted += (-0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223)
+    minus_half = code.let(f"fmul {code.vector} {x}, {_constant(code, -0.5)}")
+    power = exponential(code, code.fma(minus_half, x, _polynomial(code, t, fitted)))
+    doubled = code.let(f"fmul {code.vector} {t}, {power}")
+    tail = code.let(f"fmul {code.vector} {doubled}, {_constant(code, 0.5)}")
+    share = code.select("olt", x, zero, tail, code.let(f"fsub {code.vector} {one}, {tail}"))
+    return code.let(f"fmul {code.vector} {x}, {share}")
 
 
 def _gelu_tanh(code: Code, x: str) -> str:
+    """Its approximation x (1 + tanh(u)) / 2, as x sigmoid(2 u), where nothing cancels."""
     square = code.let(f"fmul {code.vector} {x}, {x}")
     inner = code.fma(code.let(f"fmul {code.vector} {_constant(code, 0.044715)}, {square}"), x, x)
-    inner = tanh(code, code.let(f"fmul {code.vector} {inner}, {_constant(code, 0.7978845608028654)}"))
-    half = code.let(f"fmul {code.vector} {x}, {_constant(code, 0.5)}")
-    return code.let(f"fmul {code.vector} {half}, {code.let(f'fadd {code.vector} {_constant(code, 1.0)}, {inner}')}")
+    inner = code.let(f"fmul {code.vector} {inner}, {_constant(code, 1.5957691216057308)}")
+    return code.let(f"fmul {code.vector} {x}, {sigmoid(code, inner)}")
 
 
 def _hardsigmoid(code: Code, x: str) -> str:

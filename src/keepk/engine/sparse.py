@@ -315,14 +315,20 @@ class SparseModel:
         leaves, self._structure = tree_flatten((given.arguments, given.by_name))
         self._batched = [is_batched(leaf, self._rows) for leaf in leaves]
         self._leaves = leaves
-        wanted, self._result = self._model_on(given)
-        reason = self._compile(given, leaves)
+        try:
+            wanted, self._result = self._model_on(given)
+        except Exception as reason:  # forward may raise anything
+            raise SparseError(
+                f"sparse: {type(model).__name__} fails on the example, as a batch of {self._rows} ({reason}). Pass "
+                f"inputs that its forward takes."
+            ) from reason
+        why = self._compile(given, leaves)
         error = self._error(given, wanted)
         if not error <= TOLERANCE:
             self._refuse(type(model).__name__, error, _difference(wanted, self._model_on(given)[0]))
         if self._exported is not None:
-            reason = self._other_batches(given, wanted)
-            if reason:
+            why = self._other_batches(given, wanted)
+            if why:
                 self._steps, self._exported, self._quick = [], None, None
                 error = self._error(given, wanted)
         # The tensors that the snapshot consists of; those of an exported graph may be computed from the model's.
@@ -330,7 +336,7 @@ class SparseModel:
         self._storages = {_storage_of(it) for it in constants if isinstance(it, Tensor)} - {0}
         if self._exported is None:
             self._refuse_passed(model, given)
-        layers = tuple(self._layers(reason))
+        layers = tuple(self._layers(why))
         self.report = SparseReport(
             type(model).__name__, self._machine.name, self._machine.width, self._threads, error, layers
         )
@@ -568,8 +574,8 @@ class SparseModel:
                 continue
             for op in step.ops:
                 if isinstance(op, Weights):
-                    kept, pixels = int(np.count_nonzero(op.weight)), prod(self._exported.shapes[op.output][1:])
-                    yield SparseLayer(op.layer, "keepk", kept, op.dense, kept * pixels, op.dense * pixels)
+                    left, pixels = int(np.count_nonzero(op.weight)), prod(self._exported.shapes[op.output][1:])
+                    yield SparseLayer(op.layer, "keepk", op.kept, op.dense, left * pixels, op.dense * pixels)
 
     def __repr__(self) -> str:
         torch_runs = len(self.report.fallbacks)
