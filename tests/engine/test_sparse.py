@@ -338,6 +338,23 @@ def test_residual_networks_compile_without_fallback(last):
     assert_same_samples(fast, x, [1, 5, 17])
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_images_in_channels_last_down_to_one_pixel_compile_without_fallback(rows):
+    """torch asks for the size of the batch itself where it chooses the format of a convolution's result."""
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.MaxPool2d(4)]
+    layers += [nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4)]
+    net = pruned(nn.Sequential(*layers), 0.05)
+    for parameter in net.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    fast = keepk.sparse(net, torch.randn(rows, 3, 8, 8))
+    assert runs_in_keepk(fast), fast.report
+    x = torch.randn(7, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert error(net(x), fast(x)) <= 1e-5
+    assert_same_samples(fast, x, [1, 3])
+
+
 # What torch runs
 
 

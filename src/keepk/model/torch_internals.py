@@ -4,9 +4,11 @@ torch changes names with a leading underscore, and modules such as ``torch.utils
 torch that lacks one of them fails here, with that name, not in the middle of a run. keepk is tested with torch 2.13.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,16 +103,25 @@ def sizes_as_unknown() -> AbstractContextManager[Any]:
 
 
 def guards_against_one(sizes: Sequence[torch.SymInt]) -> list[str]:
-    """The conditions under which an exported graph is valid that do not hold if all these sizes of its inputs are 1.
+    """The questions about sizes of a model's inputs that its own code asked, and whose answer differs for a size of 1.
 
-    The size is called "batch" in them.
+    Questions of torch's own code are left out: most of them are about strides (whether an image of one pixel is in the
+    channels_last format), and change no value.
+
+    Returns:
+        Conditions that hold for the sizes in the graph and not for 1; the size is called "batch" in them.
     """
     if not sizes:
         return []
     symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
-    guards = [guard.expr for guard in sizes[0].node.shape_env.guards]
-    broken = [it for it in guards if it.subs(dict.fromkeys(symbols, 1)) == False]  # noqa: E712 - that of sympy
+    asked = [guard.expr for guard in sizes[0].node.shape_env.guards if not _is_asked_by_torch(guard)]
+    broken = [it for it in asked if it.subs(dict.fromkeys(symbols, 1)) == False]  # noqa: E712 - that of sympy
     return [str(it.subs({symbol: type(symbol)("batch") for symbol in symbols})) for it in broken]
+
+
+def _is_asked_by_torch(guard: Any) -> bool:
+    place = getattr(guard.sloc, "framework_loc", None)  # the innermost frame outside the code that evaluates guards
+    return place is not None and place.filename.startswith(f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def fsdp_modules() -> list[torch.nn.Module]:
