@@ -1,7 +1,7 @@
 """From a model to the operations of a program: `torch.export`, then one short rule for each ATen operation.
 
 A rule turns a node of the exported graph into an operation on values ``(channels, rows, columns)`` per sample, or says
-why it cannot. Nodes without a rule, and layers that are cheaper in torch, stay with torch. `steps_of` splits the graph
+why it cannot. Nodes without a rule, and layers that are cheaper in torch, stay with torch. `read` splits the graph
 into segments of operations and nodes that torch runs, in the order of the graph.
 """
 

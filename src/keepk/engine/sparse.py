@@ -1,4 +1,16 @@
-"""`sparse`: a model as compiled programs that skip pruned weights, for inference on the CPU."""
+"""`sparse`: a model as compiled programs that skip pruned weights, for inference on the CPU.
+
+`SparseModel._build` makes the result in this order:
+
+1. A copy of the model is taken, so that later changes of the model have no effect.
+2. The copy is exported and read as a list of steps (`engine.graph`): segments, each wrapped in a runner that compiles a
+   program for each group size, and single nodes that torch runs. If this fails, or no layer is faster without its
+   zeros, torch runs the whole copy.
+3. The results on the example are compared with the copy's, and then those for batches of 0, 1, and 2 or 3 samples.
+
+A call checks its arguments and runs the steps. Models that are one segment with one input and one output have a shorter
+way (`_quick`), because the checks would take longer than the program of a small network.
+"""
 
 import copy
 import ctypes
@@ -80,7 +92,7 @@ class SparseReport:
         vector: Floats in a vector.
         threads: The most threads that a call uses.
         difference: max|model - fast| / max|model| on the example.
-        layers: The layers with weights, and every operation that torch runs.
+        layers: The layers with weights, and the operations that torch runs, without bookkeeping such as sizes.
     """
 
     model: str
@@ -168,7 +180,8 @@ class _Runner:
         spatial = any(size[1:] != (1, 1) for size in shapes.sizes.values())
         groups = (lanes,) if spatial else (4 * lanes, lanes)
         self._groups = tuple(group for group in groups if shapes.largest(group, machine) <= LARGEST)
-        # A single sample costs less than a group, and more than one of its lanes.
+        # With up to this many samples left over, they are computed one at a time, otherwise as a partly filled group: a
+        # single sample costs less than a group of lanes, but more than one lane of it.
         self._few = lanes * 5 // 8 if spatial else 3
         self._lock = threading.Lock()
         self._programs: dict[int, Program] = {}
@@ -275,10 +288,10 @@ def _in_memory(tensor: Tensor) -> bool:
         return False
     if not tensor.numel():
         return True
-    size = tensor.numel()  # from the first element to the last one
+    span = tensor.numel()  # elements from the first one to the last one, with the gaps between them
     if not tensor.is_contiguous():
-        size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return address != 0 and (tensor.storage_offset() + size) * tensor.element_size() <= bytes_
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return address != 0 and (tensor.storage_offset() + span) * tensor.element_size() <= bytes_
 
 
 def plain(value: Tensor) -> Tensor:
@@ -348,7 +361,7 @@ class SparseModel:
 
     @staticmethod
     def _refuse(model: str, error: float, again: float) -> None:
-        """Refuse a model whose results are not those of its programs, or not (`again`) its own."""
+        """Refuse a model from which the programs' results differ by `error`, or its own of a second run by `again`."""
         if not again <= TOLERANCE:
             raise SparseError(
                 f"sparse: {model} gives different results for the same input in eval mode, so a compiled one cannot "
@@ -710,9 +723,9 @@ def _last_readers(steps: Sequence[_Runner | TorchNode], found: Exported) -> dict
 def sparse(model: nn.Module, example: Any, threads: int = 1) -> SparseModel:
     """Compile a model with pruned weights for fast inference on the CPU; needs ``pip install "keepk[sparse]"``.
 
-    Layers whose weights are mostly zero become machine code that multiplies only with the others. What has no kernel,
-    and layers that are faster with their zeros, torch runs; the report names them. The result is a snapshot: it is in
-    eval mode, and does not follow later changes of the model, which itself is not changed.
+    Layers whose weights are mostly zero become machine code that multiplies only with the others. torch runs
+    operations without a kernel, and layers that are faster with their zeros; the report lists them. The result is a
+    snapshot: it is in eval mode, and does not follow later changes of the model, which itself is not changed.
 
     A sample gets the same bits whatever the size of its batch and the number of threads, as long as torch runs nothing.
     Zero weights are skipped even where the activation is NaN or infinite. Results are equal to the model's up to

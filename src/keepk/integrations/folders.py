@@ -4,8 +4,8 @@ A config, values in one file or several, an index: no single rename replaces the
 may load without an error. So the new model is first written as a whole into a hidden folder (`drafts`), and then
 exchanged for the old one (`exchange`):
 
-1. ``model.safetensors`` or the index of the old model is moved out of the way. Without it, nothing loads the folder;
-   without ``config.json``, transformers would take the default numbers of a class.
+1. ``model.safetensors`` or the index of the old model is moved out of the way. From then on, nothing loads the folder.
+   (Without ``config.json``, transformers would load it with the default numbers of the class.)
 2. The other files of the old model follow it, into ``.keepk-old-...``.
 3. The files of the new model are moved in, ``model.safetensors`` or the index last.
 
@@ -31,17 +31,17 @@ from keepk.storage.files import alone, made, own_folder, sync_folder
 from keepk.storage.shards import INDEX
 
 CONFIG = "config.json"
-FIRST = (VALUES, INDEX)  # by these files, loaders find the values
+ENTRY = (VALUES, INDEX)  # loaders start from one of these: moved out first, moved in last
 OLD = ".keepk-old-"
-# Shards of transformers, and files of keepk.save that was killed.
+# Shards of transformers, and files left by a keepk.save that was killed.
 _VALUES = re.compile(r"model-(\d{5}-of-\d{5}|[0-9a-f]{32}|[0-9a-f]{64})\.safetensors")
 
 
 @contextmanager
 def drafts(target: Path) -> Iterator[Path]:
-    """A temporary folder for new models, inside the target, which is created; errors of the disk become a FileError."""
+    """A temporary folder for new models inside `target`, which is created if needed; disk errors become a FileError."""
     try:
-        with made(target), own_folder(target / "keepk") as root:
+        with made(target), own_folder(target / "keepk") as root:  # ".keepk-....tmp" in target
             yield root
     except (OSError, SafetensorError, FileError) as error:
         problem = error.__cause__ if isinstance(error, FileError) else error  # of keepk.save, which names the draft
@@ -55,10 +55,10 @@ def drafts(target: Path) -> Iterator[Path]:
 
 def exchange(draft: Path, folder: Path) -> None:
     """Move the files of a draft into a folder; a model that the folder had is removed."""
-    new = sorted((path.name for path in draft.iterdir()), key=lambda name: name in FIRST)
+    new = sorted((path.name for path in draft.iterdir()), key=lambda name: name in ENTRY)
     with alone(folder):
         old = [name for name in _model_files(folder) | {*new} if os.path.lexists(folder / name)]
-        old.sort(key=lambda name: name not in FIRST)
+        old.sort(key=lambda name: name not in ENTRY)
         for name in old:
             if (folder / name).is_dir() and not (draft / name).is_dir():
                 raise IsADirectoryError(f"{name} is a folder")
@@ -81,7 +81,7 @@ def _model_files(folder: Path) -> set[str]:
 
 
 def _move(moves: list[tuple[Path, Path]], kept: Path) -> None:
-    """Rename files, none of which replaces another; all of them or none."""
+    """Rename files, all or none; no move overwrites a file."""
     begun = list[tuple[Path, Path]]()
     try:
         for source, to in moves:

@@ -51,7 +51,7 @@ ARCH = "arch.json"
 ADAPTER = "adapter_config.json"  # of peft
 MOST_BUILDS = 512  # candidate configs; a model is built on the meta device for each
 PINNED = ("head_dim",)  # read by many configs from hidden size and heads, unless it is set
-OPTIONS = {"attn_implementation"}  # of from_pretrained that also apply to a model with arch.json
+OPTIONS = {"attn_implementation"}  # options of from_pretrained that are also accepted for a folder with arch.json
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_TOLERANCE = 5e-2
 
@@ -160,7 +160,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, example: Any 
 
 @contextmanager
 def _having(model: Any, config: Any) -> Iterator[None]:
-    """A context in which a model has another config, which transformers may change."""
+    """Give a model another config in a context; transformers may change that config."""
     own = model.config
     model.config = config
     try:

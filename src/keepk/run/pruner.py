@@ -65,9 +65,9 @@ class Pruner:
 
     Call `step` at the end of every epoch. It ranks the units of each space and keeps exactly as many as the plan says.
     Pruned weights stay zero through every following ``optimizer.step()``. Pruned channels are removed from the model,
-    the optimizer and the followers, or masked. No module or parameter is renamed, wrapped or replaced. After the last
-    event of the plan, `step` prunes nothing more but still keeps masked weights at zero, so fine-tuning is just more
-    training.
+    the optimizer and the followers, or masked. No module or parameter is renamed or wrapped, and only parameters
+    that FSDP2 shards are replaced when they are cut (see `step`). After the last event of the plan, `step` prunes
+    nothing more but still keeps masked weights at zero, so fine-tuning is just more training.
 
     Args:
         model: The model; `DistributedDataParallel` and `torch.compile` wrappers are looked through.
@@ -406,13 +406,13 @@ class Pruner:
             self._refuse_unusable(wrapper, wrap)
             session.zero_masked()
             return wrapper
-        before, now = session.planned(self.epoch), session.planned(self.epoch + 1)
+        before, after = session.planned(self.epoch), session.planned(self.epoch + 1)
         device = exchange_device(self._spec.model.parameters())
         with ExitStack() as stack:
-            # Every process gets here, whatever it decides below, so that none of them waits for a sum in vain.
+            # Every process gets here, whatever it decides below, so that none waits for a sum that never comes.
             for statistics in session.statistics if are_several() else ():
                 stack.enter_context(statistics.summed(partial(summed, device=device)))
-            event = agreed(lambda it: self._decide(it, wrapper, wrap, before, now), lambda it: it.flags, device)
+            event = agreed(lambda it: self._decide(it, wrapper, wrap, before, after), lambda it: it.flags, device)
         # DDP allocates gradient buckets for the shapes that it was built with, so it has to be rebuilt after a cut.
         old: Any = wrapper if event.cuts and wrap is None else None
         try:
@@ -423,7 +423,7 @@ class Pruner:
             if old is not None:
                 disarm(old, TAKEN_BACK)  # it would silently stop averaging gradients
             raise
-        session.watch.event(fell=any(now[name] < before[name] for name in now))
+        session.watch.event(fell=any(after[name] < before[name] for name in after))
         session.follow_statistics()  # the next epoch collects them for the remaining units
         if old is None:
             return wrapper
@@ -505,7 +505,8 @@ class Pruner:
         'epoch 1/1: kept weight 25 of 100; 110 parameters (75 masked)'
         """
         # Imported here because packages import only from packages before them (ARCHITECTURE.md), and `reports` comes
-        # after `run`. A method is easier to find than `keepk.report(pruner)`, so this is the one exception.
+        # after `run`. A method is easier to find than `keepk.report(pruner)`, so this and `_repr_html_` are the only
+        # exceptions.
         from keepk.reports.run import report  # noqa: PLC0415 - `report` imports this module
 
         return report(self, error=error)
@@ -641,15 +642,15 @@ class Pruner:
         self._session.zero_masked()
 
     def _decide(
-        self, exchange: Exchange, wrapper: Any, wrap: Any, before: Mapping[str, int], now: Mapping[str, int]
+        self, exchange: Exchange, wrapper: Any, wrap: Any, before: Mapping[str, int], after: Mapping[str, int]
     ) -> Event:
-        """Decide the event. Everything refusable is refused here, where `agreed` tells the other processes."""
+        """Decide the event. All refusals happen here, so that `agreed` can report them to the other processes."""
         reshard_around(self._spec.model)
         self._session.follow_cuts()
         self._refuse_unusable(wrapper, wrap)
         # Without an optimizer there are no steps to count, and pruning without training is intended.
         if self._session.optimizers:
-            self._session.watch.hasty(before, now, self.epochs)
+            self._session.watch.hasty(before, after, self.epochs)
         return self._session.decide(None if wrap is not None else wrapper, wrap, exchange)
 
     def _refuse_unusable(self, wrapper: Any, wrap: Any) -> None:
