@@ -12,7 +12,7 @@ from torch import nn
 import keepk
 from keepk.cut.shrink import prepare
 from keepk.errors import FileError, ShrinkError, SpaceError, TraceError
-from masked import relative_error
+from masked import masked, relative_error
 
 
 class Hidden(nn.Module):
@@ -361,9 +361,9 @@ def test_several_examples_are_traced_and_what_none_uses_stays():
 
 def cut_or_why(model, example, others=()):
     """Prune half of `a` by masks and by cutting and compare both on all inputs in both modes, or return the refusal."""
-    cut, masked = copy.deepcopy(model).double(), copy.deepcopy(model).double()
+    cut, kept = copy.deepcopy(model).double(), copy.deepcopy(model).double()
     example, *others = (it.double() for it in (example, *others))
-    ways: list[tuple[nn.Module, Literal["never", "each"]]] = [(masked, "never"), (cut, "each")]
+    ways: list[tuple[nn.Module, Literal["never", "each"]]] = [(kept, "never"), (cut, "each")]
     for net, shrink in ways:
         try:
             keepk.Pruner(net, [keepk.channels("a", keep=8)], example=example, shrink=shrink).step()
@@ -371,9 +371,9 @@ def cut_or_why(model, example, others=()):
             return str(error)
     assert cut.a.out_features == 8
     for training in (False, True):
-        masked.train(training), cut.train(training)
+        kept.train(training), cut.train(training)
         for x in (example, *others):
-            assert relative_error(masked(x), cut(x)) < 1e-9
+            assert relative_error(kept(x), cut(x)) < 1e-9
     return ""
 
 
@@ -1249,3 +1249,32 @@ def wide(h):
 def test_a_norm_is_zero_only_by_its_scale(norm, exact):
     why = cut_or_why(SumsOfNorm(norm), vectors(), [vectors()])
     assert (why == "") == exact, why
+
+
+class AddsInitialised(nn.Module):
+    """Adds a tensor that `torch.nn.init` fills in forward, such as the identity, to a weight."""
+
+    def __init__(self, init):
+        super().__init__()
+        self.a = nn.Linear(8, 12)
+        self.weight = nn.Parameter(torch.randn(12, 12, 1))
+        self.o = nn.Linear(12, 3)
+        self.init = init
+
+    def forward(self, x):
+        filled = self.init(torch.empty_like(self.weight))
+        return self.o(F.conv1d(self.a(x)[..., None], self.weight + filled)[..., 0])
+
+
+@pytest.mark.parametrize("init", [nn.init.dirac_, nn.init.orthogonal_, nn.init.ones_])
+def test_tensors_that_forward_initialises_are_followed(init):
+    """Some of these functions do nothing on the meta device, so the trace would not see what they write."""
+    torch.manual_seed(0)
+    model, x = AddsInitialised(init).double().eval(), torch.randn(3, 8, dtype=torch.double)
+    graph = keepk.trace(model, x)
+    units = [int(unit) for group in graph.groups if not group.lossy for unit in group.units[::2]]
+    assert bool(units) == (init is nn.init.ones_)
+    if units:
+        oracle = masked(model, graph, units)
+        keepk.shrink(model, graph, units)
+        assert relative_error(oracle(x), model(x)) < 1e-10

@@ -162,6 +162,8 @@ _TELLS_DEVICE: dict[Any, Callable[[torch.device], Any]] = {
     Tensor.get_device: lambda device: -1 if device.type in ("cpu", "meta") else device.index or 0,
 }
 _MOVES = (Tensor.cpu, Tensor.cuda, Tensor.xpu)
+# The code of torch and keepk. `torch.nn.init` counts as the model's, because some of its functions do nothing with meta
+# tensors, and the trace has to follow what `dirac_` writes in a forward.
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, keepk.version.__file__))
 
 
@@ -197,7 +199,10 @@ class _AsIfOn(TorchFunctionMode):
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_name == "__torch_function__":  # of another mode, which passes it on
             frame = frame.f_back
-        return frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES)
+        if frame is None:
+            return False
+        name = frame.f_code.co_filename
+        return name == nn.init.__file__ or not name.startswith(_LIBRARIES)
 
 
 def _adapt(twin: nn.Module, edits: Edits | None) -> None:
