@@ -244,7 +244,7 @@ class _Saved:
 
 
 def _weights_file(folder: Path, place: int) -> Path | None:
-    """The file from which Accelerate loads the weights of its model number `place`; None if there is none."""
+    """The file from which Accelerate loads the weights of its model number `place`; None if it does not exist."""
     ending = f"_{place}" if place else ""
     files = folder / f"{SAFE_MODEL_NAME}{ending}.safetensors", folder / f"{MODEL_NAME}{ending}.bin"
     return next((it for it in files if it.is_file()), None)

@@ -189,7 +189,7 @@ class CallbackRun:
 def run_state(*pruners: Pruner) -> dict[str, Any]:
     """The state of a Pruner and of the statistics that its metrics read, as plain values and tensors.
 
-    The states of further Pruners are in a list, ``others``, which is missing if there are none.
+    With several Pruners, the list ``others`` has the states of all but the first.
     """
     first, *others = [
         {"pruner": pruner.state_dict(), "statistics": [it.state_dict() for it in pruner.statistics]}

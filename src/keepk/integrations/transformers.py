@@ -274,7 +274,7 @@ def _newest(folder: Path) -> Path | None:
         raise CheckpointError(
             f"{folder}: none of its {len(found)} checkpoints has a state of pruning ({STATE}/) that belongs to its "
             f"weights. They were written without a PruningCallback, or writing them was interrupted. Pass another "
-            f"output_dir to start anew."
+            f"output_dir to start a new run."
         )
     if complete is not None and complete is not found[-1]:
         warn(f"resume: {found[-1]} is incomplete, because writing it was interrupted. Resuming from {complete}.")

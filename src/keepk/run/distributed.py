@@ -81,7 +81,7 @@ class Exchange:
         """The sum over all processes of the int64 vectors that they compute, on the CPU; or all of them raise.
 
         Args:
-            stage: Which sum this is, in words that are equal in all processes.
+            stage: The name of this sum, the same in all processes.
             compute: Computes the vector of this process. If it raises, all processes do.
         """
         found = list[Tensor]()
@@ -98,7 +98,7 @@ class Exchange:
         """Do something in all processes; if it fails in one of them, all raise.
 
         Args:
-            stage: What it is, in words that are equal in all processes.
+            stage: Its name, the same in all processes.
             act: Does it. It may gather tensors (`keepk.model.sharded.gathered`) and use this exchange, but must not
                 communicate in any other way.
         """
@@ -132,7 +132,7 @@ class Exchange:
         """Change something in all processes, or undo it in all of them; returns the undo of this process.
 
         Args:
-            stage: What it is, in words that are equal in all processes.
+            stage: Its name, the same in all processes.
             act: Makes the change, all or nothing, and returns its undo; see `together`.
         """
         with ExitStack() as undos:
